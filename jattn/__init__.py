@@ -1,0 +1,1 @@
+"""Paged attention for JAX and Flax from one torch and Triton core."""

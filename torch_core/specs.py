@@ -1,0 +1,127 @@
+"""Frozen descriptions of a cache and of an attention call, shared by every layer; standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["DTYPE_BYTES", "KV_CACHE_DTYPES", "PAD_SLOT_ID", "QUERY_DTYPES", "AttentionSpec", "KVCacheSpec"]
+
+#: The slot of a padded token: nothing is written for it. vLLM: vllm/v1/attention/backends/utils.py.
+PAD_SLOT_ID = -1
+
+#: Bytes of one element, by the name that numpy (with ml_dtypes), torch and jax agree on.
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+QUERY_DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+_MAX_BLOCK_SIZE = 256
+_MAX_HEAD_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The layout of one layer's paged key/value cache.
+
+    The logical shape is `(num_blocks, 2, block_size, num_kv_heads, head_size)`: index 0 of the second axis holds keys,
+    index 1 values. Block 0 is the null block: no sequence ever owns it.
+
+    Attributes:
+        num_kv_heads: key/value heads.
+        head_size: elements of one head.
+        block_size: tokens of one block, 1 to 256.
+        dtype: element type by name, one of `KV_CACHE_DTYPES`.
+
+    Example:
+        >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
+        >>> spec.shape(64)
+        (64, 2, 16, 8, 128)
+        >>> spec.bytes_per_block
+        65536
+    """
+
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _check_range("num_kv_heads", self.num_kv_heads, 1, 1 << 16)
+        _check_range("head_size", self.head_size, 1, _MAX_HEAD_SIZE)
+        _check_range("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
+        if self.dtype not in KV_CACHE_DTYPES:
+            raise Unsupported(f"dtype is {self.dtype!r}; a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}.")
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
+        """Returns the shape of one layer's cache array for `num_blocks` blocks."""
+        return (num_blocks, 2, self.block_size, self.num_kv_heads, self.head_size)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes in one layer."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The static options of one attention call: what is the same for every sequence of every step.
+
+    Query row `i` of a sequence with `q` new and `n` total tokens stands at position `p = n - q + i` (the mask is
+    aligned bottom-right). It sees key `j < n` when every condition that is set holds:
+    `j <= p` (causal), `j >= p - window_left`, `j <= p + window_right`, `j // attention_chunk == p // attention_chunk`.
+    The order of operations on a score is scale, soft cap, ALiBi, mask.
+
+    Attributes:
+        scale: factor on `query @ key`; finite and not zero.
+        causal: no key after the query is visible.
+        window_left: keys before the query's own position that stay visible; None for all. A Hugging Face or Mistral
+            `sliding_window` of W tokens (the own one included) is `window_left=W - 1`.
+        window_right: the same for keys after it.
+        logits_soft_cap: scores become `cap * tanh(score / cap)`; None for off.
+        attention_chunk: chunked local attention: a query sees its own chunk of this many positions only.
+        use_alibi_sqrt: ALiBi adds `-slope * sqrt(p - j)` rather than `slope * (j - p)`.
+
+    Example:
+        >>> AttentionSpec(scale=0.125, window_left=4095).causal
+        True
+    """
+
+    scale: float
+    causal: bool = True
+    window_left: int | None = None
+    window_right: int | None = None
+    logits_soft_cap: float | None = None
+    attention_chunk: int | None = None
+    use_alibi_sqrt: bool = False
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale) or self.scale == 0:
+            raise InvalidInput(f"scale is {self.scale}; it must be finite and not zero (usually head_size ** -0.5).")
+        for name in ("window_left", "window_right"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 0, (1 << 31) - 1)
+        cap = self.logits_soft_cap
+        if cap is not None and not (math.isfinite(cap) and cap > 0):
+            raise InvalidInput(f"logits_soft_cap is {cap}; it must be a positive finite number, or None for off.")
+        if self.attention_chunk is not None:
+            _check_range("attention_chunk", self.attention_chunk, 1, (1 << 31) - 1)
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInput(f"{name} is {value!r}; it must be an int from {low} to {high}.")
+    if not low <= value <= high:
+        raise InvalidInput(f"{name} is {value}; it must be from {low} to {high}.")
