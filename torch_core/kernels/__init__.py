@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels, and nothing else: this package imports triton only."""
