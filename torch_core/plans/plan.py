@@ -64,6 +64,8 @@ class ArraySpec:
         shape: sizes of the axes.
         dtype: element type by name, a key of `TRITON_DTYPES`.
         strides: elements from one entry of an axis to the next; None means contiguous row-major.
+        aligned: the first element's address is a multiple of 16 bytes. XLA guarantees it for every operand, torch for
+            every allocation, not for every view.
 
     Example:
         >>> ArraySpec((4, 8), "bfloat16").element_strides
@@ -73,6 +75,7 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...] | None = None
+    aligned: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in TRITON_DTYPES:
@@ -108,16 +111,13 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A kernel argument that points to the start of a named buffer.
+    """A kernel argument that points to the start of a named buffer; aligned as the buffer's spec says.
 
     Attributes:
         buffer: the name in the operation.
-        aligned: the address is a multiple of 16 bytes, which lets Triton use vector accesses. XLA gives this for every
-            operand; the torch launcher checks it.
     """
 
     buffer: str
-    aligned: bool = True
 
 
 @dataclass(frozen=True, slots=True)

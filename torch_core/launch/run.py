@@ -1,0 +1,178 @@
+"""Runs an OperationPlan on torch tensors: Triton's own launcher on CUDA, Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from torch_core.errors import InvalidInput
+from torch_core.launch.interpret import run_interpreted
+from torch_core.plans.compile import check_fits, compile_variant, kernel_variant
+from torch_core.plans.plan import (
+    Absent,
+    ArraySpec,
+    Descriptor,
+    DeviceLimits,
+    LaunchPlan,
+    OperationPlan,
+    Pointer,
+    Scalar,
+)
+
+__all__ = ["array_spec", "device_limits", "dtype_name", "run_operation", "torch_dtype"]
+
+
+def run_operation(
+    plan: OperationPlan, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Runs the launches of a plan in order on the current stream, without waiting for the device.
+
+    Outputs that `out` lacks, and all scratch, are allocated with `torch.empty`: under CUDA graph capture they come
+    from the graph's pool. Kernels are compiled (or read from Triton's disk cache) and loaded on the first run, so a
+    plan must run once before it is captured.
+
+    Args:
+        plan: made for arrays of exactly these shapes, dtypes and strides; that is the caller's duty, only alignment
+            and the set of names are checked here.
+        tensors: the plan's inputs by name, all on one device.
+        out: outputs to fill, by name; contiguous.
+
+    Returns:
+        The plan's outputs by name.
+
+    Raises:
+        InvalidInput: an input is missing, an output has another shape or dtype, or an address is not aligned as the
+            plan assumes.
+        Unsupported: a kernel does not fit the device.
+    """
+    missing = [name for name, _ in plan.inputs if name not in tensors]
+    if missing:
+        raise InvalidInput(f"{plan.name}: the inputs {missing} are missing; give a tensor for each.")
+    buffers = dict(tensors)
+    device = tensors[plan.inputs[0][0]].device
+    for name, spec in plan.outputs:
+        given = None if out is None else out.get(name)
+        buffers[name] = _empty(spec, device) if given is None else _checked_output(plan.name, name, given, spec)
+    for name, spec in plan.scratch:
+        buffers[name] = _empty(spec, device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            for compiled, template, slots, grid in _prepared(plan, device.index):
+                arguments = list(template)
+                for index, name, descriptor in slots:
+                    arguments[index] = _pointer(plan.name, name, buffers[name], descriptor)
+                compiled[grid](*arguments)
+    else:
+        for launch in plan.launches:
+            run_interpreted(launch.kernel, launch.grid, _interpreter_arguments(launch, buffers))
+    return {name: buffers[name] for name, _ in plan.outputs}
+
+
+def array_spec(tensor: torch.Tensor) -> ArraySpec:
+    """Returns the spec of a tensor; contiguous ones get `strides=None`, so that equal layouts share plans."""
+    return ArraySpec(
+        tuple(tensor.shape),
+        dtype_name(tensor.dtype),
+        None if tensor.is_contiguous() else tuple(tensor.stride()),
+        tensor.data_ptr() % 16 == 0,
+    )
+
+
+@cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Returns the limits of a CUDA device; of an H200 for any other device, which only the interpreter runs.
+
+    Example:
+        >>> device_limits(torch.device("cpu")).num_sms
+        132
+    """
+    if device.type != "cuda":
+        return DeviceLimits()
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits(
+        arch=properties.major * 10 + properties.minor,
+        num_sms=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin,
+    )
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name that torch_core.specs uses for a torch dtype.
+
+    Example:
+        >>> dtype_name(torch.float8_e4m3fn)
+        'float8_e4m3fn'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the torch dtype of a name of torch_core.specs."""
+    return getattr(torch, name)
+
+
+@lru_cache(maxsize=4096)
+def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
+    # One entry per device: a loaded CUDA function belongs to one context.
+    limits = device_limits(torch.device("cuda", device_index))
+    specs = plan.specs
+    prepared = []
+    for launch in plan.launches:
+        compiled = compile_variant(kernel_variant(launch, specs), limits.arch)
+        check_fits(launch.name, compiled.metadata.shared, limits)
+        arguments = {**dict(launch.constexprs), **dict(launch.arguments)}
+        template: list[Any] = []
+        slots = []
+        for index, name in enumerate(launch.kernel.arg_names):
+            argument = arguments[name]
+            template.append(_constant(argument))
+            if isinstance(argument, (Pointer, Descriptor)):
+                slots.append((index, argument.buffer, argument))
+        grid = launch.grid + (1,) * (3 - len(launch.grid))
+        prepared.append((compiled, tuple(template), tuple(slots), grid))
+    return tuple(prepared)
+
+
+def _constant(argument: Any) -> Any:
+    if isinstance(argument, Scalar):
+        return argument.value
+    return None if isinstance(argument, Absent) else argument
+
+
+def _pointer(operation: str, name: str, tensor: torch.Tensor, argument: Pointer | Descriptor) -> Any:
+    if isinstance(argument, Pointer):
+        return tensor
+    # Imported here: only Gluon plans need it.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    if tensor.data_ptr() % 16:
+        raise InvalidInput(f"{operation}: {name} starts at an address that is not a multiple of 16; TMA needs that.")
+    return TensorDescriptor(tensor, list(argument.shape), list(argument.strides), list(argument.box), argument.layout)
+
+
+def _interpreter_arguments(launch: LaunchPlan, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    values: dict[str, Any] = dict(launch.constexprs)
+    for name, argument in launch.arguments:
+        if isinstance(argument, (Pointer, Descriptor)):
+            values[name] = buffers[argument.buffer]
+        else:
+            values[name] = _constant(argument)
+    return values
+
+
+def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+
+
+def _checked_output(operation: str, name: str, tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+    found = array_spec(tensor)
+    if found.shape != spec.shape or found.dtype != spec.dtype or found.strides != spec.strides:
+        raise InvalidInput(
+            f"{operation}: out {name!r} is {found.dtype}{list(found.shape)} with strides {found.element_strides}; it "
+            f"must be {spec.dtype}{list(spec.shape)} with strides {spec.element_strides}."
+        )
+    return tensor
