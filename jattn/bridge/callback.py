@@ -1,0 +1,147 @@
+"""Runs a torch function inside a jitted JAX program on XLA's own buffers, in place and without a copy.
+
+This is the CPU path and, on CUDA, the debug and cross-check path: Python runs once for each call (on CUDA under graph
+capture once for each call site). The serving path on CUDA is `jattn.bridge.native`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.experimental.buffer_callback import buffer_callback
+from torch.utils.dlpack import from_dlpack
+
+__all__ = ["call_torch", "typed_errors"]
+
+
+def call_torch(
+    function: Callable[..., None],
+    arguments: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: Mapping[int, int] | None = None,
+    num_threads: int | None = None,
+) -> list[jax.Array]:
+    """Calls `function(*input_tensors, *output_tensors)` from inside a JAX program.
+
+    Every tensor is a view of XLA's buffer and is valid during the call only. The function must write each output
+    completely, must not write an input that is not aliased, must not keep a tensor, and must neither call JAX nor
+    wait for the device. An aliased output is the same memory as its input, so only the input is passed.
+
+    Args:
+        function: a torch function that returns None.
+        arguments: the JAX arrays it reads.
+        outputs: shape and dtype of each array it writes.
+        aliases: which argument index (key) is updated in place as which output index (value).
+        num_threads: torch's thread count during the call on CPU; None leaves it. Small work wants 1: XLA's own
+            threads wait on the same cores, and a team of OpenMP threads woken for microseconds costs far more.
+
+    Returns:
+        The outputs, in order.
+
+    Raises:
+        jax.errors.JaxRuntimeError: when `function` raised; run the program inside `typed_errors` to get the
+            function's own exception instead.
+    """
+    aliases = dict(aliases or {})
+    own_outputs = tuple(index for index in range(len(outputs)) if index not in aliases.values())
+    call = buffer_callback(
+        _TorchCallback(function, own_outputs, num_threads),
+        list(outputs),
+        input_output_aliases=aliases,
+        command_buffer_compatible=True,
+    )
+    return call(*arguments)
+
+
+@contextlib.contextmanager
+def typed_errors() -> Iterator[None]:
+    """Re-raises what a torch function raised inside a JAX program as itself, not as a JaxRuntimeError.
+
+    Wait for the program's results inside the block: JAX reports a failure only when somebody looks.
+
+    Raises:
+        Exception: whatever the torch function raised, KeyboardInterrupt included.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        original = _recorded.take(str(error))
+        if original is None:
+            raise
+        raise original from None
+
+
+class _TorchCallback:
+    """One call site: turns buffers into tensors, runs the function where XLA expects it, keeps what it raised."""
+
+    def __init__(self, function: Callable[..., None], own_outputs: tuple[int, ...], num_threads: int | None) -> None:
+        self._function = function
+        self._own_outputs = own_outputs
+        self._num_threads = num_threads
+
+    def __call__(self, context: Any, outputs: Sequence[Any], *arguments: Any) -> None:
+        try:
+            # A capsule instead of the buffer itself: torch.from_dlpack asks the buffer for its device and stream
+            # first, which takes as long as the import and is ignored by XLA's buffers.
+            tensors = [from_dlpack(buffer.__dlpack__()) for buffer in arguments]
+            tensors += [from_dlpack(outputs[index].__dlpack__()) for index in self._own_outputs]
+            if tensors[0].is_cuda:
+                with torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device=tensors[0].device)):
+                    self._function(*tensors)
+            else:
+                _run_on_cpu(self._function, tensors, self._num_threads)
+        except BaseException as error:
+            # XLA turns any exception into text, KeyboardInterrupt too; the key lets typed_errors find the object.
+            key = _recorded.put(error)
+            raise RuntimeError(f"{type(error).__name__}: {error} [{key}]") from error
+
+
+def _run_on_cpu(function: Callable[..., None], tensors: list[torch.Tensor], num_threads: int | None) -> None:
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        function(*tensors)
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        function(*tensors)
+    finally:
+        torch.set_num_threads(before)
+
+
+class _RecordedErrors:
+    """The last few exceptions raised inside callbacks, by the key that their message carries through XLA."""
+
+    _CAPACITY = 64
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._errors: OrderedDict[str, BaseException] = OrderedDict()
+
+    def put(self, error: BaseException) -> str:
+        with self._lock:
+            key = f"jattn-callback-error-{next(self._numbers)}"
+            self._errors[key] = error
+            while len(self._errors) > self._CAPACITY:
+                self._errors.popitem(last=False)
+            return key
+
+    def take(self, text: str) -> BaseException | None:
+        with self._lock:
+            for key in re.findall(r"jattn-callback-error-\d+", text):
+                if key in self._errors:
+                    return self._errors.pop(key)
+        return None
+
+
+# XLA carries nothing but text out of a callback, so the objects need a place outside any call: this one, bounded.
+_recorded = _RecordedErrors()

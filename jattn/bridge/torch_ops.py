@@ -1,0 +1,171 @@
+"""The torch core's ops as steps of a JAX program, through the callback: implementation="torch"."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jattn.bridge.callback import call_torch
+from torch_core import launch
+from torch_core.specs import AttentionSpec
+
+__all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache"]
+
+# Below this many multiply-adds a second OpenMP thread costs more than it brings: XLA's own threads hold the cores.
+# Measured with the embedded model, see "CPU threads" in the README.
+_ONE_THREAD_BELOW = 1 << 24
+
+
+def paged_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    alibi_slopes: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    max_query_len: int,
+    with_lse: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs `torch_core.launch.paged_attention` in place of XLA's buffers; lse is None unless asked for."""
+    operands = {
+        "query": query,
+        "kv_cache": kv_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "query_start_loc": query_start_loc,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    function = launch.paged_attention_with_lse if with_lse else launch.paged_attention
+    work = query.size * block_tables.shape[1] * kv_cache.shape[2]
+    return _attend(function, operands, query.shape, with_lse, work, spec=spec, max_query_len=max_query_len)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_start_loc: jax.Array,
+    key_start_loc: jax.Array,
+    alibi_slopes: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    max_query_len: int,
+    max_key_len: int,
+    with_lse: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs `torch_core.launch.attention` on XLA's buffers; lse is None unless asked for."""
+    operands = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "query_start_loc": query_start_loc,
+        "key_start_loc": key_start_loc,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    function = launch.attention_with_lse if with_lse else launch.attention
+    out_shape = (*query.shape[:2], value.shape[2])
+    static: dict[str, Any] = {"spec": spec, "max_query_len": max_query_len, "max_key_len": max_key_len}
+    return _attend(function, operands, out_shape, with_lse, query.size * max_key_len, **static)
+
+
+def write_kv_cache(
+    key: jax.Array,
+    value: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> jax.Array:
+    """Runs `torch_core.launch.write_kv_cache` on the aliased cache: the result is the same memory."""
+    operands = {
+        "key": key,
+        "value": value,
+        "kv_cache": kv_cache,
+        "slot_mapping": slot_mapping,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    names, arrays = _present(operands)
+    (cache,) = call_torch(
+        functools.partial(_write, names),
+        arrays,
+        [jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype)],
+        aliases={names.index("kv_cache"): 0},
+        num_threads=_threads(key.size),
+    )
+    return cache
+
+
+def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Runs `torch_core.launch.merge_states` on XLA's buffers."""
+    out, lse = call_torch(
+        _merge,
+        [out_a, lse_a, out_b, lse_b],
+        [jax.ShapeDtypeStruct(out_a.shape, out_a.dtype), jax.ShapeDtypeStruct(lse_a.shape, jnp.float32)],
+        num_threads=_threads(out_a.size),
+    )
+    return out, lse
+
+
+def _attend(
+    function: Callable[..., Any],
+    operands: Mapping[str, jax.Array | None],
+    out_shape: tuple[int, ...],
+    with_lse: bool,
+    work: int,
+    **static: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    names, arrays = _present(operands)
+    outputs = [jax.ShapeDtypeStruct(out_shape, arrays[0].dtype)]
+    if with_lse:
+        outputs.append(jax.ShapeDtypeStruct(out_shape[:2], jnp.float32))
+    run = functools.partial(_attend_with_lse if with_lse else _attend_only, function, names, static)
+    results = call_torch(run, arrays, outputs, num_threads=_threads(work))
+    return results[0], results[1] if with_lse else None
+
+
+def _attend_only(function: Callable[..., Any], names: tuple[str, ...], static: dict, *tensors: torch.Tensor) -> None:
+    function(**dict(zip(names, tensors, strict=False)), out=tensors[-1], **static)
+
+
+def _attend_with_lse(
+    function: Callable[..., Any], names: tuple[str, ...], static: dict, *tensors: torch.Tensor
+) -> None:
+    operands = dict(zip(names, tensors, strict=False))
+    _, lse = function(**operands, out=tensors[-2], **static)
+    tensors[-1].copy_(lse)
+
+
+def _write(names: tuple[str, ...], *tensors: torch.Tensor) -> None:
+    launch.write_kv_cache(**dict(zip(names, tensors, strict=True)))
+
+
+def _merge(*tensors: torch.Tensor) -> None:
+    out_a, lse_a, out_b, lse_b, out, lse = tensors
+    merged_out, merged_lse = launch.merge_states(out_a, lse_a, out_b, lse_b)
+    out.copy_(merged_out)
+    lse.copy_(merged_lse)
+
+
+def _present(operands: Mapping[str, jax.Array | None]) -> tuple[tuple[str, ...], list[jax.Array]]:
+    present = {name: array for name, array in operands.items() if array is not None}
+    return tuple(present), list(present.values())
+
+
+def _threads(work: int) -> int | None:
+    return 1 if work < _ONE_THREAD_BELOW else None

@@ -1,0 +1,5 @@
+"""Flax modules around the ops."""
+
+from jattn.nn.paged import PagedAttention
+
+__all__ = ["PagedAttention"]

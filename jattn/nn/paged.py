@@ -1,0 +1,112 @@
+"""The attention core of a decoder layer: what runs between the rotary embedding and the output projection."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from jattn import ops
+from jattn.metadata import AttentionMetadata
+from torch_core.errors import InvalidInput
+
+__all__ = ["PagedAttention"]
+
+
+class PagedAttention(nnx.Module):
+    """Writes a layer's new keys and values into its paged cache, then attends to the whole context.
+
+    It has no parameters and keeps no cache: the cache goes in and comes out, so the module is valid in nnx's graph
+    and tree modes, under `jax.jit` with a donated cache, in `lax.scan` and in `lax.while_loop`.
+
+    Args:
+        num_heads: query heads.
+        head_dim: elements of one head.
+        num_kv_heads: key and value heads; num_heads by default, and it must divide num_heads.
+        scale: factor on the scores; head_dim ** -0.5 by default.
+        sliding_window: tokens that stay visible, the query's own included; None for all.
+        logits_soft_cap: cap on the scores; None for off.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Raises:
+        InvalidInput: num_heads is no multiple of num_kv_heads.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> core = PagedAttention(num_heads=4, head_dim=8, num_kv_heads=2, implementation="xla")
+        >>> metadata = AttentionMetadata(
+        ...     block_tables=jnp.array([[1]], jnp.int32), seq_lens=jnp.array([3], jnp.int32),
+        ...     query_start_loc=jnp.array([0, 3], jnp.int32), slot_mapping=jnp.array([4, 5, 6], jnp.int32),
+        ...     max_query_len=3)
+        >>> query, key = jnp.ones((3, 4, 8)), jnp.ones((3, 2, 8))
+        >>> output, cache = core(query, key, key, jnp.zeros((2, 2, 4, 2, 8)), metadata)
+        >>> output.shape, cache.shape
+        ((3, 4, 8), (2, 2, 4, 2, 8))
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise InvalidInput(
+                f"num_heads is {num_heads} and num_kv_heads {num_kv_heads}; both must be positive and the first a "
+                "multiple of the second."
+            )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the attention output and the cache with the new tokens in it.
+
+        Args:
+            query: float[num_tokens, num_heads, head_dim], rotary embedding applied.
+            key: float[num_tokens, num_kv_heads, head_dim], likewise.
+            value: float[num_tokens, num_kv_heads, head_dim].
+            kv_cache: this layer's cache array; consumed, use the returned one.
+            metadata: the step's batch.
+
+        Returns:
+            float[num_tokens, num_heads, head_dim] and the updated cache.
+
+        Raises:
+            InvalidInput: shapes that do not fit the module or each other.
+        """
+        for name, array, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
+            if array.ndim != 3 or array.shape[1:] != (heads, self.head_dim):
+                raise InvalidInput(
+                    f"{name} has shape {array.shape}; this module needs (num_tokens, {heads}, {self.head_dim})."
+                )
+        kv_cache = ops.write_kv_cache(key, value, kv_cache, metadata.slot_mapping, implementation=self.implementation)
+        output = ops.paged_attention(
+            query,
+            kv_cache,
+            metadata.block_tables,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            max_query_len=metadata.max_query_len,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            implementation=self.implementation,
+        )
+        return output, kv_cache

@@ -1,0 +1,57 @@
+"""Writing new keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import jax
+
+from jattn.bridge import torch_ops
+from jattn.ops import arguments, transforms, xla
+from jattn.ops.choose import choose
+
+__all__ = ["write_kv_cache"]
+
+
+def write_kv_cache(
+    key: jax.Array,
+    value: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Writes each token's key and value into its slot of the cache.
+
+    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
+    Use the returned array and never the old one. Two tokens must not share a slot.
+
+    Args:
+        key: float[num_tokens, num_kv_heads, head_size].
+        value: like key.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
+        slot_mapping: int32[num_tokens], `block * block_size + offset`; -1 writes nothing.
+        k_scale, v_scale: stored value = real value / scale, saturating, for an fp8 cache.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        The cache with the new tokens in it.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here.
+    """
+    arguments.check_cache(kv_cache)
+    arguments.check_tokens(key, value, slot_mapping, kv_cache)
+    operands = (
+        key,
+        value,
+        kv_cache,
+        slot_mapping,
+        arguments.scale_array("k_scale", k_scale),
+        arguments.scale_array("v_scale", v_scale),
+    )
+    chosen = choose(implementation)
+    if chosen == "xla":
+        return xla.write_kv_cache(*operands)
+    return transforms.opaque(torch_ops.write_kv_cache, "write_kv_cache", chosen)(*operands)

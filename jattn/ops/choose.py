@@ -1,0 +1,62 @@
+"""Which implementation of an op runs: the caller's word, or a written rule."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["IMPLEMENTATIONS", "available_implementations", "choose"]
+
+#: "triton": native XLA custom call (CUDA). "torch": a callback into the torch core. "xla": plain jnp.
+IMPLEMENTATIONS = ("triton", "torch", "xla")
+
+
+def choose(implementation: str | None) -> str:
+    """Returns the implementation to use; an explicit request is honoured or refused, never replaced.
+
+    None means "triton" where the default backend is CUDA, and elsewhere `_CPU_DEFAULT`.
+
+    Raises:
+        InvalidInput: an unknown name.
+        Unsupported: a known one that cannot run here, with the reason.
+    """
+    if implementation is None:
+        return "triton" if jax.default_backend() == "gpu" else _CPU_DEFAULT
+    if implementation not in IMPLEMENTATIONS:
+        raise InvalidInput(
+            f"implementation is {implementation!r}; use one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None to let "
+            "jattn choose."
+        )
+    reason = available_implementations()[implementation]
+    if reason is not None:
+        raise Unsupported(f"implementation={implementation!r} cannot run here: {reason}")
+    return implementation
+
+
+# The torch callback reads each sequence's own length, so its cost follows the tokens that are there; it was the
+# faster of the two for the embedded model in every row of `jattn bench generate` (README, "Measured").
+_CPU_DEFAULT = "torch"
+
+
+def available_implementations() -> dict[str, str | None]:
+    """Returns every implementation with None if it can run here, else the reason why not."""
+    return dict(_availability(jax.default_backend()))
+
+
+@functools.cache
+def _availability(backend: str) -> tuple[tuple[str, str | None], ...]:
+    triton = None
+    if backend != "gpu":
+        triton = f"it needs CUDA and JAX runs on {backend!r}; use implementation='torch' or 'xla'."
+    torch = None
+    if backend == "gpu":
+        import torch as torch_module
+
+        if not torch_module.cuda.is_available():
+            torch = "JAX runs on CUDA but torch was built without it; use implementation='triton' or 'xla'."
+    elif backend != "cpu":
+        torch = f"torch shares no memory with JAX's backend {backend!r}; use implementation='xla'."
+    return (("triton", triton), ("torch", torch), ("xla", None))

@@ -1,0 +1,209 @@
+"""The ops in plain jnp: differentiable, on any platform, and the JAX-side oracle of the other implementations.
+
+Keys are visited in runs of a fixed number of tokens, so the table's width costs nothing where no sequence reaches, and
+a sequence's bits depend neither on that width nor on its batch mates.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops import softmax
+from torch_core.specs import AttentionSpec
+
+__all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache"]
+
+_TOKENS_PER_RUN = 128
+_WEIGHTED_VALUES = "shgqk,skhd->shgqd"
+
+
+def paged_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    alibi_slopes: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    max_query_len: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends every query to its sequence's cached keys; arguments as in `jattn.ops.paged_attention`.
+
+    Returns:
+        out, in the dtype of query, and the natural-log LSE, float32[num_tokens, num_heads].
+    """
+    num_heads, head_size = query.shape[1:]
+    block_size, num_kv_heads = kv_cache.shape[2:4]
+    num_seqs, max_blocks = block_tables.shape
+    dtype = _compute_dtype(query.dtype)
+    query_lens = jnp.diff(query_start_loc)
+    rows = query_start_loc[:-1, None] + jnp.arange(max_query_len)
+    padded = query.at[rows].get(mode="fill", fill_value=0).astype(dtype)
+    padded = padded.reshape(num_seqs, max_query_len, num_kv_heads, num_heads // num_kv_heads, head_size)
+    positions = (seq_lens - query_lens)[:, None] + jnp.arange(max_query_len)
+
+    blocks_per_run = max(1, min(_TOKENS_PER_RUN // block_size, max_blocks))
+    num_runs = math.ceil(max_blocks / blocks_per_run)
+    tables = jnp.pad(block_tables, ((0, 0), (0, num_runs * blocks_per_run - max_blocks)))
+    run_tokens = blocks_per_run * block_size
+    first_visible = _first_visible(positions[:, 0], spec)
+    slopes = None if alibi_slopes is None else alibi_slopes.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
+
+    def visit(state: softmax.SoftmaxState, run: jax.Array) -> softmax.SoftmaxState:
+        start = run * run_tokens
+        key_positions = start + jnp.arange(run_tokens)
+        exists = key_positions < seq_lens[:, None]
+        blocks = jax.lax.dynamic_slice_in_dim(tables, run * blocks_per_run, blocks_per_run, 1)
+        # The table's tail may hold anything: block 0 stands in for what no sequence reaches.
+        blocks = jnp.where(exists[:, ::block_size], blocks, 0)
+        keys_values = kv_cache[blocks].swapaxes(1, 2)
+        keys_values = keys_values.reshape(num_seqs, 2, run_tokens, num_kv_heads, head_size)
+        keys_values = jnp.where(exists[:, None, :, None, None], keys_values.astype(dtype), 0)
+        mask = softmax.visible(positions[:, :, None], key_positions, seq_lens[:, None, None], spec)
+        keys, values = keys_values[:, 0], keys_values[:, 1]
+        # A key that no query of its sequence sees may lie in a block that was given back, with anything in it.
+        seen = mask.any(1)[:, :, None, None]
+        keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
+        keys = keys if k_scale is None else keys * k_scale.astype(dtype)
+        values = values if v_scale is None else values * v_scale.astype(dtype)
+        scores = jnp.einsum("sqhgd,skhd->shgqk", padded, keys)
+        scores = softmax.modified_scores(scores, positions[:, None, None, :, None], key_positions, slopes, spec)
+        scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+        return softmax.update(state, scores, _WEIGHTED_VALUES, values)
+
+    def visit_if_reached(state: softmax.SoftmaxState, run: jax.Array) -> tuple[softmax.SoftmaxState, None]:
+        reached = (run * run_tokens < seq_lens) & ((run + 1) * run_tokens > first_visible) & (query_lens > 0)
+        return jax.lax.cond(reached.any(), visit, lambda state, run: state, state, run), None
+
+    shape = (num_seqs, num_kv_heads, num_heads // num_kv_heads, max_query_len)
+    state = softmax.empty_state(shape, head_size, dtype, _sinks_by_group(sinks, num_kv_heads))
+    if num_runs == 1:
+        state = visit(state, jnp.int32(0))
+    else:
+        state, _ = jax.lax.scan(visit_if_reached, state, jnp.arange(num_runs))
+    out, lse = softmax.finish(state)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(num_seqs, max_query_len, num_heads, head_size)
+    lse = lse.transpose(0, 3, 1, 2).reshape(num_seqs, max_query_len, num_heads)
+    return _to_ragged(out, lse, query.shape[0], query_start_loc, query.dtype)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_start_loc: jax.Array,
+    key_start_loc: jax.Array,
+    alibi_slopes: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    max_query_len: int,
+    max_key_len: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends every query to its sequence's keys, both packed; arguments as in `jattn.ops.attention`."""
+    num_heads = query.shape[1]
+    num_kv_heads, value_head_size = key.shape[1], value.shape[2]
+    num_seqs = query_start_loc.shape[0] - 1
+    dtype = _compute_dtype(query.dtype)
+    query_lens, key_lens = jnp.diff(query_start_loc), jnp.diff(key_start_loc)
+    rows = query_start_loc[:-1, None] + jnp.arange(max_query_len)
+    padded = query.at[rows].get(mode="fill", fill_value=0).astype(dtype)
+    padded = padded.reshape(num_seqs, max_query_len, num_kv_heads, num_heads // num_kv_heads, query.shape[2])
+    positions = (key_lens - query_lens)[:, None] + jnp.arange(max_query_len)
+    key_positions = jnp.arange(max_key_len)
+    exists = (key_positions < key_lens[:, None])[:, :, None, None]
+    key_rows = key_start_loc[:-1, None] + key_positions
+    keys = jnp.where(exists, key.at[key_rows].get(mode="fill", fill_value=0).astype(dtype), 0)
+    values = jnp.where(exists, value.at[key_rows].get(mode="fill", fill_value=0).astype(dtype), 0)
+    mask = softmax.visible(positions[:, :, None], key_positions, key_lens[:, None, None], spec)
+    slopes = None if alibi_slopes is None else alibi_slopes.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
+    scores = jnp.einsum("sqhgd,skhd->shgqk", padded, keys)
+    scores = softmax.modified_scores(scores, positions[:, None, None, :, None], key_positions, slopes, spec)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    shape = (num_seqs, num_kv_heads, num_heads // num_kv_heads, max_query_len)
+    state = softmax.empty_state(shape, value_head_size, dtype, _sinks_by_group(sinks, num_kv_heads))
+    out, lse = softmax.finish(softmax.update(state, scores, _WEIGHTED_VALUES, values))
+    out = out.transpose(0, 3, 1, 2, 4).reshape(num_seqs, max_query_len, num_heads, value_head_size)
+    lse = lse.transpose(0, 3, 1, 2).reshape(num_seqs, max_query_len, num_heads)
+    return _to_ragged(out, lse, query.shape[0], query_start_loc, query.dtype)
+
+
+def write_kv_cache(
+    key: jax.Array,
+    value: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> jax.Array:
+    """Scatters new keys and values into their slots; in place where the cache is donated."""
+    num_blocks, _, block_size = kv_cache.shape[:3]
+    # A negative index would wrap around; one past the end is dropped.
+    blocks = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
+    offsets = slot_mapping % block_size
+    scaled = [_quantised(x, scale, kv_cache.dtype) for x, scale in ((key, k_scale), (value, v_scale))]
+    return kv_cache.at[blocks[:, None], jnp.arange(2), offsets[:, None]].set(
+        jnp.stack(scaled, axis=1), mode="drop", unique_indices=False
+    )
+
+
+def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Joins two attention results over disjoint keys by their LSE; two empty sides give zeros and -inf."""
+    lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
+    maximum = jnp.maximum(lse_a, lse_b)
+    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+    weight_a, weight_b = jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)
+    total = weight_a + weight_b
+    safe = jnp.where(total > 0, total, 1)
+    # An empty side's output may be anything, NaN included.
+    parts = [
+        jnp.where(weight[..., None] > 0, out.astype(lse_a.dtype), 0) * (weight / safe)[..., None]
+        for out, weight in ((out_a, weight_a), (out_b, weight_b))
+    ]
+    return (parts[0] + parts[1]).astype(out_a.dtype), jnp.where(total > 0, shift + jnp.log(safe), -jnp.inf)
+
+
+def _compute_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _sinks_by_group(sinks: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
+    return None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
+
+
+def _first_visible(first_positions: jax.Array, spec: AttentionSpec) -> jax.Array:
+    first = jnp.zeros_like(first_positions)
+    if spec.window_left is not None:
+        first = jnp.maximum(first, first_positions - spec.window_left)
+    if spec.attention_chunk is not None:
+        first = jnp.maximum(first, first_positions // spec.attention_chunk * spec.attention_chunk)
+    return first
+
+
+def _to_ragged(
+    out: jax.Array, lse: jax.Array, num_tokens: int, query_start_loc: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    tokens = jnp.arange(num_tokens)
+    sequence = jnp.searchsorted(query_start_loc, tokens, side="right") - 1
+    real = tokens < query_start_loc[-1]
+    sequence = jnp.where(real, sequence, 0)
+    row = jnp.where(real, tokens - query_start_loc[sequence], 0)
+    gathered = jnp.where(real[:, None, None], out[sequence, row], 0).astype(dtype)
+    return gathered, jnp.where(real[:, None], lse[sequence, row], -jnp.inf).astype(jnp.float32)
+
+
+def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    if scale is None and jnp.dtype(dtype).itemsize > 1:
+        return x.astype(dtype)
+    x = x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) / scale
+    if jnp.dtype(dtype).itemsize == 1:
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
+    return x.astype(dtype)

@@ -1,0 +1,185 @@
+"""The memory behind the block ids: one cache array per layer, donated to every step and never copied."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jattn.bridge import to_torch, typed_errors
+from torch_core.errors import InvalidInput, PoolLost
+from torch_core.specs import KVCacheSpec
+
+__all__ = ["KVPool"]
+
+Result = TypeVar("Result")
+
+
+class KVPool:
+    """Owns the cache arrays of a model; JAX allocates them and every step consumes and returns them.
+
+    A step is a function `step(kv_caches, *args) -> (result, kv_caches)` jitted with `donate_argnums=0`. `run` hands
+    it the arrays and keeps what comes back, so nobody holds a stale handle. Not thread-safe: one step at a time.
+
+    Args:
+        spec: the layout of one layer.
+        num_layers: arrays to allocate.
+        num_blocks: blocks of each array, the null block 0 included.
+        device: where to allocate; JAX's default device if None.
+
+    Raises:
+        InvalidInput: sizes out of range.
+
+    Example:
+        >>> spec = KVCacheSpec(num_kv_heads=2, head_size=8, block_size=4, dtype="float32")
+        >>> pool = KVPool(spec, num_layers=1, num_blocks=8)
+        >>> step = jax.jit(lambda kv_caches: (0, [cache + 1 for cache in kv_caches]), donate_argnums=0)
+        >>> before = pool.addresses()
+        >>> int(pool.run(step)), pool.addresses() == before
+        (0, True)
+    """
+
+    def __init__(
+        self, spec: KVCacheSpec, *, num_layers: int, num_blocks: int, device: jax.Device | None = None
+    ) -> None:
+        for name, value, low in (("num_layers", num_layers, 1), ("num_blocks", num_blocks, 2)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InvalidInput(f"{name} is {value!r}; it must be an int of at least {low}.")
+        self._spec = spec
+        self._num_layers = num_layers
+        self._num_blocks = num_blocks
+        self._device = device
+        self._views: list[weakref.ref[torch.Tensor]] = []
+        self._generation = 1
+        self._arrays = self._allocate()
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """The layout of one layer."""
+        return self._spec
+
+    @property
+    def num_layers(self) -> int:
+        """Number of cache arrays."""
+        return self._num_layers
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each array, the null block included."""
+        return self._num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays together."""
+        return self._num_layers * self._num_blocks * self._spec.bytes_per_block
+
+    @property
+    def generation(self) -> int:
+        """Counts the allocations of this pool; a higher number means that all earlier contents are gone."""
+        return self._generation
+
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the data pointer of each layer's array; constant for one generation."""
+        return tuple(array.unsafe_buffer_pointer() for array in self._arrays)
+
+    def run(self, step: Callable[..., tuple[Result, Any]], *args: Any) -> Result:
+        """Runs `step(kv_caches, *args)`, keeps the caches it returns and gives back its result.
+
+        Args:
+            step: jitted with `donate_argnums=0`, returns `(result, kv_caches)`.
+            *args: its other arguments.
+
+        Raises:
+            InvalidInput: a torch view of the pool is alive, or the step did not consume or return the caches. The
+                pool still holds what it held before.
+            PoolLost: the step failed after it had consumed the caches. The pool is allocated anew, filled with zeros
+                and of a higher generation; the cause is chained.
+        """
+        self._refuse_live_views()
+        before = self._arrays
+        with self.guard():
+            result, after = step(before, *args)
+        after = tuple(after)
+        if not all(array.is_deleted() for array in before):
+            raise InvalidInput(
+                "the step did not consume kv_caches, so XLA copied the whole pool: jit it with donate_argnums=0, and "
+                "drop every torch or numpy view of the arrays first."
+            )
+        shapes = [(array.shape, array.dtype.name) for array in after]
+        if shapes != [(self._spec.shape(self._num_blocks), self._spec.dtype)] * self._num_layers:
+            self._rebuild()
+            raise InvalidInput(
+                f"the step returned kv_caches of {shapes}; it must return {self._num_layers} arrays of "
+                f"{self._spec.shape(self._num_blocks)} {self._spec.dtype}. The pool was allocated anew."
+            )
+        self._arrays = after
+        return result
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turns a step's failure into the callback's own error, or into `PoolLost` where the caches went with it.
+
+        JAX reports a failure when somebody waits for a result, which may be after `run` has returned: wait for a
+        step's results inside this block.
+
+        Raises:
+            PoolLost: the caches were consumed; the pool is allocated anew. An interrupt stays an interrupt.
+        """
+        try:
+            with typed_errors():
+                yield
+        except BaseException as error:
+            if not self._is_lost():
+                raise
+            lost = self._generation
+            self._rebuild()
+            if not isinstance(error, Exception):
+                raise
+            raise PoolLost(
+                f"a step failed after it had consumed the KV pool of generation {lost} ({type(error).__name__}: "
+                f"{error}). The pool is now generation {self._generation} and empty: compute every sequence again.",
+                generation=lost,
+            ) from error
+
+    def as_torch(self) -> tuple[torch.Tensor, ...]:
+        """Views every layer as a torch tensor over the same memory, for torch to read and write in place.
+
+        The views must be gone before the next `run`: a live one would make XLA copy the pool. On CUDA also wait for
+        torch's work on them first.
+        """
+        views = tuple(to_torch(jax.block_until_ready(array)) for array in self._arrays)
+        self._views += [weakref.ref(view) for view in views]
+        return views
+
+    def _allocate(self) -> tuple[jax.Array, ...]:
+        # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
+        # buffer cannot be donated in place.
+        shape = self._spec.shape(self._num_blocks)
+        return tuple(jnp.zeros(shape, self._spec.dtype, device=self._device) for _ in range(self._num_layers))
+
+    def _rebuild(self) -> None:
+        self._generation += 1
+        self._arrays = ()
+        self._arrays = self._allocate()
+
+    def _is_lost(self) -> bool:
+        if any(array.is_deleted() for array in self._arrays):
+            return True
+        try:
+            jax.block_until_ready(self._arrays)
+        except jax.errors.JaxRuntimeError:
+            return True
+        return False
+
+    def _refuse_live_views(self) -> None:
+        self._views = [view for view in self._views if view() is not None]
+        if self._views:
+            raise InvalidInput(
+                f"{len(self._views)} torch views from as_torch() are alive; XLA would copy the pool instead of "
+                "updating it in place. Delete them (and what was sliced from them) before the next step."
+            )
