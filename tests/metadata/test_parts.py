@@ -1,0 +1,212 @@
+"""Buckets, layouts, slots, the persistent table and the staging ring."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.metadata import (
+    BlockTableBuffer,
+    Buckets,
+    PackedLayout,
+    StagingRing,
+    compute_slot_mapping,
+    compute_slot_mapping_start_idx,
+    metadata_layout,
+    pad_to_bucket,
+)
+
+
+def refuses(message: str, error: type[Exception] = InvalidInput):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+def test_a_value_is_padded_to_the_next_bucket():
+    buckets = Buckets("num_seqs", (1, 4, 6))
+
+    assert [buckets.pad(value) for value in (0, 1, 2, 4, 5, 6)] == [1, 1, 4, 4, 6, 6]
+    assert buckets.largest == 6
+
+
+def test_powers_of_two_end_with_the_largest_size():
+    assert Buckets.powers_of_two("x", 48, smallest=3).sizes == (4, 8, 16, 32, 48)
+    assert Buckets.powers_of_two("x", 1).sizes == (1,)
+
+
+def test_a_value_beyond_the_largest_bucket_is_refused():
+    message = "num_seqs is 9; the largest bucket is 8. Split the step, or configure a larger bucket."
+    with refuses(message, RequestTooLong):
+        Buckets.powers_of_two("num_seqs", 8).pad(9)
+
+
+def test_a_negative_value_is_refused():
+    with refuses("value is -1; it cannot be negative."):
+        pad_to_bucket(-1, (1, 2))
+
+
+def test_bucket_lists_must_increase():
+    with refuses("Bucket 1 of x is 2 after 2; sizes must be ints that are positive and strictly increasing."):
+        Buckets("x", (2, 2))
+    with refuses("Bucket 0 of x is True after 0; sizes must be ints that are positive and strictly increasing."):
+        Buckets("x", (True,))
+    with refuses("The buckets of x are empty; give at least one size."):
+        Buckets("x", ())
+
+
+def test_powers_of_two_need_positive_ends():
+    with refuses("The largest bucket of x is 0; it must be an int of at least 1."):
+        Buckets.powers_of_two("x", 0)
+    with refuses("The smallest bucket of x is 0; it must be an int of at least 1."):
+        Buckets.powers_of_two("x", 4, smallest=0)
+
+
+def test_fields_are_aligned_and_do_not_overlap():
+    layout = metadata_layout(num_seqs=3, num_tokens=5, max_blocks=7, extra=[("token_ids", (5,)), ("one", ())])
+
+    end = 0
+    for entry in layout.fields:
+        assert entry.offset % 32 == 0
+        assert entry.offset >= end
+        end = entry.offset + entry.size
+    assert end <= layout.num_elements
+    assert "token_ids" in layout
+    assert hash(layout) == hash(metadata_layout(num_seqs=3, num_tokens=5, max_blocks=7, extra=layout_extra()))
+
+
+def layout_extra():
+    return [("token_ids", (5,)), ("one", ())]
+
+
+def test_one_layout_unpacks_numpy_and_torch_alike():
+    layout = metadata_layout(num_seqs=2, num_tokens=3, max_blocks=2)
+    buffer = np.arange(layout.num_elements, dtype=np.int32)
+
+    from_numpy, from_torch = layout.unpack(buffer), layout.unpack(torch.from_numpy(buffer))
+
+    for name, value in from_numpy.items():
+        assert from_torch[name].tolist() == value.tolist()
+
+
+def test_layout_mistakes_are_refused():
+    with refuses("The packed layout has two fields named 'a'; names must differ."):
+        PackedLayout.of_shapes([("a", (1,)), ("a", (2,))])
+    with refuses("Field 'a' has shape (-1,); sizes cannot be negative."):
+        PackedLayout.of_shapes([("a", (-1,))])
+    layout = PackedLayout.of_shapes([("a", (1,)), ("b", (1,))])
+    with refuses("The packed layout has no field 'c'; it has a, b."):
+        layout["c"]
+    message = "The packed buffer has shape (3,); this layout needs (64,). It was packed for other sizes."
+    with refuses(message):
+        layout.unpack(np.zeros(3, np.int32))
+
+
+def test_tokens_before_the_start_index_get_no_slot():
+    tables = np.array([[3, 5], [7, 0]], np.int32)
+    starts, computed = np.array([0, 6, 7], np.int32), np.array([0, 2], np.int32)
+    first = compute_slot_mapping_start_idx(np.diff(starts), computed, 3)
+
+    slots = compute_slot_mapping(tables, starts, computed, block_size=4, start_idx=first, num_tokens=8)
+
+    assert first.tolist() == [3, 0]
+    assert slots.tolist() == [-1, -1, -1, 15, 20, 21, 30, -1]
+
+
+def test_a_row_without_tokens_gets_no_slots():
+    tables = np.array([[3], [5]], np.int32)
+
+    slots = compute_slot_mapping(tables, np.array([0, 0, 2], np.int32), np.array([1, 0], np.int32), block_size=4)
+
+    assert slots.tolist() == [20, 21]
+
+
+def test_without_a_window_every_token_is_written():
+    assert compute_slot_mapping_start_idx(np.array([4]), np.array([2]), None).tolist() == [0]
+
+
+def test_slot_mapping_refuses_bad_sizes():
+    tables, starts, computed = np.array([[3]], np.int32), np.array([0, 2], np.int32), np.array([0], np.int32)
+    with refuses("num_tokens is 1; the step has 2 new tokens. Pad to at least that many."):
+        compute_slot_mapping(tables, starts, computed, block_size=4, num_tokens=1)
+    with refuses("sliding_window is 0; it must be at least 1, or None for off."):
+        compute_slot_mapping_start_idx(np.array([4]), np.array([2]), 0)
+
+
+def test_the_persistent_table_follows_its_rows():
+    table = BlockTableBuffer(max_num_seqs=3, max_blocks=4)
+    table.add_row(0, [5, 6])
+    table.add_row(1, (7,))
+    table.append_row(1, [8, 9])
+    table.replace(0, 0, 11)
+    table.swap_row(0, 1)
+    table.move_row(1, 2)
+
+    assert table.rows(3).tolist() == [[7, 8, 9, 0], [0, 0, 0, 0], [11, 6, 0, 0]]
+    assert [table.num_blocks(row) for row in range(3)] == [3, 0, 2]
+
+    table.add_row(0, [1])
+    table.clear_row(2)
+    table.move_row(0, 0)
+    assert table.rows(3).tolist() == [[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_the_persistent_table_refuses_what_does_not_fit():
+    table = BlockTableBuffer(max_num_seqs=2, max_blocks=2)
+    table.add_row(0, [5])
+    message = "Row 0 would have 3 blocks; the table has 2 columns. Make it with a larger max_blocks."
+    with refuses(message):
+        table.append_row(0, [6, 7])
+    with refuses(message):
+        table.add_row(0, [5, 6, 7])
+    with refuses("row is 2; the table has rows 0..1."):
+        table.clear_row(2)
+    with refuses("Column 1 of row 0 is not in use; the row has 1 blocks."):
+        table.replace(0, 1, 3)
+    with refuses("count is 3; the table has 2 rows."):
+        table.rows(3)
+    with refuses("max_blocks is 0; it must be at least 1."):
+        BlockTableBuffer(max_num_seqs=1, max_blocks=0)
+    assert table.rows(1).tolist() == [[5, 0]]
+
+
+def test_the_view_of_the_persistent_table_is_read_only():
+    with pytest.raises(ValueError, match="read-only"):
+        BlockTableBuffer(max_num_seqs=1, max_blocks=1).rows(1)[0, 0] = 3
+
+
+@pytest.fixture
+def layout():
+    return metadata_layout(num_seqs=1, num_tokens=1, max_blocks=1)
+
+
+def test_a_staging_buffer_is_never_handed_out_twice_at_once(layout):
+    ring = StagingRing(layout, depth=2)
+    first, second = ring.acquire(7), ring.acquire(8)
+    assert not np.shares_memory(first, second)
+
+    message = (
+        "All 2 staging buffers are in flight (oldest step 7); retire it when its copy is done, or make the ring deeper."
+    )
+    with refuses(message):
+        ring.acquire(9)
+    ring.retire(8)
+    assert ring.acquire(9) is second
+
+
+def test_staging_mistakes_are_refused(layout):
+    ring = StagingRing(layout, depth=2)
+    ring.acquire(7)
+    with refuses("Step 7 already has a staging buffer; steps in flight need different numbers."):
+        ring.acquire(7)
+    with refuses("Step 6 has no staging buffer; it was retired before or never began."):
+        ring.retire(6)
+    with refuses("depth is 0; it must be at least 1."):
+        StagingRing(layout, depth=0)
+    buffer = np.zeros(layout.num_elements, np.int32)
+    with refuses("buffers has 1 entries; depth is 2."):
+        StagingRing(layout, depth=2, buffers=[buffer])
+    with refuses("buffers[1] shares memory with an earlier one; each step needs its own."):
+        StagingRing(layout, depth=2, buffers=[buffer, buffer])

@@ -1,0 +1,79 @@
+"""Faults that other engines shipped, planted here on purpose: each must be caught by one of our own checks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata import SequenceRow, StagingRing, build_common_metadata, check_metadata, metadata_layout
+from torch_core.metadata import build as build_module
+
+ROWS = [SequenceRow([5, 6], 3, 3), SequenceRow([9, 7], 4, 1)]
+SIZES = {"block_size": 4, "num_blocks": 16, "num_seqs": 4, "num_tokens": 8, "max_blocks": 3}
+
+
+def test_fault_16_a_table_without_its_last_column_is_caught_while_building(monkeypatch):
+    honest = build_module._write_tables
+
+    def loses_last_column(rows, out, live, block_size):
+        honest(rows, out, live, block_size)
+        out[np.arange(len(rows)), live - 1] = 0
+
+    monkeypatch.setattr(build_module, "_write_tables", loses_last_column)
+
+    with pytest.raises(InvalidInput, match=r"^block_tables\[0, 1\] is the null block but tokens 4..5 are visible"):
+        build_common_metadata(ROWS, **SIZES)
+
+
+def test_fault_17_a_running_sum_that_ends_before_the_padding_is_caught():
+    step = build_common_metadata(ROWS, **SIZES)
+    step.query_start_loc.base.setflags(write=True)
+    layout = step.layout["query_start_loc"]
+    step.packed[layout.offset + 3 : layout.offset + 5] = 0
+
+    with pytest.raises(InvalidInput, match=r"^query_start_loc\[3\] is 0 after 4; it cannot decrease"):
+        check_metadata(step)
+
+
+def buffers_in_flight_differ(ring: StagingRing) -> bool:
+    first, second = ring.acquire(1), ring.acquire(2)
+    return not np.shares_memory(first, second)
+
+
+def test_fault_18_a_ring_that_reuses_a_buffer_in_flight_is_caught():
+    class OneBuffer(StagingRing):
+        def acquire(self, step):
+            buffer = super().acquire(step)
+            self.retire(step)
+            return buffer
+
+    layout = metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3)
+
+    assert buffers_in_flight_differ(StagingRing(layout, depth=2))
+    assert not buffers_in_flight_differ(OneBuffer(layout, depth=1))
+
+
+def test_fault_18_a_record_whose_buffer_was_written_again_is_caught():
+    ring = StagingRing(metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3), depth=1)
+    buffer = ring.acquire(1)
+    step = build_common_metadata(ROWS, layout=ring.layout, buffer=buffer, **SIZES)
+    build_common_metadata([SequenceRow([3], 0, 1)], layout=ring.layout, buffer=buffer, **SIZES)
+
+    with pytest.raises(InvalidInput, match=r"^query_start_loc\[2\] equals query_start_loc\[1\]"):
+        check_metadata(step)
+
+
+def test_fault_19_a_stale_tail_in_a_wider_table_is_caught(monkeypatch):
+    def leaves_the_tail(rows, out, live, block_size):
+        for index, row in enumerate(rows):
+            out[index, : live[index]] = row.block_ids[: live[index]]
+
+    layout = metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3)
+    buffer = np.zeros(layout.num_elements, np.int32)
+    build_common_metadata([SequenceRow([1, 2, 3], 9, 1)], layout=layout, buffer=buffer, **SIZES)
+    monkeypatch.setattr(build_module, "_write_tables", leaves_the_tail)
+
+    step_rows = [SequenceRow([5, 6], 3, 3)]
+    with pytest.raises(InvalidInput, match=r"^block_tables\[0, 2\] is 3, beyond the 2 blocks of sequence 0"):
+        check_metadata(build_common_metadata(step_rows, layout=layout, buffer=buffer, **SIZES))

@@ -1,0 +1,99 @@
+"""Frozen lists of padded sizes, so that a program is compiled or captured for few shapes only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_core.errors import InvalidInput, RequestTooLong
+
+__all__ = ["Buckets", "pad_to_bucket"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A strictly increasing list of sizes that a value may be padded to.
+
+    Attributes:
+        name: what is being padded; used in messages.
+        sizes: the allowed sizes, positive and strictly increasing.
+
+    Raises:
+        InvalidInput: the sizes are empty, not positive or not increasing.
+
+    Example:
+        >>> buckets = Buckets.powers_of_two("num_seqs", 6)
+        >>> buckets.sizes, buckets.pad(3)
+        ((1, 2, 4, 6), 4)
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            raise InvalidInput(f"The buckets of {self.name} are empty; give at least one size.")
+        for index, size in enumerate(self.sizes):
+            before = self.sizes[index - 1] if index else 0
+            if isinstance(size, bool) or not isinstance(size, int) or size <= before:
+                raise InvalidInput(
+                    f"Bucket {index} of {self.name} is {size!r} after {before}; sizes must be ints that are positive "
+                    "and strictly increasing."
+                )
+
+    @classmethod
+    def powers_of_two(cls, name: str, largest: int, *, smallest: int = 1) -> Buckets:
+        """Returns the powers of two from `smallest` (rounded up to one) below `largest`, and `largest` itself."""
+        if isinstance(largest, bool) or not isinstance(largest, int) or largest < 1:
+            raise InvalidInput(f"The largest bucket of {name} is {largest!r}; it must be an int of at least 1.")
+        if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
+            raise InvalidInput(f"The smallest bucket of {name} is {smallest!r}; it must be an int of at least 1.")
+        sizes = []
+        size = 1 << (smallest - 1).bit_length()
+        while size < largest:
+            sizes.append(size)
+            size *= 2
+        return cls(name, (*sizes, largest))
+
+    @property
+    def largest(self) -> int:
+        """The largest size that can be served."""
+        return self.sizes[-1]
+
+    def pad(self, value: int) -> int:
+        """Returns the smallest size that holds `value`.
+
+        Raises:
+            InvalidInput: `value` is negative.
+            RequestTooLong: `value` is beyond the largest size.
+        """
+        if value < 0:
+            raise InvalidInput(f"{self.name} is {value}; it cannot be negative.")
+        index = bisect_left(self.sizes, value)
+        if index == len(self.sizes):
+            raise RequestTooLong(
+                f"{self.name} is {value}; the largest bucket is {self.sizes[-1]}. Split the step, or configure a "
+                "larger bucket."
+            )
+        return self.sizes[index]
+
+
+def pad_to_bucket(value: int, buckets: Buckets | Sequence[int]) -> int:
+    """Returns the smallest bucket that holds `value`.
+
+    Args:
+        value: the true size, 0 or more.
+        buckets: a `Buckets`, or a strictly increasing sequence of positive ints.
+
+    Raises:
+        InvalidInput: `value` is negative or the sequence is not increasing.
+        RequestTooLong: `value` is beyond the largest bucket.
+
+    Example:
+        >>> pad_to_bucket(5, (1, 2, 4, 8))
+        8
+    """
+    if not isinstance(buckets, Buckets):
+        buckets = Buckets("value", tuple(buckets))
+    return buckets.pad(value)

@@ -1,0 +1,318 @@
+"""Builds the host record of a step from its rows: one pass, vectorised, checked before anything is uploaded."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.metadata.check import block_tables_look_right, check_block_tables, check_written_blocks, row_name
+from torch_core.metadata.common import CommonAttentionMetadata
+from torch_core.metadata.layout import PackedLayout, metadata_layout
+from torch_core.metadata.rows import SequenceRowLike
+from torch_core.metadata.slots import compute_positions, write_slots
+
+__all__ = ["build_common_metadata"]
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def build_common_metadata(
+    rows: Sequence[SequenceRowLike],
+    *,
+    block_size: int,
+    num_blocks: int,
+    num_seqs: int | None = None,
+    num_tokens: int | None = None,
+    max_blocks: int | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    block_tables: np.ndarray | None = None,
+    encoder_seq_lens: Sequence[int] | None = None,
+    layout: PackedLayout | None = None,
+    buffer: np.ndarray | None = None,
+) -> CommonAttentionMetadata:
+    """Returns the metadata of one step.
+
+    Every value that a kernel would follow is checked here: the block ids that are in use, the width of the table, the
+    lengths, the padded sizes, and that no two sequences write one block. `check_metadata` checks the rest.
+
+    Args:
+        rows: what each sequence does; new tokens are laid out in this order. Not changed, not kept.
+        block_size: tokens of one block.
+        num_blocks: blocks of the pool, the null block (0) included.
+        num_seqs: padded number of rows; None for none.
+        num_tokens: padded number of new tokens; None for none.
+        max_blocks: columns of the block tables; None for just enough.
+        max_query_len: a bound to record instead of the largest query length; a static size of compiled programs.
+        max_seq_len: likewise for the sequence lengths.
+        causal: recorded as it is.
+        window_left: keys before its own position that a query still sees, when *every* layer has a window: blocks
+            that are wholly before it may be the null block. None demands real blocks throughout.
+        block_tables: int32[>= rows, >= columns] that is read instead of `block_ids`, row by row; see
+            `BlockTableBuffer`. Copied.
+        encoder_seq_lens: encoder tokens of each row, for cross attention.
+        layout: where to put the arrays, from `metadata_layout` with these padded sizes (perhaps with extra fields);
+            None makes one.
+        buffer: the int32 buffer to write; None makes a new one. The record is valid until the buffer is written
+            again: never pass one whose copy to the device may still be running (see `StagingRing`). Extra fields are
+            left as they are.
+
+    Raises:
+        InvalidInput: a value is wrong; the message names it. Nothing was changed but the buffer.
+        RequestTooLong: the step does not fit in the padded sizes.
+
+    Example:
+        >>> from torch_core.metadata import SequenceRow, build_common_metadata
+        >>> rows = [SequenceRow([5, 2], 0, 6), SequenceRow([9], 3, 1)]
+        >>> step = build_common_metadata(rows, block_size=4, num_blocks=16, num_seqs=4, num_tokens=8)
+        >>> step.query_start_loc.tolist(), step.seq_lens.tolist()
+        ([0, 6, 7, 7, 7], [6, 4, 0, 0])
+        >>> step.slot_mapping.tolist()
+        [20, 21, 22, 23, 8, 9, 39, -1]
+    """
+    num_reqs = len(rows)
+    _check_pool(block_size, num_blocks)
+    computed, new = _lengths(rows)
+    totals = computed + new
+    num_new = int(new.sum())
+    longest_query = int(new.max(initial=0))
+    longest = int(totals.max(initial=0))
+    _check_limit("sequence length", longest, _INT32_MAX, "int32 metadata")
+    live = -(-totals // block_size)
+    widest = int(live.max(initial=0))
+
+    num_seqs = _padded("num_seqs", num_seqs, num_reqs, "rows")
+    num_tokens = _padded("num_tokens", num_tokens, num_new, "new tokens")
+    width = _table_width(max_blocks, widest, live, totals, block_size, rows)
+    max_query_len = _padded("max_query_len", max_query_len, longest_query, "new tokens in its longest row")
+    max_seq_len = _padded("max_seq_len", max_seq_len, longest, "tokens in its longest sequence")
+
+    layout, buffer = _target(layout, buffer, num_seqs, num_tokens, width)
+    query_start_loc = layout["query_start_loc"].of(buffer)
+    seq_lens = layout["seq_lens"].of(buffer)
+    tables = layout["block_tables"].of(buffer)
+    slot_mapping = layout["slot_mapping"].of(buffer)
+    positions = layout["positions"].of(buffer)
+
+    query_start_loc[0] = 0
+    query_start_loc[1 : num_reqs + 1] = np.cumsum(new)
+    query_start_loc[num_reqs + 1 :] = num_new
+    seq_lens[:num_reqs] = totals
+    seq_lens[num_reqs:] = 0
+    if block_tables is None:
+        _write_tables(rows, tables[:num_reqs], live, block_size)
+        tables[num_reqs:] = 0
+    else:
+        _copy_tables(block_tables, tables, live, widest)
+    if not block_tables_look_right(tables[:num_reqs], live, num_blocks):
+        names = _names(rows)
+        check_block_tables(
+            tables[:num_reqs],
+            totals,
+            new,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            window_left=window_left,
+            request_ids=names,
+        )
+
+    sequence = np.arange(num_reqs)
+    if longest_query == 1:
+        positions[:num_new] = computed
+    else:
+        sequence = np.repeat(sequence, new)
+        positions[:num_new] = compute_positions(query_start_loc[: num_reqs + 1], computed)
+    positions[num_new:] = 0
+    write_slots(slot_mapping, positions[:num_new], sequence, tables, block_size=block_size)
+    check_written_blocks(slot_mapping[:num_new], new, block_size=block_size, request_ids=lambda: _names(rows))
+
+    views = (query_start_loc, seq_lens, tables, slot_mapping, positions)
+    for view in views:
+        view.setflags(write=False)
+    return CommonAttentionMetadata(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=tables,
+        slot_mapping=slot_mapping,
+        positions=positions,
+        num_reqs=num_reqs,
+        num_actual_tokens=num_new,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        causal=causal,
+        encoder_seq_lens=_encoder_lengths(encoder_seq_lens, num_reqs, num_seqs),
+        packed=buffer,
+        layout=layout,
+    )
+
+
+def _check_pool(block_size: int, num_blocks: int) -> None:
+    if block_size < 1:
+        raise InvalidInput(f"block_size is {block_size}; it must be at least 1.")
+    if num_blocks < 2:
+        raise InvalidInput(f"num_blocks is {num_blocks}; it must be at least 2, since block 0 is the null block.")
+    _check_limit("num_blocks * block_size", num_blocks * block_size, _INT32_MAX, "int32 slots")
+
+
+def _check_limit(name: str, value: int, limit: int, why: str) -> None:
+    if value > limit:
+        raise InvalidInput(f"{name} is {value}; {why} allow at most {limit}.")
+
+
+def _lengths(rows: Sequence[SequenceRowLike]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int64 arrays of the computed and new tokens, checked for type and sign."""
+    computed = _ints("num_computed_tokens", [row.num_computed_tokens for row in rows], rows, smallest=0)
+    new = _ints("num_new_tokens", [row.num_new_tokens for row in rows], rows, smallest=1)
+    return computed, new
+
+
+def _ints(name: str, values: list[int], rows: Sequence[SequenceRowLike], *, smallest: int) -> np.ndarray:
+    try:
+        # array() takes whole numbers only, where numpy would cut a float; it is also the faster of the two.
+        out = np.frombuffer(array("q", values), np.int64)
+    except (TypeError, OverflowError):
+        bad = next(
+            (index for index, value in enumerate(values) if not isinstance(value, int) or abs(value) > _INT32_MAX), 0
+        )
+        raise InvalidInput(
+            f"{name} of {row_name(bad, _names(rows))} is {values[bad]!r}; it must be an int up to {_INT32_MAX}."
+        ) from None
+    if out.size and out.min() < smallest:
+        index = int(np.argmax(out < smallest))
+        raise InvalidInput(
+            f"{name} of {row_name(index, _names(rows))} is {out[index]}; it must be at least {smallest}. Leave a "
+            "sequence that does nothing out of the step."
+        )
+    return out
+
+
+def _names(rows: Sequence[SequenceRowLike]) -> list[str | None]:
+    return [getattr(row, "request_id", None) for row in rows]
+
+
+def _padded(name: str, size: int | None, needed: int, what: str) -> int:
+    if size is None:
+        return needed
+    if size < needed:
+        raise RequestTooLong(f"{name} is {size}, but the step has {needed} {what}. Pad to a larger bucket.")
+    return size
+
+
+def _table_width(
+    max_blocks: int | None,
+    widest: int,
+    live: np.ndarray,
+    totals: np.ndarray,
+    block_size: int,
+    rows: Sequence[SequenceRowLike],
+) -> int:
+    if max_blocks is None:
+        return widest
+    if max_blocks < widest:
+        index = int(np.argmax(live > max_blocks))
+        raise RequestTooLong(
+            f"seq_lens[{index}] is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has "
+            f"{max_blocks} columns (max_blocks) for {row_name(index, _names(rows))}. Widen the table or end the "
+            "sequence."
+        )
+    return max_blocks
+
+
+def _target(
+    layout: PackedLayout | None, buffer: np.ndarray | None, num_seqs: int, num_tokens: int, width: int
+) -> tuple[PackedLayout, np.ndarray]:
+    if layout is None:
+        layout = metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=width)
+    else:
+        found = (layout["seq_lens"].size, layout["slot_mapping"].size, layout["block_tables"].shape[1])
+        if found != (num_seqs, num_tokens, width):
+            raise InvalidInput(
+                f"The layout is for {found[0]} sequences, {found[1]} tokens and {found[2]} blocks; the step is padded "
+                f"to {num_seqs}, {num_tokens} and {width}. Pass those sizes as num_seqs, num_tokens and max_blocks."
+            )
+    if buffer is None:
+        return layout, np.zeros(layout.num_elements, np.int32)
+    layout.check_buffer(buffer)
+    return layout, buffer
+
+
+def _write_tables(rows: Sequence[SequenceRowLike], out: np.ndarray, live: np.ndarray, block_size: int) -> None:
+    """Writes the first `live` ids of each row, then zeros, to the rows of `out`."""
+    # Joining buffers costs 0.2 us a row, numpy's assignment 0.6 us, the conversion of a list 0.03 us an id.
+    needed = live.tolist()
+    tables = [row.block_ids for row in rows]
+    ready = (
+        list(map(len, tables)) == needed
+        and set(map(type, tables)) == {array}
+        and {ids.typecode for ids in tables} == {"i"}  # type: ignore[union-attr]
+    )
+    if not ready:
+        tables = [_first_ids(index, rows, count, block_size) for index, count in enumerate(needed)]
+    zeros = bytes(4 * out.shape[1])
+    tails = {count: zeros[4 * count :] for count in set(needed)}
+    pieces: list = [None] * (2 * len(tables))
+    pieces[::2] = tables
+    pieces[1::2] = [tails[count] for count in needed]
+    out[:] = np.frombuffer(b"".join(pieces), np.int32).reshape(out.shape)
+
+
+def _first_ids(index: int, rows: Sequence[SequenceRowLike], needed: int, block_size: int) -> np.ndarray | array:
+    row = rows[index]
+    ids = row.block_ids
+    if len(ids) < needed:
+        raise InvalidInput(
+            f"block_ids of {row_name(index, _names(rows))} has {len(ids)} blocks; its "
+            f"{row.num_computed_tokens + row.num_new_tokens} tokens need {needed} blocks of {block_size}. Allocate "
+            "before building."
+        )
+    if isinstance(ids, np.ndarray):
+        if ids.dtype != np.int32 or ids.ndim != 1:
+            raise InvalidInput(
+                f"block_ids of {row_name(index, _names(rows))} has dtype {ids.dtype} and rank {ids.ndim}; int32 of "
+                "rank 1 is required. Use block_ids.astype(np.int32)."
+            )
+        return np.ascontiguousarray(ids[:needed])
+    try:
+        return array("i", ids[:needed])
+    except (TypeError, OverflowError) as error:
+        raise InvalidInput(
+            f"block_ids of {row_name(index, _names(rows))} holds something that is not an int32 block id ({error})."
+        ) from None
+
+
+def _copy_tables(source: np.ndarray, target: np.ndarray, live: np.ndarray, widest: int) -> None:
+    num_reqs = live.shape[0]
+    if source.dtype != np.int32 or source.ndim != 2:
+        raise InvalidInput(
+            f"block_tables has dtype {source.dtype} and rank {source.ndim}; int32 of rank 2 is required. Use "
+            "block_tables.astype(np.int32)."
+        )
+    if source.shape[0] < num_reqs or source.shape[1] < widest:
+        raise InvalidInput(
+            f"block_tables has shape {source.shape}; the step has {num_reqs} rows and needs {widest} columns."
+        )
+    # Columns beyond a row's live blocks may be stale; the ones that are used by no row are not even read.
+    used = np.arange(widest) < live[:, None]
+    np.multiply(source[:num_reqs, :widest], used, out=target[:num_reqs, :widest])
+    target[:num_reqs, widest:] = 0
+    target[num_reqs:] = 0
+
+
+def _encoder_lengths(lengths: Sequence[int] | None, num_reqs: int, num_seqs: int) -> np.ndarray | None:
+    if lengths is None:
+        return None
+    if len(lengths) != num_reqs:
+        raise InvalidInput(f"encoder_seq_lens has {len(lengths)} entries; the step has {num_reqs} rows.")
+    out = np.zeros(num_seqs, np.int32)
+    out[:num_reqs] = lengths
+    if num_reqs and out.min() < 0:
+        index = int(np.argmax(out < 0))
+        raise InvalidInput(f"encoder_seq_lens[{index}] is {out[index]}; it cannot be negative.")
+    return out

@@ -1,0 +1,402 @@
+"""Value checks of a step's metadata; each message names the first bad entry, the limit and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata.common import CommonAttentionMetadata
+from torch_core.specs import PAD_SLOT_ID
+
+__all__ = [
+    "block_tables_look_right",
+    "check_block_tables",
+    "check_metadata",
+    "check_query_start_loc",
+    "check_seq_lens",
+    "check_slot_mapping",
+    "check_written_blocks",
+    "row_name",
+]
+
+RequestIds = Sequence[str | None] | None
+
+
+def check_metadata(
+    metadata: CommonAttentionMetadata,
+    *,
+    window_left: int | None = None,
+    request_ids: RequestIds = None,
+    ref_counts: np.ndarray | None = None,
+) -> None:
+    """Checks everything that the arrays of a step promise, including that they agree with each other.
+
+    The builder already makes the checks that keep a kernel inside its memory. This one recomputes the rest: use it in
+    tests and debug runs, and on metadata that someone else built.
+
+    Args:
+        metadata: the record to check; not changed.
+        window_left: as in `build_common_metadata`.
+        request_ids: names of the rows, for messages.
+        ref_counts: int[num_blocks], holders of each block; written blocks must have exactly one.
+
+    Raises:
+        InvalidInput: the first thing that is wrong.
+
+    Example:
+        >>> from torch_core.metadata import SequenceRow, build_common_metadata
+        >>> check_metadata(build_common_metadata([SequenceRow([1], 0, 3)], block_size=4, num_blocks=2))
+    """
+    _check_arrays(metadata)
+    reqs = metadata.num_reqs
+    check_query_start_loc(metadata.query_start_loc, metadata.num_actual_tokens, num_reqs=reqs, request_ids=request_ids)
+    query_lens = metadata.query_lens[:reqs]
+    check_seq_lens(metadata.seq_lens, query_lens, num_reqs=reqs, request_ids=request_ids)
+    _check_bound("max_query_len", metadata.max_query_len, query_lens)
+    _check_bound("max_seq_len", metadata.max_seq_len, metadata.seq_lens)
+    check_block_tables(
+        metadata.block_tables[:reqs],
+        metadata.seq_lens[:reqs],
+        query_lens,
+        block_size=metadata.block_size,
+        num_blocks=metadata.num_blocks,
+        window_left=window_left,
+        request_ids=request_ids,
+    )
+    _check_tails(metadata, request_ids)
+    check_slot_mapping(metadata, request_ids=request_ids)
+    check_written_blocks(
+        metadata.slot_mapping[: metadata.num_actual_tokens],
+        query_lens,
+        block_size=metadata.block_size,
+        request_ids=lambda: request_ids,
+    )
+    _check_sharing(metadata, request_ids, ref_counts)
+
+
+def check_query_start_loc(
+    query_start_loc: np.ndarray, num_tokens: int, *, num_reqs: int | None = None, request_ids: RequestIds = None
+) -> None:
+    """Checks that the running sum starts at 0, grows in every real row, and ends with the number of tokens.
+
+    Raises:
+        InvalidInput: otherwise, or when a padding row is not flat.
+    """
+    rows = query_start_loc.shape[0] - 1
+    reqs = rows if num_reqs is None else num_reqs
+    if rows < 0:
+        raise InvalidInput("query_start_loc is empty; it needs num_seqs + 1 entries, the first one 0.")
+    if query_start_loc[0] != 0:
+        raise InvalidInput(f"query_start_loc[0] is {query_start_loc[0]}; a running sum starts with 0.")
+    steps = np.diff(query_start_loc)
+    bad = np.flatnonzero(steps < 0)
+    if bad.size:
+        index = int(bad[0])
+        raise InvalidInput(
+            f"query_start_loc[{index + 1}] is {query_start_loc[index + 1]} after {query_start_loc[index]}; it cannot "
+            f"decrease ({row_name(index, request_ids)})."
+        )
+    bad = np.flatnonzero(steps[:reqs] == 0)
+    if bad.size:
+        index = int(bad[0])
+        raise InvalidInput(
+            f"query_start_loc[{index + 1}] equals query_start_loc[{index}] ({query_start_loc[index]}): "
+            f"{row_name(index, request_ids)} has no query. Leave it out of the step, or make it a padding row."
+        )
+    bad = np.flatnonzero(steps[reqs:])
+    if bad.size:
+        index = reqs + int(bad[0])
+        raise InvalidInput(
+            f"query_start_loc[{index + 1}] is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row "
+            f"{index} is padding (num_reqs is {reqs}); padding rows repeat the last sum."
+        )
+    if query_start_loc[-1] != num_tokens:
+        raise InvalidInput(
+            f"query_start_loc[{rows}] is {query_start_loc[-1]}; it must equal the number of new tokens, {num_tokens}."
+        )
+
+
+def check_seq_lens(
+    seq_lens: np.ndarray, query_lens: np.ndarray, *, num_reqs: int, request_ids: RequestIds = None
+) -> None:
+    """Checks that each real sequence is at least as long as its query and positive, and that padding rows are 0.
+
+    Raises:
+        InvalidInput: otherwise.
+    """
+    live = seq_lens[:num_reqs]
+    bad = np.flatnonzero(live < 1)
+    if bad.size:
+        index = int(bad[0])
+        raise InvalidInput(
+            f"seq_lens[{index}] is {live[index]} for {row_name(index, request_ids)}; a sequence in a step has at "
+            "least 1 token."
+        )
+    bad = np.flatnonzero(query_lens > live)
+    if bad.size:
+        index = int(bad[0])
+        raise InvalidInput(
+            f"seq_lens[{index}] is {live[index]} but its query has {query_lens[index]} tokens "
+            f"({row_name(index, request_ids)}); seq_lens counts the new tokens too."
+        )
+    bad = np.flatnonzero(seq_lens[num_reqs:])
+    if bad.size:
+        index = num_reqs + int(bad[0])
+        raise InvalidInput(f"seq_lens[{index}] is {seq_lens[index]}, but row {index} is padding and must be 0.")
+
+
+def block_tables_look_right(block_tables: np.ndarray, live: np.ndarray, num_blocks: int) -> bool:
+    """Returns whether all ids are in the pool and exactly the `live` leading ones of each row are not null.
+
+    A screen of three reductions for tables whose tails are zero; False means that `check_block_tables` must look.
+    """
+    if block_tables.size == 0:
+        return True
+    # Seen as unsigned, a negative id is larger than any pool.
+    in_pool = block_tables.view(np.uint32).max() < num_blocks
+    return bool(in_pool) and np.count_nonzero(block_tables) == live.sum()
+
+
+def check_block_tables(
+    block_tables: np.ndarray,
+    seq_lens: np.ndarray,
+    query_lens: np.ndarray,
+    *,
+    block_size: int,
+    num_blocks: int,
+    window_left: int | None = None,
+    request_ids: RequestIds = None,
+) -> None:
+    """Checks the width of the table and each id that the step reads or writes.
+
+    Args:
+        block_tables: int32[S, max_blocks], real rows only.
+        seq_lens: int[S].
+        query_lens: int[S].
+        block_size: tokens of one block.
+        num_blocks: blocks of the pool.
+        window_left: blocks before the window of the first query may be null; None for no window.
+        request_ids: names of the rows.
+
+    Raises:
+        InvalidInput: an id is outside the pool, negative or null where the step reads, or the table is too narrow.
+    """
+    live = -(-seq_lens // block_size)
+    width = block_tables.shape[1]
+    bad = np.flatnonzero(live > width)
+    if bad.size:
+        row = int(bad[0])
+        raise InvalidInput(
+            f"seq_lens[{row}] is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has {width} "
+            f"columns ({row_name(row, request_ids)})."
+        )
+    columns = np.arange(width)
+    used = columns < live[:, None]
+    wrong = used & ((block_tables < 0) | (block_tables >= num_blocks))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0].tolist()
+        value = int(block_tables[row, column])
+        tail = f" -1 may appear only after column {live[row] - 1}." if value < 0 else ""
+        raise InvalidInput(
+            f"block_tables[{row}, {column}] is {value}; valid ids are 1..{num_blocks - 1} (pool of {num_blocks} "
+            f"blocks, 0 is the null block). {row_name(row, request_ids, capital=True)} has {seq_lens[row]} tokens and "
+            f"needs {live[row]} blocks.{tail}"
+        )
+    first_read = np.zeros_like(live)
+    if window_left is not None:
+        first_read = np.maximum(seq_lens - query_lens - window_left, 0) // block_size
+    null = used & (columns >= first_read[:, None]) & (block_tables == 0)
+    if null.any():
+        row, column = np.argwhere(null)[0].tolist()
+        first, last = column * block_size, min((column + 1) * block_size, int(seq_lens[row])) - 1
+        where = "visible" if window_left is None else "inside the window"
+        raise InvalidInput(
+            f"block_tables[{row}, {column}] is the null block but tokens {first}..{last} are {where} "
+            f"({row_name(row, request_ids)})."
+        )
+
+
+def check_written_blocks(
+    slots: np.ndarray,
+    query_lens: np.ndarray,
+    *,
+    block_size: int,
+    request_ids: Callable[[], RequestIds] | None = None,
+) -> None:
+    """Checks that no slot is written twice and no block by two sequences.
+
+    Args:
+        slots: int32[T], real tokens only, in row order; PAD_SLOT_ID entries are ignored.
+        query_lens: int[S].
+        block_size: tokens of one block.
+        request_ids: called for the names of the rows when something is wrong.
+
+    Raises:
+        InvalidInput: otherwise.
+    """
+    ordered = np.sort(slots)
+    blocks = ordered // block_size
+    if query_lens.shape[0] == slots.shape[0]:
+        # One token each: any block that is written twice is wrong, and sorting the slots is enough to see it.
+        suspicious = bool(((blocks[1:] == blocks[:-1]) & (ordered[1:] >= 0)).any())
+    else:
+        owner = np.repeat(np.arange(query_lens.shape[0]), query_lens)
+        order = np.argsort(slots, kind="stable")
+        owner = owner[order]
+        same_block = (blocks[1:] == blocks[:-1]) & (ordered[1:] >= 0)
+        suspicious = bool((same_block & ((owner[1:] != owner[:-1]) | (ordered[1:] == ordered[:-1]))).any())
+    if suspicious:
+        _explain_written_blocks(slots, query_lens, block_size, request_ids() if request_ids else None)
+
+
+def check_slot_mapping(metadata: CommonAttentionMetadata, *, request_ids: RequestIds = None) -> None:
+    """Checks that every slot is the one that the tables and positions give, and that padding has none.
+
+    Raises:
+        InvalidInput: a slot is outside the pool or points elsewhere, or a padding token has one.
+    """
+    tokens, block_size = metadata.num_actual_tokens, metadata.block_size
+    slots = metadata.slot_mapping[:tokens]
+    limit = metadata.num_blocks * block_size
+    bad = np.flatnonzero((slots < PAD_SLOT_ID) | (slots >= limit) | ((slots >= 0) & (slots < block_size)))
+    if bad.size:
+        token = int(bad[0])
+        raise InvalidInput(
+            f"slot_mapping[{token}] is {slots[token]}; slots are {block_size}..{limit - 1} ({metadata.num_blocks} "
+            f"blocks of {block_size}, block 0 is never written) or {PAD_SLOT_ID} for none."
+        )
+    bad = np.flatnonzero(metadata.slot_mapping[tokens:] != PAD_SLOT_ID)
+    if bad.size:
+        token = tokens + int(bad[0])
+        raise InvalidInput(
+            f"slot_mapping[{token}] is {metadata.slot_mapping[token]}, but token {token} is padding "
+            f"(num_actual_tokens is {tokens}); it must be {PAD_SLOT_ID}."
+        )
+    query_lens = metadata.query_lens[: metadata.num_reqs]
+    row = np.repeat(np.arange(metadata.num_reqs), query_lens)
+    computed = metadata.seq_lens[: metadata.num_reqs] - query_lens
+    expected_position = np.arange(tokens) - metadata.query_start_loc[row] + computed[row]
+    bad = np.flatnonzero(metadata.positions[:tokens] != expected_position)
+    if bad.size:
+        token = int(bad[0])
+        raise InvalidInput(
+            f"positions[{token}] is {metadata.positions[token]}; query_start_loc and seq_lens say "
+            f"{expected_position[token]} ({row_name(int(row[token]), request_ids)})."
+        )
+    block = metadata.block_tables[row, expected_position // block_size]
+    expected = block * block_size + expected_position % block_size
+    bad = np.flatnonzero((slots != expected) & (slots != PAD_SLOT_ID))
+    if bad.size:
+        token = int(bad[0])
+        raise InvalidInput(
+            f"slot_mapping[{token}] is {slots[token]}, but position {expected_position[token]} of "
+            f"{row_name(int(row[token]), request_ids)} lies in slot {expected[token]} (block {block[token]})."
+        )
+
+
+def row_name(index: int, request_ids: RequestIds, *, capital: bool = False) -> str:
+    """Returns how messages call a row: by its request id when there is one."""
+    name = request_ids[index] if request_ids is not None else None
+    word = "Sequence" if capital else "sequence"
+    return f"{word} {index}" if name is None else f"{word} {name!r}"
+
+
+def _check_arrays(metadata: CommonAttentionMetadata) -> None:
+    shapes = {
+        "query_start_loc": (metadata.num_seqs + 1,),
+        "seq_lens": (metadata.num_seqs,),
+        "block_tables": (metadata.num_seqs, metadata.block_tables.shape[-1]),
+        "slot_mapping": (metadata.num_tokens,),
+        "positions": (metadata.num_tokens,),
+    }
+    for name, shape in shapes.items():
+        value = getattr(metadata, name)
+        if value.dtype != np.int32:
+            raise InvalidInput(f"{name} has dtype {value.dtype}; int32 is required. Use {name}.astype(np.int32).")
+        if value.shape != shape:
+            raise InvalidInput(f"{name} has shape {value.shape}; {shape} is required.")
+    if metadata.num_reqs > metadata.num_seqs or metadata.num_actual_tokens > metadata.num_tokens:
+        raise InvalidInput(
+            f"num_reqs is {metadata.num_reqs} of {metadata.num_seqs} rows and num_actual_tokens is "
+            f"{metadata.num_actual_tokens} of {metadata.num_tokens} tokens; the arrays must hold them all."
+        )
+
+
+def _check_bound(name: str, bound: int, lengths: np.ndarray) -> None:
+    if lengths.size and lengths.max() > bound:
+        index = int(np.argmax(lengths))
+        raise InvalidInput(f"{name} is {bound}, but row {index} has {lengths[index]} tokens.")
+
+
+def _check_tails(metadata: CommonAttentionMetadata, request_ids: RequestIds) -> None:
+    live = -(-metadata.seq_lens // metadata.block_size)
+    stale = (np.arange(metadata.block_tables.shape[1]) >= live[:, None]) & (metadata.block_tables != 0)
+    if stale.any():
+        row, column = np.argwhere(stale)[0].tolist()
+        who = row_name(row, request_ids) if row < metadata.num_reqs else f"padding row {row}"
+        raise InvalidInput(
+            f"block_tables[{row}, {column}] is {metadata.block_tables[row, column]}, beyond the {live[row]} blocks of "
+            f"{who}; the builder leaves 0 there. The buffer still holds an older step."
+        )
+
+
+def _check_sharing(metadata: CommonAttentionMetadata, request_ids: RequestIds, ref_counts: np.ndarray | None) -> None:
+    reqs = metadata.num_reqs
+    slots = metadata.slot_mapping[: metadata.num_actual_tokens]
+    row = np.repeat(np.arange(reqs), metadata.query_lens[:reqs])
+    written = slots != PAD_SLOT_ID
+    blocks = slots[written] // metadata.block_size
+    if ref_counts is not None:
+        counts = np.asarray(ref_counts)[blocks]
+        bad = np.flatnonzero(counts != 1)
+        if bad.size:
+            token = int(np.flatnonzero(written)[bad[0]])
+            raise InvalidInput(
+                f"slot_mapping[{token}] is {slots[token]} in block {blocks[bad[0]]}, which has {counts[bad[0]]} "
+                f"holders ({row_name(int(row[token]), request_ids)} writes it); copy the block first."
+            )
+    owner = np.full(metadata.num_blocks, -1)
+    owner[blocks] = row[written]
+    tables = metadata.block_tables[:reqs]
+    holder = owner[tables]
+    shared = (holder >= 0) & (holder != np.arange(reqs)[:, None])
+    if shared.any():
+        other, column = np.argwhere(shared)[0].tolist()
+        raise InvalidInput(
+            f"block {tables[other, column]} is written by {row_name(int(holder[other, column]), request_ids)} and read "
+            f"by {row_name(other, request_ids)} (block_tables[{other}, {column}]) in one step; copy the block first."
+        )
+    ordered = np.sort(tables, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != 0)
+    if twice.any():
+        index, column = np.argwhere(twice)[0].tolist()
+        raise InvalidInput(
+            f"block_tables[{index}] holds block {ordered[index, column]} twice ({row_name(index, request_ids)}); a "
+            "sequence has each block once."
+        )
+
+
+def _explain_written_blocks(
+    slots: np.ndarray, query_lens: np.ndarray, block_size: int, request_ids: RequestIds
+) -> None:
+    owner = np.repeat(np.arange(query_lens.shape[0]), query_lens).tolist()
+    seen: dict[int, int] = {}
+    writer: dict[int, int] = {}
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        block = slot // block_size
+        first = writer.setdefault(block, owner[token])
+        if first != owner[token]:
+            raise InvalidInput(
+                f"block {block} would be written by {row_name(first, request_ids)} and "
+                f"{row_name(owner[token], request_ids)} in one step; copy the tail before a fork writes it."
+            )
+        if slot in seen:
+            raise InvalidInput(
+                f"slot_mapping[{seen[slot]}] and slot_mapping[{token}] are both {slot} "
+                f"({row_name(owner[token], request_ids)}); its table holds block {block} twice."
+            )
+        seen[slot] = token

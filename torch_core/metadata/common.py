@@ -1,0 +1,94 @@
+"""The host record of one step's batch, from which every backend and JAX take their arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torch_core.metadata.layout import PackedLayout
+
+__all__ = ["CommonAttentionMetadata"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CommonAttentionMetadata:
+    """What one step's batch looks like; computed once in numpy, then uploaded and shared by all layers.
+
+    All arrays are int32. `S` and `T` are the padded numbers of sequences and new tokens. Rows from `num_reqs` on and
+    tokens from `num_actual_tokens` on are padding: their sequences have length 0 and no query, their slots are -1.
+    The arrays are read-only views of `packed` when the builder made them. vLLM: `vllm/v1/attention/backend.py`; there
+    the record holds device tensors, here the device side is made from `packed` with one copy.
+
+    Attributes:
+        query_start_loc: [S + 1]; running sum of the query lengths from 0; flat over padding rows.
+        seq_lens: [S]; tokens of each sequence when the step's own are written; 0 for padding.
+        block_tables: [S, max_blocks]; unused entries are 0, the null block.
+        slot_mapping: [T]; `block * block_size + offset` of each new token, -1 for none.
+        positions: [T]; position of each new token in its sequence; 0 for padding.
+        num_reqs: real sequences.
+        num_actual_tokens: real new tokens.
+        max_query_len: an upper bound on the query lengths (the largest one, unless the builder was given a bound).
+        max_seq_len: an upper bound on `seq_lens`, likewise.
+        block_size: tokens of one block.
+        num_blocks: blocks of the pool that the ids refer to.
+        causal: whether a query sees no key after itself.
+        encoder_seq_lens: [S] or None; encoder tokens of each sequence, for cross attention.
+        dcp_local_seq_lens: [S] or None; the share of `seq_lens` on this rank of decode context parallelism.
+        packed: the one buffer that holds the arrays, or None when they were given separately.
+        layout: where each array lies in `packed`.
+    """
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: np.ndarray
+    positions: np.ndarray
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+    num_blocks: int
+    causal: bool = True
+    encoder_seq_lens: np.ndarray | None = None
+    dcp_local_seq_lens: np.ndarray | None = None
+    packed: np.ndarray | None = None
+    layout: PackedLayout | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        """Rows with padding."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens with padding."""
+        return self.slot_mapping.shape[0]
+
+    @property
+    def query_lens(self) -> np.ndarray:
+        """int32[S]: new tokens of each sequence; 0 for padding."""
+        return np.diff(self.query_start_loc)
+
+    def compute_num_computed_tokens(self) -> np.ndarray:
+        """Returns int32[S]: the tokens of each sequence that were in the cache before the step."""
+        return self.seq_lens - self.query_lens
+
+    def unpadded(self) -> CommonAttentionMetadata:
+        """Returns the record of the real sequences and tokens alone; the arrays are views, `packed` is dropped."""
+        reqs, tokens = self.num_reqs, self.num_actual_tokens
+        if reqs == self.num_seqs and tokens == self.num_tokens:
+            return self
+        return replace(
+            self,
+            query_start_loc=self.query_start_loc[: reqs + 1],
+            seq_lens=self.seq_lens[:reqs],
+            block_tables=self.block_tables[:reqs],
+            slot_mapping=self.slot_mapping[:tokens],
+            positions=self.positions[:tokens],
+            encoder_seq_lens=None if self.encoder_seq_lens is None else self.encoder_seq_lens[:reqs],
+            dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[:reqs],
+            packed=None,
+            layout=None,
+        )

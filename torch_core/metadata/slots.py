@@ -1,0 +1,121 @@
+"""From block tables to slots: where in the cache each new token is written."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_core.errors import InvalidInput
+from torch_core.specs import PAD_SLOT_ID
+
+__all__ = ["compute_positions", "compute_slot_mapping", "compute_slot_mapping_start_idx"]
+
+
+def compute_positions(query_start_loc: np.ndarray, num_computed_tokens: np.ndarray) -> np.ndarray:
+    """Returns int32[T]: the position in its sequence of each new token.
+
+    Args:
+        query_start_loc: int32[S + 1], running sum of the query lengths.
+        num_computed_tokens: int32[S], tokens before the step.
+
+    Example:
+        >>> compute_positions(np.array([0, 2, 3], np.int32), np.array([5, 9], np.int32)).tolist()
+        [5, 6, 9]
+    """
+    shift = num_computed_tokens - query_start_loc[:-1]
+    positions = np.arange(query_start_loc[-1], dtype=np.int32)
+    positions += np.repeat(shift, np.diff(query_start_loc)).astype(np.int32, copy=False)
+    return positions
+
+
+def compute_slot_mapping(
+    block_tables: np.ndarray,
+    query_start_loc: np.ndarray,
+    num_computed_tokens: np.ndarray,
+    *,
+    block_size: int,
+    num_tokens: int | None = None,
+    start_idx: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns int32[num_tokens]: the slot of each new token, `block * block_size + offset`.
+
+    The vectorised form of vLLM's `compute_slot_mapping` (`vllm/attention/backends/utils.py`). The inputs are trusted:
+    every position must lie within its table's columns.
+
+    Args:
+        block_tables: int32[S, max_blocks].
+        query_start_loc: int32[S + 1].
+        num_computed_tokens: int32[S].
+        block_size: tokens of one block.
+        num_tokens: padded length of the result; None for no padding.
+        start_idx: int32[S]; tokens at positions before it get no slot (they left the sliding window before the step
+            ended); None to write all.
+
+    Raises:
+        InvalidInput: `num_tokens` is less than the number of new tokens.
+
+    Example:
+        >>> tables = np.array([[3, 7]], np.int32)
+        >>> starts, computed = np.array([0, 3], np.int32), np.array([3], np.int32)
+        >>> compute_slot_mapping(tables, starts, computed, block_size=4, num_tokens=4).tolist()
+        [15, 28, 29, -1]
+    """
+    num_new = int(query_start_loc[-1])
+    padded = num_new if num_tokens is None else num_tokens
+    if padded < num_new:
+        raise InvalidInput(f"num_tokens is {padded}; the step has {num_new} new tokens. Pad to at least that many.")
+    slots = np.empty(padded, np.int32)
+    sequence = np.repeat(np.arange(query_start_loc.shape[0] - 1), np.diff(query_start_loc))
+    positions = compute_positions(query_start_loc, num_computed_tokens)
+    write_slots(slots, positions, sequence, block_tables, block_size=block_size, start_idx=start_idx)
+    return slots
+
+
+def compute_slot_mapping_start_idx(
+    query_lens: np.ndarray, num_computed_tokens: np.ndarray, sliding_window: int | None
+) -> np.ndarray:
+    """Returns int32[S]: the first position of each sequence that is worth writing under a sliding window.
+
+    With a window of `sliding_window` tokens (the own one included) the next step's query sees the last
+    `sliding_window - 1` of the present tokens and every later step fewer, so earlier ones of a prompt are needed only
+    within the step itself. vLLM's helper of this name keeps one token more and covers prompts without a prefix only;
+    this one keeps to that number and covers any prefix.
+
+    Args:
+        query_lens: int32[S], new tokens.
+        num_computed_tokens: int32[S], tokens before the step.
+        sliding_window: window in tokens, or None for all zeros.
+
+    Raises:
+        InvalidInput: the window is not positive.
+
+    Example:
+        >>> compute_slot_mapping_start_idx(np.array([10, 2]), np.array([0, 9]), 4).tolist()
+        [6, 7]
+    """
+    seq_lens = (query_lens + num_computed_tokens).astype(np.int32)
+    if sliding_window is None:
+        return np.zeros_like(seq_lens)
+    if sliding_window < 1:
+        raise InvalidInput(f"sliding_window is {sliding_window}; it must be at least 1, or None for off.")
+    return np.maximum(seq_lens - sliding_window, 0, dtype=np.int32)
+
+
+def write_slots(
+    out: np.ndarray,
+    positions: np.ndarray,
+    sequence: np.ndarray,
+    block_tables: np.ndarray,
+    *,
+    block_size: int,
+    start_idx: np.ndarray | None = None,
+) -> None:
+    """Writes the slots of `positions` in the tables' rows `sequence` to the start of `out`, PAD_SLOT_ID to the rest."""
+    column, offset = np.divmod(positions, np.int32(block_size))
+    slots = block_tables[sequence, column]
+    slots *= block_size
+    slots += offset
+    if start_idx is not None:
+        slots[positions < start_idx[sequence]] = PAD_SLOT_ID
+    num_new = positions.shape[0]
+    out[:num_new] = slots
+    out[num_new:] = PAD_SLOT_ID
