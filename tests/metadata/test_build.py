@@ -172,8 +172,8 @@ BAD = {
         {},
         InvalidInput,
         (
-            "block_tables[1, 1] is 99; valid ids are 1..63 (pool of 64 blocks, 0 is the null block). Sequence 'r12' has 5 "
-            "tokens and needs 2 blocks."
+            "block_tables[1, 1] is 99; valid ids are 1..63 (pool of 64 blocks, 0 is the null block). Sequence 'r12' has "
+            "5 tokens and needs 2 blocks."
         ),
     ),
     "negative id": (
@@ -202,8 +202,8 @@ BAD = {
         {"max_blocks": 2},
         RequestTooLong,
         (
-            "seq_lens[1] is 10 (3 blocks of 4) but block_tables has 2 columns (max_blocks) for sequence 'r4'. Widen the "
-            "table or end the sequence."
+            "seq_lens[1] is 10 (3 blocks of 4) but block_tables has 2 columns (max_blocks) for sequence 'r4'. Widen "
+            "the table or end the sequence."
         ),
     ),
     "too few blocks": (
@@ -238,8 +238,8 @@ BAD = {
         {},
         InvalidInput,
         (
-            "num_new_tokens of sequence 'r1' is 0; it must be at least 1. Leave a sequence that does nothing out of the "
-            "step."
+            "num_new_tokens of sequence 'r1' is 0; it must be at least 1. Leave a sequence that does nothing out of "
+            "the step."
         ),
     ),
     "negative computed": (
@@ -274,8 +274,8 @@ BAD = {
         {},
         InvalidInput,
         (
-            "block_ids of sequence 0 holds something that is not an int32 block id ('float' object cannot be interpreted "
-            "as an integer)."
+            "block_ids of sequence 0 holds something that is not an int32 block id ('float' object cannot be "
+            "interpreted as an integer)."
         ),
     ),
     "int64 ids": (
@@ -358,8 +358,8 @@ BAD = {
         {"layout": metadata_layout(num_seqs=2, num_tokens=4, max_blocks=1)},
         InvalidInput,
         (
-            "The layout is for 2 sequences, 4 tokens and 1 blocks; the step is padded to 1, 2 and 1. Pass those sizes as "
-            "num_seqs, num_tokens and max_blocks."
+            "The layout is for 2 sequences, 4 tokens and 1 blocks; the step is padded to 1, 2 and 1. Pass those sizes "
+            "as num_seqs, num_tokens and max_blocks."
         ),
     ),
     "short buffer": (

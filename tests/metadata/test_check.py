@@ -71,8 +71,8 @@ CHANGES = {
     "id beyond the pool": (
         ("block_tables", (1, 0), 16),
         (
-            "block_tables[1, 0] is 16; valid ids are 1..15 (pool of 16 blocks, 0 is the null block). Sequence 'b' has 2 "
-            "tokens and needs 1 blocks."
+            "block_tables[1, 0] is 16; valid ids are 1..15 (pool of 16 blocks, 0 is the null block). Sequence 'b' has "
+            "2 tokens and needs 1 blocks."
         ),
     ),
     "null block": (
@@ -82,15 +82,15 @@ CHANGES = {
     "stale tail": (
         ("block_tables", (0, 2), 7),
         (
-            "block_tables[0, 2] is 7, beyond the 2 blocks of sequence 'a'; the builder leaves 0 there. The buffer still "
-            "holds an older step."
+            "block_tables[0, 2] is 7, beyond the 2 blocks of sequence 'a'; the builder leaves 0 there. The buffer "
+            "still holds an older step."
         ),
     ),
     "stale padding row": (
         ("block_tables", (3, 0), 7),
         (
-            "block_tables[3, 0] is 7, beyond the 0 blocks of padding row 3; the builder leaves 0 there. The buffer still "
-            "holds an older step."
+            "block_tables[3, 0] is 7, beyond the 0 blocks of padding row 3; the builder leaves 0 there. The buffer "
+            "still holds an older step."
         ),
     ),
     "slot beyond the pool": (
