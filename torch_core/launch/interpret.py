@@ -4,6 +4,10 @@ Triton picks interpreter or compiler when a function is decorated, by an environ
 Here each decorated function gets an interpreted twin instead, made on first use, so that one test process can do both.
 Helper kernels must be imported by name (`from torch_core.kernels.x import helper`): twins replace names of the
 module that uses them. Slow by design: for tests and for debugging a kernel without a GPU.
+
+Two things of Triton 3.6's interpreter are replaced while it runs: conversions between float types, which truncate to
+bfloat16 and carry wrongly in fp8 where the hardware rounds to nearest even, and float arguments, which a kernel sees as
+tensors when compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 
@@ -21,6 +28,15 @@ from torch_core.errors import Unsupported
 
 __all__ = ["run_interpreted"]
 
+_TORCH_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
+_BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _PATCHED = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base, tl.dtype)
 _twins: dict[Any, InterpretedFunction] = {}
 
@@ -51,13 +67,21 @@ def _interpreted_language() -> Iterator[None]:
     # process must find the language as it was.
     before = [(owner, dict(vars(owner))) for owner in _PATCHED]
     options = interpreter_builder.options
+    convert_float, implicit_cvt = interpreter._convert_float, interpreter._implicit_cvt
     try:
+        interpreter._convert_float = _convert_float
+        interpreter._implicit_cvt = lambda argument: (
+            _float_tensor(argument) if isinstance(argument, float) else implicit_cvt(argument)
+        )
         for owner in (tl.standard, tl, tl.tensor):
             for name, value in list(vars(owner).items()):
                 if isinstance(value, JITFunction):
                     setattr(owner, name, _twin(value))
-        yield
+        # Infinities are ordinary values of an online softmax; the device computes with them silently.
+        with np.errstate(all="ignore"):
+            yield
     finally:
+        interpreter._convert_float, interpreter._implicit_cvt = convert_float, implicit_cvt
         interpreter_builder.options = options
         for owner, attributes in before:
             for name, value in list(vars(owner).items()):
@@ -83,3 +107,18 @@ def _twin(kernel: Any) -> Any:
             if isinstance(scope.get(name), JITFunction):
                 scope[name] = _twin(scope[name])
     return _twins[original]
+
+
+def _convert_float(data: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
+    # As the hardware's cvt.rn.satfinite: to nearest even, finite values beyond fp8's range become its largest.
+    bits = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    values = torch.from_numpy(bits.copy()).view(_TORCH_DTYPES[source.name])
+    if target.primitive_bitwidth == 8:
+        largest = torch.finfo(_TORCH_DTYPES[target.name]).max
+        values = values.float().clamp(-largest, largest)
+    converted = values.to(_TORCH_DTYPES[target.name]).view(torch.uint8).numpy()
+    return converted.view(_BITS[target.primitive_bitwidth]).reshape(np.shape(data))
+
+
+def _float_tensor(value: float) -> Any:
+    return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
