@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from jattn.bridge import to_torch, typed_errors
@@ -146,6 +148,29 @@ class KVPool:
                 generation=lost,
             ) from error
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks in every layer, on the device and in the order of the steps: copy-on-write.
+
+        Args:
+            copies: pairs (source, target), or records that begin so (`torch_core.cache.BlockCopy`). No block is the
+                target of two.
+
+        Raises:
+            InvalidInput: an id is not in the pool; nothing was copied.
+        """
+        if not copies:
+            return
+        pairs = np.array([copy[:2] for copy in copies], np.int32)
+        bad = np.flatnonzero(((pairs < 0) | (pairs >= self._num_blocks)).any(1))
+        if bad.size:
+            raise InvalidInput(
+                f"copies[{int(bad[0])}] is {tuple(pairs[bad[0]].tolist())}; valid ids are 0 to {self._num_blocks - 1}."
+            )
+        # Padded with the null block onto itself, so that a handful of programs serve every number of copies.
+        padded = np.zeros((1 << (len(pairs) - 1).bit_length(), 2), np.int32)
+        padded[: len(pairs)] = pairs
+        self.run(_copy_blocks, padded)
+
     def as_torch(self) -> tuple[torch.Tensor, ...]:
         """Views every layer as a torch tensor over the same memory, for torch to read and write in place.
 
@@ -183,3 +208,8 @@ class KVPool:
                 f"{len(self._views)} torch views from as_torch() are alive; XLA would copy the pool instead of "
                 "updating it in place. Delete them (and what was sliced from them) before the next step."
             )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copy_blocks(kv_caches: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
+    return None, tuple(cache.at[pairs[:, 1]].set(cache[pairs[:, 0]]) for cache in kv_caches)

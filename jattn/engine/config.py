@@ -1,0 +1,139 @@
+"""The frozen sizes of an engine, and the plan of its memory made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_core.errors import InvalidInput
+from torch_core.specs import KVCacheSpec
+
+__all__ = ["EngineConfig", "MemoryPlan", "plan_memory"]
+
+_SIZES = ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "steps_in_flight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine; names are vLLM's where it has them.
+
+    Attributes:
+        block_size: tokens of one cache block.
+        max_num_seqs: sequences of one step at most.
+        max_num_batched_tokens: new tokens of one step at most; longer prompts are computed in chunks.
+        max_model_len: tokens of one sequence at most; the model's own limit if None.
+        num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
+            full length, as far as `kv_cache_bytes` goes.
+        kv_cache_bytes: memory that the pool may take when `num_blocks` is None.
+        steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's.
+        enable_prefix_caching: share the blocks of equal prefixes.
+        seed: of requests that bring none of their own.
+
+    Raises:
+        InvalidInput: a size out of range.
+
+    Example:
+        >>> EngineConfig(max_num_seqs=4).block_size
+        16
+    """
+
+    block_size: int = 16
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+    kv_cache_bytes: int = 1 << 30
+    steps_in_flight: int = 1
+    enable_prefix_caching: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            _check_size(name, getattr(self, name), 1)
+        for name, low in (("max_model_len", 1), ("num_blocks", 2)):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name), low)
+        if self.steps_in_flight > 2:
+            raise InvalidInput(
+                f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "
+                "it on the device, so at most 2 can be in flight."
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidInput(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
+                f"({self.max_num_seqs}), one token for each sequence of a decode step."
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 32:
+            raise InvalidInput(f"seed is {self.seed!r}; it must be an int from 0 to {(1 << 32) - 1}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What the pool will be.
+
+    Attributes:
+        num_blocks: blocks, the null block included.
+        block_size: tokens of one block.
+        max_model_len: tokens of one sequence at most.
+        bytes_per_block: of all layers together.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    bytes_per_block: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Columns of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_blocks * self.bytes_per_block
+
+    def __str__(self) -> str:
+        tokens = (self.num_blocks - 1) * self.block_size
+        return (
+            f"{self.num_blocks} blocks of {self.block_size} tokens ({tokens} tokens, {self.num_bytes / 2**30:.3f} GiB)"
+        )
+
+
+def plan_memory(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, model_len: int) -> MemoryPlan:
+    """Works out the pool's size; nothing is allocated.
+
+    Args:
+        config: the engine's sizes.
+        spec: one layer's cache.
+        num_layers: layers of the model.
+        model_len: the model's own limit on a sequence.
+
+    Raises:
+        InvalidInput: the byte budget does not hold one sequence of full length, or `max_model_len` is beyond the
+            model's limit.
+    """
+    max_model_len = model_len if config.max_model_len is None else config.max_model_len
+    if max_model_len > model_len:
+        raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {model_len} tokens at most.")
+    bytes_per_block = num_layers * spec.bytes_per_block
+    max_blocks = -(-max_model_len // config.block_size)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = min(config.max_num_seqs * max_blocks + 1, config.kv_cache_bytes // bytes_per_block)
+        if num_blocks < max_blocks + 1:
+            raise InvalidInput(
+                f"kv_cache_bytes is {config.kv_cache_bytes} and holds {num_blocks} blocks; one sequence of "
+                f"{max_model_len} tokens needs {max_blocks} and the null block ({(max_blocks + 1) * bytes_per_block} "
+                "bytes). Raise it, or lower max_model_len."
+            )
+    return MemoryPlan(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        bytes_per_block=bytes_per_block,
+    )
+
+
+def _check_size(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InvalidInput(f"{name} is {value!r}; it must be an int of at least {low}.")

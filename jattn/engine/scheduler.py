@@ -1,0 +1,188 @@
+"""Which requests run in the next step and with how many tokens: admission, chunking, preemption. No tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from jattn.engine.config import EngineConfig
+from jattn.engine.request import Request, RequestState
+from torch_core.cache import CacheManager, CommittedStep
+from torch_core.errors import OutOfBlocks
+
+__all__ = ["ScheduledRow", "ScheduledStep", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's part of a step.
+
+    Attributes:
+        request: whose tokens.
+        start: position of the first new token.
+        num_new_tokens: tokens to compute.
+        samples: the row ends at the request's last token, so its next token is sampled.
+    """
+
+    request: Request
+    start: int
+    num_new_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step whose blocks are taken: ready to be dispatched."""
+
+    rows: tuple[ScheduledRow, ...]
+    committed: CommittedStep
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(row.num_new_tokens for row in self.rows)
+
+
+class Scheduler:
+    """First come, first served, with chunked prefill; preempts the newest request when blocks run out.
+
+    Prefill and decode are separate steps, and take turns where both are wanted: a long prompt delays the running
+    requests by one chunk at a time. Not thread-safe; the engine owns it.
+
+    Args:
+        config: sizes of a step.
+        cache: the allocator; the scheduler is the only one to call it.
+    """
+
+    def __init__(self, config: EngineConfig, cache: CacheManager) -> None:
+        self._config = config
+        self._cache = cache
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._registered: set[str] = set()
+        self._to_resume: set[str] = set()
+        self._prefilled_last = False
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestTooLong: it could never finish, even alone in an empty pool.
+        """
+        self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.params.max_tokens)
+        self._waiting.append(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        """Takes the blocks of the next step and returns it, or None when nothing can run before a step retires."""
+        step = None
+        if not (self._prefilled_last and self._decodable()):
+            step = self._schedule_prefill()
+        self._prefilled_last = step is not None
+        step = step or self._schedule_decode() or self._schedule_prefill()
+        if step is not None:
+            for row in step.rows:
+                row.request.num_computed_tokens = row.start + row.num_new_tokens
+        return step
+
+    def finish(self, request: Request) -> None:
+        """Forgets a request that ended; its blocks are free when no step in flight uses them."""
+        request.move(RequestState.FINISHED)
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        if request.request_id in self._registered:
+            self._registered.remove(request.request_id)
+            self._to_resume.discard(request.request_id)
+            self._cache.finish(request.request_id)
+
+    def requeue_all(self) -> None:
+        """Puts every running request back to be computed anew, oldest first: the pool's contents are gone."""
+        for request in reversed(self._running):
+            self._put_back(request)
+        self._running.clear()
+        for request in self._waiting:
+            request.num_computed_tokens = 0
+        self._cache.reset()
+        self._to_resume |= self._registered
+
+    def _schedule_prefill(self) -> ScheduledStep | None:
+        budget = self._config.max_num_batched_tokens
+        rows: list[ScheduledRow] = []
+        work: list[tuple[str, int]] = []
+        admitted = 0
+        committed = None
+        for request in [*(r for r in self._running if _remaining(r) > 1), *self._waiting]:
+            is_new = request.state is not RequestState.RUNNING
+            if budget == 0 or (is_new and len(self._running) + admitted >= self._config.max_num_seqs):
+                break
+            if is_new:
+                self._register(request)
+            num_new = min(budget, _remaining(request))
+            work.append((request.request_id, num_new))
+            try:
+                plan = self._cache.plan(work)
+            except OutOfBlocks:
+                work.pop()
+                break
+            committed = plan
+            start = request.num_computed_tokens
+            rows.append(ScheduledRow(request, start, num_new, start + num_new == request.num_tokens))
+            budget -= num_new
+            admitted += is_new
+        if committed is None:
+            return None
+        for row in rows:
+            if row.request.state is not RequestState.RUNNING:
+                self._waiting.remove(row.request)
+                self._running.append(row.request)
+                row.request.move(RequestState.RUNNING)
+        return ScheduledStep(tuple(rows), self._cache.commit(committed))
+
+    def _schedule_decode(self) -> ScheduledStep | None:
+        while rows := self._decodable():
+            try:
+                committed = self._cache.step([(request.request_id, 1) for request in rows])
+            except OutOfBlocks:
+                if any(request.num_pending_tokens for request in self._running):
+                    return None
+                self._preempt(self._running[-1])
+                continue
+            scheduled = tuple(ScheduledRow(request, request.num_computed_tokens, 1, True) for request in rows)
+            return ScheduledStep(scheduled, committed)
+        return None
+
+    def _decodable(self) -> list[Request]:
+        return [r for r in self._running if _remaining(r) == 1 and r.wants_tokens][: self._config.max_num_seqs]
+
+    def _register(self, request: Request) -> None:
+        seq_id = request.request_id
+        if seq_id in self._to_resume:
+            request.num_computed_tokens = self._cache.resume(seq_id)
+            self._to_resume.remove(seq_id)
+        elif seq_id not in self._registered:
+            tokens = request.token_ids(0, request.num_known_tokens)
+            request.num_computed_tokens = self._cache.add(seq_id, tokens, salt=request.salt)
+            request.num_cached_tokens = request.num_computed_tokens
+            self._registered.add(seq_id)
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._cache.preempt(request.request_id)
+        self._to_resume.add(request.request_id)
+        self._put_back(request)
+
+    def _put_back(self, request: Request) -> None:
+        request.move(RequestState.PREEMPTED)
+        request.num_computed_tokens = 0
+        request.num_pending_tokens = 0
+        self._waiting.appendleft(request)
+
+
+def _remaining(request: Request) -> int:
+    return request.num_tokens - request.num_computed_tokens
