@@ -1,0 +1,102 @@
+"""Safe access to the files of a model folder: names, links, sizes and JSON are checked before anything is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch_core.errors import InvalidInput
+
+__all__ = ["check_folder", "member", "read_json", "read_text"]
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns the folder as a resolved path.
+
+    Raises:
+        InvalidInput: it does not exist or is not a folder.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder.")
+    return path.resolve()
+
+
+def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | None:
+    """Returns the path of a regular file directly inside the folder, or None where there is no such name.
+
+    Args:
+        folder: of `check_folder`.
+        name: a plain file name; it may come from a file that someone else wrote.
+        max_bytes: refuse a larger file.
+
+    Raises:
+        InvalidInput: the name could leave the folder, leads out through a link, or is not a regular file.
+    """
+    if not name or name in (".", "..") or any(character in name for character in "/\\\0:") or len(name) > 255:
+        raise InvalidInput(f"file name {name!r} is not a plain name inside the model folder.")
+    path = folder / name
+    if not os.path.lexists(path):
+        return None
+    resolved = path.resolve()
+    if not resolved.is_relative_to(folder):
+        raise InvalidInput(
+            f"{name} is a link that leads out of the model folder; copy the folder with its links followed."
+        )
+    try:
+        status = resolved.stat()
+    except OSError as error:
+        raise InvalidInput(f"{name} cannot be read: {error.strerror}.") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidInput(f"{name} is not a regular file.")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise InvalidInput(f"{name} has {status.st_size} bytes; at most {max_bytes} are read.")
+    return resolved
+
+
+def read_text(path: Path) -> str:
+    """Returns the file as text.
+
+    Raises:
+        InvalidInput: it is not UTF-8, or reading fails.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path.name} is not UTF-8 text (byte {error.start}).") from None
+    except OSError as error:
+        raise InvalidInput(f"{path.name} cannot be read: {error.strerror}.") from None
+
+
+def read_json(text: str, name: str) -> dict[str, Any]:
+    """Parses a JSON object strictly: no repeated keys, no NaN or Infinity.
+
+    Raises:
+        InvalidInput: the text is anything else; the message names the file by `name`.
+    """
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidInput(f"{name} has the key {repeated!r} more than once.")
+        return result
+
+    def refuse_constant(text: str) -> NoReturn:
+        raise InvalidInput(f"{name} contains {text}, which is not JSON.")
+
+    try:
+        value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse_constant)
+    except InvalidInput:
+        raise
+    except RecursionError:
+        raise InvalidInput(f"{name} is nested too deeply.") from None
+    except ValueError as error:
+        raise InvalidInput(f"{name} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{name} holds a JSON {type(value).__name__}; it must be an object.")
+    return value

@@ -1,0 +1,191 @@
+"""load_model and save_model: a Hugging Face folder to a Flax decoder and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+from tokenizers import Tokenizer
+
+from jattn.load.config import parse_config, render_config, token_ids
+from jattn.load.folder import check_folder, member, read_json, read_text
+from jattn.load.plan import ParameterPlan, plan_parameters
+from jattn.load.safetensors_file import STORED_DTYPES
+from jattn.load.tokenizer import TextTokenizer, load_tokenizer
+from jattn.load.weights import check_weights, find_weights, read_parameter
+from jattn.models import Decoder, ModelConfig
+from torch_core.errors import InvalidInput
+from torch_core.specs import QUERY_DTYPES
+
+__all__ = ["embedded_model_folder", "load_model", "save_model"]
+
+_MAX_JSON_BYTES = 1 << 20
+
+
+def embedded_model_folder() -> Path:
+    """Returns the folder of the small model that ships with the package."""
+    return Path(str(resources.files("jattn"))) / "assets"
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    implementation: str | None = None,
+    with_tokenizer: bool = True,
+) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
+    """Loads a Hugging Face folder of a Llama, Mistral or Qwen2 model.
+
+    Everything is checked before the first array is made: config.json against a list of known keys, every
+    safetensors header against the shapes that follow from the config, the tokenizer against the vocabulary. Code,
+    pickles and links that leave the folder are refused. From generation_config.json only the token ids
+    `bos_token_id` and `eos_token_id` are taken; they win over config.json's.
+
+    Args:
+        folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json.
+        dtype: of parameters and computation: float32, bfloat16 or float16. None for the dtype that the config
+            names, but float32 where JAX's default device is a CPU, which has no fast arithmetic for the others.
+        implementation: of the paged ops; see `Decoder`.
+        with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
+
+    Returns:
+        The model on JAX's default device, its config (with the dtype in use) and its tokenizer.
+
+    Raises:
+        InvalidInput: a file is missing, broken or contradicts another.
+        Unsupported: a valid model that this build does not serve.
+    """
+    path = check_folder(folder)
+    config = parse_config(_read_json_member(path, "config.json"))
+    config = _with_generation_config(path, config)
+    if dtype is not None and dtype not in QUERY_DTYPES:
+        raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
+    plan = plan_parameters(config)
+    tensors = find_weights(path)
+    check_weights(tensors, plan)
+    tokenizer = load_tokenizer(path) if with_tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise InvalidInput(
+            f"tokenizer.json has token ids up to {tokenizer.vocab_size - 1}; vocab_size is {config.vocab_size}."
+        )
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
+    config = dataclasses.replace(config, dtype=dtype)
+    values = {parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype)) for parameter in plan}
+    return _build(config, values, implementation), config, tokenizer
+
+
+def save_model(
+    folder: str | os.PathLike[str],
+    model: Decoder,
+    config: ModelConfig,
+    tokenizer: TextTokenizer | Tokenizer | None = None,
+    *,
+    dtype: str | None = None,
+) -> None:
+    """Writes a folder that `load_model` and transformers read: config, weights and, if given, the tokenizer.
+
+    Each file is written under another name and then renamed, so a reader never sees half of one.
+
+    Args:
+        folder: made if it does not exist; files of the same names are replaced.
+        model: its parameters are copied to the host.
+        config: of the model.
+        tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers.
+        dtype: in which to store the weights; None for the config's.
+
+    Raises:
+        InvalidInput: dtype is not float32, bfloat16 or float16.
+        Unsupported: no supported architecture stores this config.
+    """
+    dtype = config.dtype if dtype is None else dtype
+    codes = {str(stored): code for code, stored in STORED_DTYPES.items()}
+    if dtype not in codes:
+        raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(codes)}, or None.")
+    rendered = render_config(config, dtype=dtype)
+    values = dict(nnx.to_flat_state(nnx.state(model)))
+    tensors = {}
+    for parameter in plan_parameters(config):
+        for name, data in _pieces(parameter, np.asarray(values[parameter.path][...])):
+            tensors[name] = np.ascontiguousarray(data.astype(STORED_DTYPES[codes[dtype]]))
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    _write(path / "model.safetensors", safetensors.numpy.save(tensors, {"format": "pt"}))
+    _write_json(path / "config.json", rendered)
+    end = list(config.eos_token_ids) or None
+    _write_json(path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": end})
+    if tokenizer is not None:
+        _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
+
+
+def _read_json_member(folder: Path, name: str) -> dict[str, Any]:
+    file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
+    if file is None:
+        raise InvalidInput(f"the folder has no {name}.")
+    return read_json(read_text(file), name)
+
+
+def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
+    name = "generation_config.json"
+    if member(folder, name) is None:
+        return config
+    raw = _read_json_member(folder, name)
+    changes: dict[str, Any] = {}
+    if raw.get("bos_token_id") is not None:
+        changes["bos_token_id"] = raw["bos_token_id"]
+    if raw.get("eos_token_id") is not None:
+        changes["eos_token_ids"] = token_ids(raw["eos_token_id"], f"{name}: eos_token_id")
+    try:
+        return dataclasses.replace(config, **changes)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from None
+
+
+def _build(config: ModelConfig, values: dict[Any, np.ndarray], implementation: str | None) -> Decoder:
+    """Makes the model around the given parameters, without ever initialising random ones."""
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation))
+    graph, state = nnx.split(abstract)
+    filled = [(path, variable.replace(jnp.asarray(values[path]))) for path, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _pieces(parameter: ParameterPlan, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Cuts one parameter of the model into the tensors of the file; the inverse of `read_parameter`."""
+    if len(parameter.pieces) == 1 and not parameter.transposed:
+        return [(parameter.pieces[0].name, value)]
+    ends = np.cumsum([piece.shape[0] for piece in parameter.pieces])
+    cut = np.split(value, ends[:-1], axis=-1)
+    return [(piece.name, part.T) for piece, part in zip(parameter.pieces, cut, strict=True)]
+
+
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
+    described: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    if config.bos_token_id is not None:
+        described["bos_token"] = tokenizer.id_to_token(config.bos_token_id)
+    if config.eos_token_ids:
+        described["eos_token"] = tokenizer.id_to_token(config.eos_token_ids[0])
+    _write_json(folder / "tokenizer_config.json", described)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    _write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)

@@ -1,0 +1,64 @@
+"""TextTokenizer: text to token ids and back through a folder's tokenizer.json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from jattn.load.folder import check_folder, member, read_text
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["TextTokenizer", "load_tokenizer"]
+
+_NAME = "tokenizer.json"
+_MAX_BYTES = 64 << 20
+
+
+class TextTokenizer:
+    """Encodes text as the model was trained on it; special tokens come from the file's own post-processor.
+
+    Args:
+        tokenizer: of the `tokenizers` library; must not be changed afterwards.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of the text."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of the token ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
+    """Reads tokenizer.json of a model folder.
+
+    Raises:
+        InvalidInput: there is none, or it is broken.
+        Unsupported: the folder has a sentencepiece model only.
+    """
+    path = check_folder(folder)
+    file = member(path, _NAME, max_bytes=_MAX_BYTES)
+    if file is None:
+        if member(path, "tokenizer.model") is not None:
+            raise Unsupported(
+                f"the folder has tokenizer.model but no {_NAME}; save it once with transformers' fast tokenizer."
+            )
+        raise InvalidInput(f"the folder has no {_NAME}.")
+    text = read_text(file)
+    try:
+        # The library raises plain Exception for whatever it does not like.
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:
+        raise InvalidInput(f"{_NAME} is not a tokenizer that this version of tokenizers reads: {error}.") from None
+    return TextTokenizer(tokenizer)
