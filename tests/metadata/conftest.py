@@ -44,7 +44,7 @@ def _random_rows(rng: np.random.Generator, *, block_size: int, num_blocks: int, 
         new = 1 if rng.random() < 0.5 else int(rng.integers(1, 3 * block_size))
         spare = int(rng.integers(0, 2))
         count = -(-(computed + new) // block_size) + spare
-        rows.append(SequenceRow(ids[:count], computed, new, request_id=f"r{index}"))
+        rows.append(SequenceRow(ids[:count], computed, new, seq_id=f"r{index}"))
         del ids[:count]
     return rows
 

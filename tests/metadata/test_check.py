@@ -125,7 +125,7 @@ def test_a_wrong_entry_is_found_and_named(name, step):
     (field, index, value), message = CHANGES[name]
 
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
-        check_metadata(changed(step, field, index, value), request_ids=["a", "b"])
+        check_metadata(changed(step, field, index, value), seq_ids=["a", "b"])
 
 
 def test_int64_arrays_are_refused(step):
@@ -147,7 +147,7 @@ def test_more_sequences_than_rows_are_refused(step):
 def test_a_table_without_room_for_its_sequence_is_refused(step):
     message = "seq_lens[0] is 6 (2 blocks of 4) but block_tables has 1 columns (sequence 'a')."
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
-        check_metadata(replace(step, block_tables=step.block_tables[:, :1]), request_ids=["a", "b"])
+        check_metadata(replace(step, block_tables=step.block_tables[:, :1]), seq_ids=["a", "b"])
 
 
 def test_a_block_that_another_sequence_reads_may_not_be_written():
@@ -156,7 +156,7 @@ def test_a_block_that_another_sequence_reads_may_not_be_written():
 
     message = "block 6 is written by sequence 'a' and read by sequence 'b' (block_tables[1, 0]) in one step"
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}; copy the block first.$"):
-        check_metadata(step, request_ids=["a", "b"])
+        check_metadata(step, seq_ids=["a", "b"])
 
 
 def test_sequences_may_share_blocks_that_nobody_writes():

@@ -10,7 +10,7 @@ import torch
 
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata import (
-    BlockTableBuffer,
+    BlockTableCache,
     Buckets,
     PackedLayout,
     StagingRing,
@@ -135,46 +135,38 @@ def test_slot_mapping_refuses_bad_sizes():
         compute_slot_mapping_start_idx(np.array([4]), np.array([2]), 0)
 
 
-def test_the_persistent_table_follows_its_rows():
-    table = BlockTableBuffer(max_num_seqs=3, max_blocks=4)
-    table.add_row(0, [5, 6])
-    table.add_row(1, (7,))
-    table.append_row(1, [8, 9])
-    table.replace(0, 0, 11)
-    table.swap_row(0, 1)
-    table.move_row(1, 2)
+def test_a_table_that_did_not_change_is_not_converted_again():
+    cache, table, other = BlockTableCache(), (5, 6), (7,)
+    first = cache.convert(["a", "b"], [table, other])
 
-    assert table.rows(3).tolist() == [[7, 8, 9, 0], [0, 0, 0, 0], [11, 6, 0, 0]]
-    assert [table.num_blocks(row) for row in range(3)] == [3, 0, 2]
+    again = cache.convert(["b", "a"], [other, table])
 
-    table.add_row(0, [1])
-    table.clear_row(2)
-    table.move_row(0, 0)
-    assert table.rows(3).tolist() == [[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert again[0] is first[1]
+    assert again[1] is first[0]
 
 
-def test_the_persistent_table_refuses_what_does_not_fit():
-    table = BlockTableBuffer(max_num_seqs=2, max_blocks=2)
-    table.add_row(0, [5])
-    message = "Row 0 would have 3 blocks; the table has 2 columns. Make it with a larger max_blocks."
-    with refuses(message):
-        table.append_row(0, [6, 7])
-    with refuses(message):
-        table.add_row(0, [5, 6, 7])
-    with refuses("row is 2; the table has rows 0..1."):
-        table.clear_row(2)
-    with refuses("Column 1 of row 0 is not in use; the row has 1 blocks."):
-        table.replace(0, 1, 3)
-    with refuses("count is 3; the table has 2 rows."):
-        table.rows(3)
-    with refuses("max_blocks is 0; it must be at least 1."):
-        BlockTableBuffer(max_num_seqs=1, max_blocks=0)
-    assert table.rows(1).tolist() == [[5, 0]]
+def test_a_table_that_grew_shrank_or_changed_is_converted_anew():
+    cache = BlockTableCache()
+
+    found = [cache.convert(["a"], [table])[0].tolist() for table in [(5, 6), (5, 6, 7), (5, 9, 7), (5,), (5, 1)]]
+
+    assert found == [[5, 6], [5, 6, 7], [5, 9, 7], [5], [5, 1]]
 
 
-def test_the_view_of_the_persistent_table_is_read_only():
-    with pytest.raises(ValueError, match="read-only"):
-        BlockTableBuffer(max_num_seqs=1, max_blocks=1).rows(1)[0, 0] = 3
+def test_a_list_is_never_remembered_because_it_may_change():
+    cache, table = BlockTableCache(), [5, 6]
+    cache.convert(["a"], [table])
+    table[0] = 9
+
+    assert cache.convert(["a"], [table])[0].tolist() == [9, 6]
+
+
+def test_a_sequence_that_left_the_step_is_forgotten():
+    cache, table = BlockTableCache(), (5, 6)
+    first = cache.convert(["a"], [table])[0]
+    cache.convert(["b"], [(7,)])
+
+    assert cache.convert(["a"], [table])[0] is not first
 
 
 @pytest.fixture

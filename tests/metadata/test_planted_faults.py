@@ -16,8 +16,8 @@ SIZES = {"block_size": 4, "num_blocks": 16, "num_seqs": 4, "num_tokens": 8, "max
 def test_fault_16_a_table_without_its_last_column_is_caught_while_building(monkeypatch):
     honest = build_module._write_tables
 
-    def loses_last_column(rows, out, live, block_size):
-        honest(rows, out, live, block_size)
+    def loses_last_column(rows, out, live, *rest):
+        honest(rows, out, live, *rest)
         out[np.arange(len(rows)), live - 1] = 0
 
     monkeypatch.setattr(build_module, "_write_tables", loses_last_column)
@@ -65,7 +65,7 @@ def test_fault_18_a_record_whose_buffer_was_written_again_is_caught():
 
 
 def test_fault_19_a_stale_tail_in_a_wider_table_is_caught(monkeypatch):
-    def leaves_the_tail(rows, out, live, block_size):
+    def leaves_the_tail(rows, out, live, *rest):
         for index, row in enumerate(rows):
             out[index, : live[index]] = row.block_ids[: live[index]]
 

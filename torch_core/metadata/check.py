@@ -21,14 +21,14 @@ __all__ = [
     "row_name",
 ]
 
-RequestIds = Sequence[str | None] | None
+SeqIds = Sequence[str | None] | None
 
 
 def check_metadata(
     metadata: CommonAttentionMetadata,
     *,
     window_left: int | None = None,
-    request_ids: RequestIds = None,
+    seq_ids: SeqIds = None,
     ref_counts: np.ndarray | None = None,
 ) -> None:
     """Checks everything that the arrays of a step promise, including that they agree with each other.
@@ -39,7 +39,7 @@ def check_metadata(
     Args:
         metadata: the record to check; not changed.
         window_left: as in `build_common_metadata`.
-        request_ids: names of the rows, for messages.
+        seq_ids: names of the rows, for messages.
         ref_counts: int[num_blocks], holders of each block; written blocks must have exactly one.
 
     Raises:
@@ -51,9 +51,9 @@ def check_metadata(
     """
     _check_arrays(metadata)
     reqs = metadata.num_reqs
-    check_query_start_loc(metadata.query_start_loc, metadata.num_actual_tokens, num_reqs=reqs, request_ids=request_ids)
+    check_query_start_loc(metadata.query_start_loc, metadata.num_actual_tokens, num_reqs=reqs, seq_ids=seq_ids)
     query_lens = metadata.query_lens[:reqs]
-    check_seq_lens(metadata.seq_lens, query_lens, num_reqs=reqs, request_ids=request_ids)
+    check_seq_lens(metadata.seq_lens, query_lens, num_reqs=reqs, seq_ids=seq_ids)
     _check_bound("max_query_len", metadata.max_query_len, query_lens)
     _check_bound("max_seq_len", metadata.max_seq_len, metadata.seq_lens)
     check_block_tables(
@@ -63,21 +63,21 @@ def check_metadata(
         block_size=metadata.block_size,
         num_blocks=metadata.num_blocks,
         window_left=window_left,
-        request_ids=request_ids,
+        seq_ids=seq_ids,
     )
-    _check_tails(metadata, request_ids)
-    check_slot_mapping(metadata, request_ids=request_ids)
+    _check_tails(metadata, seq_ids)
+    check_slot_mapping(metadata, seq_ids=seq_ids)
     check_written_blocks(
         metadata.slot_mapping[: metadata.num_actual_tokens],
         query_lens,
         block_size=metadata.block_size,
-        request_ids=lambda: request_ids,
+        seq_ids=lambda: seq_ids,
     )
-    _check_sharing(metadata, request_ids, ref_counts)
+    _check_sharing(metadata, seq_ids, ref_counts)
 
 
 def check_query_start_loc(
-    query_start_loc: np.ndarray, num_tokens: int, *, num_reqs: int | None = None, request_ids: RequestIds = None
+    query_start_loc: np.ndarray, num_tokens: int, *, num_reqs: int | None = None, seq_ids: SeqIds = None
 ) -> None:
     """Checks that the running sum starts at 0, grows in every real row, and ends with the number of tokens.
 
@@ -96,14 +96,14 @@ def check_query_start_loc(
         index = int(bad[0])
         raise InvalidInput(
             f"query_start_loc[{index + 1}] is {query_start_loc[index + 1]} after {query_start_loc[index]}; it cannot "
-            f"decrease ({row_name(index, request_ids)})."
+            f"decrease ({row_name(index, seq_ids)})."
         )
     bad = np.flatnonzero(steps[:reqs] == 0)
     if bad.size:
         index = int(bad[0])
         raise InvalidInput(
             f"query_start_loc[{index + 1}] equals query_start_loc[{index}] ({query_start_loc[index]}): "
-            f"{row_name(index, request_ids)} has no query. Leave it out of the step, or make it a padding row."
+            f"{row_name(index, seq_ids)} has no query. Leave it out of the step, or make it a padding row."
         )
     bad = np.flatnonzero(steps[reqs:])
     if bad.size:
@@ -118,9 +118,7 @@ def check_query_start_loc(
         )
 
 
-def check_seq_lens(
-    seq_lens: np.ndarray, query_lens: np.ndarray, *, num_reqs: int, request_ids: RequestIds = None
-) -> None:
+def check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, *, num_reqs: int, seq_ids: SeqIds = None) -> None:
     """Checks that each real sequence is at least as long as its query and positive, and that padding rows are 0.
 
     Raises:
@@ -131,7 +129,7 @@ def check_seq_lens(
     if bad.size:
         index = int(bad[0])
         raise InvalidInput(
-            f"seq_lens[{index}] is {live[index]} for {row_name(index, request_ids)}; a sequence in a step has at "
+            f"seq_lens[{index}] is {live[index]} for {row_name(index, seq_ids)}; a sequence in a step has at "
             "least 1 token."
         )
     bad = np.flatnonzero(query_lens > live)
@@ -139,7 +137,7 @@ def check_seq_lens(
         index = int(bad[0])
         raise InvalidInput(
             f"seq_lens[{index}] is {live[index]} but its query has {query_lens[index]} tokens "
-            f"({row_name(index, request_ids)}); seq_lens counts the new tokens too."
+            f"({row_name(index, seq_ids)}); seq_lens counts the new tokens too."
         )
     bad = np.flatnonzero(seq_lens[num_reqs:])
     if bad.size:
@@ -167,7 +165,7 @@ def check_block_tables(
     block_size: int,
     num_blocks: int,
     window_left: int | None = None,
-    request_ids: RequestIds = None,
+    seq_ids: SeqIds = None,
 ) -> None:
     """Checks the width of the table and each id that the step reads or writes.
 
@@ -178,7 +176,7 @@ def check_block_tables(
         block_size: tokens of one block.
         num_blocks: blocks of the pool.
         window_left: blocks before the window of the first query may be null; None for no window.
-        request_ids: names of the rows.
+        seq_ids: names of the rows.
 
     Raises:
         InvalidInput: an id is outside the pool, negative or null where the step reads, or the table is too narrow.
@@ -190,7 +188,7 @@ def check_block_tables(
         row = int(bad[0])
         raise InvalidInput(
             f"seq_lens[{row}] is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has {width} "
-            f"columns ({row_name(row, request_ids)})."
+            f"columns ({row_name(row, seq_ids)})."
         )
     columns = np.arange(width)
     used = columns < live[:, None]
@@ -201,7 +199,7 @@ def check_block_tables(
         tail = f" -1 may appear only after column {live[row] - 1}." if value < 0 else ""
         raise InvalidInput(
             f"block_tables[{row}, {column}] is {value}; valid ids are 1..{num_blocks - 1} (pool of {num_blocks} "
-            f"blocks, 0 is the null block). {row_name(row, request_ids, capital=True)} has {seq_lens[row]} tokens and "
+            f"blocks, 0 is the null block). {row_name(row, seq_ids, capital=True)} has {seq_lens[row]} tokens and "
             f"needs {live[row]} blocks.{tail}"
         )
     first_read = np.zeros_like(live)
@@ -214,7 +212,7 @@ def check_block_tables(
         where = "visible" if window_left is None else "inside the window"
         raise InvalidInput(
             f"block_tables[{row}, {column}] is the null block but tokens {first}..{last} are {where} "
-            f"({row_name(row, request_ids)})."
+            f"({row_name(row, seq_ids)})."
         )
 
 
@@ -223,7 +221,7 @@ def check_written_blocks(
     query_lens: np.ndarray,
     *,
     block_size: int,
-    request_ids: Callable[[], RequestIds] | None = None,
+    seq_ids: Callable[[], SeqIds] | None = None,
 ) -> None:
     """Checks that no slot is written twice and no block by two sequences.
 
@@ -231,7 +229,7 @@ def check_written_blocks(
         slots: int32[T], real tokens only, in row order; PAD_SLOT_ID entries are ignored.
         query_lens: int[S].
         block_size: tokens of one block.
-        request_ids: called for the names of the rows when something is wrong.
+        seq_ids: called for the names of the rows when something is wrong.
 
     Raises:
         InvalidInput: otherwise.
@@ -248,10 +246,10 @@ def check_written_blocks(
         same_block = (blocks[1:] == blocks[:-1]) & (ordered[1:] >= 0)
         suspicious = bool((same_block & ((owner[1:] != owner[:-1]) | (ordered[1:] == ordered[:-1]))).any())
     if suspicious:
-        _explain_written_blocks(slots, query_lens, block_size, request_ids() if request_ids else None)
+        _explain_written_blocks(slots, query_lens, block_size, seq_ids() if seq_ids else None)
 
 
-def check_slot_mapping(metadata: CommonAttentionMetadata, *, request_ids: RequestIds = None) -> None:
+def check_slot_mapping(metadata: CommonAttentionMetadata, *, seq_ids: SeqIds = None) -> None:
     """Checks that every slot is the one that the tables and positions give, and that padding has none.
 
     Raises:
@@ -283,7 +281,7 @@ def check_slot_mapping(metadata: CommonAttentionMetadata, *, request_ids: Reques
         token = int(bad[0])
         raise InvalidInput(
             f"positions[{token}] is {metadata.positions[token]}; query_start_loc and seq_lens say "
-            f"{expected_position[token]} ({row_name(int(row[token]), request_ids)})."
+            f"{expected_position[token]} ({row_name(int(row[token]), seq_ids)})."
         )
     block = metadata.block_tables[row, expected_position // block_size]
     expected = block * block_size + expected_position % block_size
@@ -292,13 +290,13 @@ def check_slot_mapping(metadata: CommonAttentionMetadata, *, request_ids: Reques
         token = int(bad[0])
         raise InvalidInput(
             f"slot_mapping[{token}] is {slots[token]}, but position {expected_position[token]} of "
-            f"{row_name(int(row[token]), request_ids)} lies in slot {expected[token]} (block {block[token]})."
+            f"{row_name(int(row[token]), seq_ids)} lies in slot {expected[token]} (block {block[token]})."
         )
 
 
-def row_name(index: int, request_ids: RequestIds, *, capital: bool = False) -> str:
-    """Returns how messages call a row: by its request id when there is one."""
-    name = request_ids[index] if request_ids is not None else None
+def row_name(index: int, seq_ids: SeqIds, *, capital: bool = False) -> str:
+    """Returns how messages call a row: by its sequence id when there is one."""
+    name = seq_ids[index] if seq_ids is not None else None
     word = "Sequence" if capital else "sequence"
     return f"{word} {index}" if name is None else f"{word} {name!r}"
 
@@ -330,19 +328,19 @@ def _check_bound(name: str, bound: int, lengths: np.ndarray) -> None:
         raise InvalidInput(f"{name} is {bound}, but row {index} has {lengths[index]} tokens.")
 
 
-def _check_tails(metadata: CommonAttentionMetadata, request_ids: RequestIds) -> None:
+def _check_tails(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> None:
     live = -(-metadata.seq_lens // metadata.block_size)
     stale = (np.arange(metadata.block_tables.shape[1]) >= live[:, None]) & (metadata.block_tables != 0)
     if stale.any():
         row, column = np.argwhere(stale)[0].tolist()
-        who = row_name(row, request_ids) if row < metadata.num_reqs else f"padding row {row}"
+        who = row_name(row, seq_ids) if row < metadata.num_reqs else f"padding row {row}"
         raise InvalidInput(
             f"block_tables[{row}, {column}] is {metadata.block_tables[row, column]}, beyond the {live[row]} blocks of "
             f"{who}; the builder leaves 0 there. The buffer still holds an older step."
         )
 
 
-def _check_sharing(metadata: CommonAttentionMetadata, request_ids: RequestIds, ref_counts: np.ndarray | None) -> None:
+def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_counts: np.ndarray | None) -> None:
     reqs = metadata.num_reqs
     slots = metadata.slot_mapping[: metadata.num_actual_tokens]
     row = np.repeat(np.arange(reqs), metadata.query_lens[:reqs])
@@ -355,7 +353,7 @@ def _check_sharing(metadata: CommonAttentionMetadata, request_ids: RequestIds, r
             token = int(np.flatnonzero(written)[bad[0]])
             raise InvalidInput(
                 f"slot_mapping[{token}] is {slots[token]} in block {blocks[bad[0]]}, which has {counts[bad[0]]} "
-                f"holders ({row_name(int(row[token]), request_ids)} writes it); copy the block first."
+                f"holders ({row_name(int(row[token]), seq_ids)} writes it); copy the block first."
             )
     owner = np.full(metadata.num_blocks, -1)
     owner[blocks] = row[written]
@@ -365,22 +363,20 @@ def _check_sharing(metadata: CommonAttentionMetadata, request_ids: RequestIds, r
     if shared.any():
         other, column = np.argwhere(shared)[0].tolist()
         raise InvalidInput(
-            f"block {tables[other, column]} is written by {row_name(int(holder[other, column]), request_ids)} and read "
-            f"by {row_name(other, request_ids)} (block_tables[{other}, {column}]) in one step; copy the block first."
+            f"block {tables[other, column]} is written by {row_name(int(holder[other, column]), seq_ids)} and read "
+            f"by {row_name(other, seq_ids)} (block_tables[{other}, {column}]) in one step; copy the block first."
         )
     ordered = np.sort(tables, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != 0)
     if twice.any():
         index, column = np.argwhere(twice)[0].tolist()
         raise InvalidInput(
-            f"block_tables[{index}] holds block {ordered[index, column]} twice ({row_name(index, request_ids)}); a "
+            f"block_tables[{index}] holds block {ordered[index, column]} twice ({row_name(index, seq_ids)}); a "
             "sequence has each block once."
         )
 
 
-def _explain_written_blocks(
-    slots: np.ndarray, query_lens: np.ndarray, block_size: int, request_ids: RequestIds
-) -> None:
+def _explain_written_blocks(slots: np.ndarray, query_lens: np.ndarray, block_size: int, seq_ids: SeqIds) -> None:
     owner = np.repeat(np.arange(query_lens.shape[0]), query_lens).tolist()
     seen: dict[int, int] = {}
     writer: dict[int, int] = {}
@@ -391,12 +387,12 @@ def _explain_written_blocks(
         first = writer.setdefault(block, owner[token])
         if first != owner[token]:
             raise InvalidInput(
-                f"block {block} would be written by {row_name(first, request_ids)} and "
-                f"{row_name(owner[token], request_ids)} in one step; copy the tail before a fork writes it."
+                f"block {block} would be written by {row_name(first, seq_ids)} and "
+                f"{row_name(owner[token], seq_ids)} in one step; copy the tail before a fork writes it."
             )
         if slot in seen:
             raise InvalidInput(
                 f"slot_mapping[{seen[slot]}] and slot_mapping[{token}] are both {slot} "
-                f"({row_name(owner[token], request_ids)}); its table holds block {block} twice."
+                f"({row_name(owner[token], seq_ids)}); its table holds block {block} twice."
             )
         seen[slot] = token

@@ -32,6 +32,7 @@ class CommonAttentionMetadata:
         max_seq_len: an upper bound on `seq_lens`, likewise.
         block_size: tokens of one block.
         num_blocks: blocks of the pool that the ids refer to.
+        cache_group: the group of layers whose tables these are; 0 when there is only one.
         causal: whether a query sees no key after itself.
         encoder_seq_lens: [S] or None; encoder tokens of each sequence, for cross attention.
         dcp_local_seq_lens: [S] or None; the share of `seq_lens` on this rank of decode context parallelism.
@@ -50,6 +51,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     block_size: int
     num_blocks: int
+    cache_group: int = 0
     causal: bool = True
     encoder_seq_lens: np.ndarray | None = None
     dcp_local_seq_lens: np.ndarray | None = None

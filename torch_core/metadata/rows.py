@@ -10,7 +10,11 @@ __all__ = ["SequenceRow", "SequenceRowLike"]
 
 
 class SequenceRowLike(Protocol):
-    """Anything that says what one sequence does in one step; the allocator's records qualify as they are."""
+    """Anything that says what one sequence does in one step; the allocator's records qualify as they are.
+
+    Two more attributes are read when they are there: `seq_id`, the name of the sequence, and `group_block_ids`, its
+    tables in all cache groups.
+    """
 
     @property
     def block_ids(self) -> Sequence[int]:
@@ -37,7 +41,7 @@ class SequenceRow:
             each id, which is what makes large batches cheap; a list or tuple works too.
         num_computed_tokens: tokens in the cache before the step.
         num_new_tokens: tokens of this step.
-        request_id: the name of the sequence in error messages; None for its row number alone.
+        seq_id: the name of the sequence, in messages and for a `BlockTableCache`; None for its row number alone.
 
     Example:
         >>> SequenceRow([3, 9], 17, 1).num_new_tokens
@@ -47,4 +51,4 @@ class SequenceRow:
     block_ids: Sequence[int]
     num_computed_tokens: int
     num_new_tokens: int
-    request_id: str | None = None
+    seq_id: str | None = None
