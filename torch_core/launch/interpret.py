@@ -13,6 +13,7 @@ tensors when compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -68,7 +69,10 @@ def _interpreted_language() -> Iterator[None]:
     before = [(owner, dict(vars(owner))) for owner in _PATCHED]
     options = interpreter_builder.options
     convert_float, implicit_cvt = interpreter._convert_float, interpreter._implicit_cvt
+    patch_lang_tensor = interpreter._patch_lang_tensor
     try:
+        interpreter_builder.create_dot = functools.partial(_dot, interpreter_builder)
+        interpreter._patch_lang_tensor = functools.partial(_patch_lang_tensor, patch_lang_tensor)
         interpreter._convert_float = _convert_float
         interpreter._implicit_cvt = lambda argument: (
             _float_tensor(argument) if isinstance(argument, float) else implicit_cvt(argument)
@@ -82,6 +86,8 @@ def _interpreted_language() -> Iterator[None]:
             yield
     finally:
         interpreter._convert_float, interpreter._implicit_cvt = convert_float, implicit_cvt
+        interpreter._patch_lang_tensor = patch_lang_tensor
+        del interpreter_builder.create_dot
         interpreter_builder.options = options
         for owner, attributes in before:
             for name, value in list(vars(owner).items()):
@@ -89,6 +95,23 @@ def _interpreted_language() -> Iterator[None]:
                     delattr(owner, name)
                 elif value is not attributes[name]:
                     setattr(owner, name, attributes[name])
+
+
+def _patch_lang_tensor(original: Any, tensor: Any, scope: Any) -> None:
+    # numpy 2.4 refuses int() of the one-element arrays that the interpreter uses for scalars (loop bounds).
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    # The interpreter would multiply the bit patterns of bfloat16; fp32 holds every product's factors exactly.
+    operands = [
+        interpreter.TensorHandle(_convert_float(x.data, x.dtype, tl.float32, None).view(np.float32), tl.float32)
+        if x.dtype.scalar == tl.bfloat16
+        else x
+        for x in (a, b)
+    ]
+    return type(builder).create_dot(builder, *operands, d, input_precision, max_num_imprecise_acc)
 
 
 def _twin(kernel: Any) -> Any:

@@ -1,0 +1,50 @@
+"""The online softmax: one step and its end; shared by every attention kernel.
+
+Milakov and Gimelshein, arXiv 1805.02867; the base-2 form of FlashAttention-2, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.kernels.attention_mask import LOG2E
+
+__all__ = ["LN2", "finish_rows", "softmax_step"]
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_step(scores, factor, row_max, row_sum):
+    """Takes one tile of scores (times `factor` in units of log 2, -inf where masked) into the running softmax.
+
+    Returns:
+        (weights, factor for everything accumulated so far, new maximum, new sum). Rows that have seen no key keep
+        the maximum -inf and weights of 0: they are shifted by 0 instead, because -inf - -inf is NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.math.exp2(scores * factor - shift[:, None])
+    keep = tl.math.exp2(row_max - shift)
+    return weights, keep, new_max, row_sum * keep + tl.sum(weights, 1)
+
+
+@triton.jit
+def finish_rows(row_max, row_sum, sinks, heads, valid):
+    """Ends a softmax: what to multiply the accumulated rows with, and their log-sum-exp in units of log 2.
+
+    A sink is a logit without a value: it joins the denominator only. Rows that saw no key get (0, -inf), with or
+    without a sink.
+    """
+    empty = row_sum == 0.0
+    shift = tl.where(empty, 0.0, row_max)
+    keep = tl.where(empty, 0.0, 1.0)
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(shift, sink)
+        keep = keep * tl.math.exp2(shift - top)
+        row_sum = row_sum * keep + tl.math.exp2(sink - top)
+        shift = top
+    total = tl.where(empty, 1.0, row_sum)
+    return keep / total, tl.where(empty, float("-inf"), shift + tl.math.log2(total))

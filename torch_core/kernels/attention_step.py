@@ -1,0 +1,98 @@
+"""One step of attention: a tile of keys and values taken into the running softmax of a tile of query rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.kernels.attention_mask import tile_scores
+from torch_core.kernels.attention_softmax import softmax_step
+from torch_core.kernels.attention_tiles import key_offsets, load_tile, token_head_scales
+
+__all__ = ["attend_tile"]
+
+
+@triton.jit
+def attend_tile(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    pages,
+    keys,
+    inside,
+    query_pos,
+    num_keys,
+    context,
+    cache,
+    bounds,
+    bias,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+    NUM_RANGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Scores a tile of keys, weighs its values and adds them to the accumulated rows.
+
+    Args:
+        q: query rows [rows, HEAD_PADDED] in the type that the matrix units multiply.
+        acc, row_max, row_sum: the running softmax: unnormalised output rows, maxima and sums.
+        pages: block id of each key (paged), else not used.
+        keys: positions of the keys.
+        inside: keys that may be read; the others count as 0. Not used unless MASKED.
+        query_pos: positions of the rows.
+        num_keys: keys of the sequence.
+        context: tokens of the sequence before its first query.
+        cache: (keys, values, key scales or None, value scales or None), at the sequence's head.
+        bounds: (window_left, window_right, attention_chunk, ranges), None where there is none.
+        bias: (scale, soft cap, slopes, qq_bias, qq_bias_size), None where there is none.
+
+    Returns:
+        The new (acc, row_max, row_sum).
+    """
+    key_base, value_base, key_scales, value_scales = cache
+    window_left, window_right, attention_chunk, ranges = bounds
+    scale, soft_cap, slopes, qq_bias, qq_bias_size = bias
+    key_rows = key_offsets(pages, keys, KEY_STRIDES, BLOCK_SIZE, PAGED)
+    value_rows = key_rows
+    if KEY_STRIDES != VALUE_STRIDES:
+        value_rows = key_offsets(pages, keys, VALUE_STRIDES, BLOCK_SIZE, PAGED)
+    key_factors = None
+    if key_scales is not None:
+        key_factors = token_head_scales(key_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)
+    k = load_tile(key_base, key_rows, inside, HEAD_SIZE, HEAD_PADDED, MASKED).to(q.dtype)
+    products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores, factor = tile_scores(
+        products,
+        query_pos,
+        keys,
+        num_keys,
+        scale,
+        key_factors,
+        soft_cap,
+        slopes,
+        qq_bias,
+        qq_bias_size,
+        context,
+        window_left,
+        window_right,
+        attention_chunk,
+        ranges,
+        ALIBI_SQRT,
+        NUM_RANGES,
+        MASKED,
+    )
+    weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum)
+    if value_scales is not None:
+        weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
+    v = load_tile(value_base, value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
+    acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return acc, row_max, row_sum

@@ -1,0 +1,55 @@
+"""Loads of key and value tiles, paged or dense, that never follow a table entry or read a row outside a range."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["key_offsets", "load_tile", "page_ids", "token_head_scales"]
+
+
+@triton.jit
+def page_ids(block_table, keys, low, high, BLOCK_SIZE: tl.constexpr):
+    """Block ids of the keys in [low, high); 0 for the others, whose table entries are not read."""
+    return tl.load(block_table + keys // BLOCK_SIZE, mask=(keys >= low) & (keys < high), other=0)
+
+
+@triton.jit
+def key_offsets(pages, keys, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
+    """Element offsets (int64) of keys in the cache, or in the sequence's rows of a dense array.
+
+    STRIDES are those of (block, token, head); a dense array has no blocks. The block id is widened before it is
+    multiplied: a pool may have more than 2^31 elements.
+    """
+    if PAGED:
+        offsets = pages.to(tl.int64) * STRIDES[0] + (keys % BLOCK_SIZE) * STRIDES[1]
+    else:
+        offsets = keys.to(tl.int64) * STRIDES[1]
+    return offsets
+
+
+@triton.jit
+def load_tile(base, offsets, inside, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Rows at base + offsets, padded to PADDED columns with 0; rows that are not `inside` are 0 and not read.
+
+    A row of 0 matters for values: their weight is 0 there, but 0 * NaN of unwritten memory is NaN.
+    """
+    dims = tl.arange(0, PADDED)
+    pointers = base + offsets[:, None] + dims[None, :]
+    if MASKED:
+        if SIZE == PADDED:
+            tile = tl.load(pointers, mask=inside[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers, mask=inside[:, None] & (dims < SIZE)[None, :], other=0.0)
+    elif SIZE == PADDED:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=(dims < SIZE)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def token_head_scales(base, pages, keys, inside, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The scale of each key's row in a cache quantised per token and head; 0 outside."""
+    offsets = pages.to(tl.int64) * STRIDES[0] + (keys % BLOCK_SIZE) * STRIDES[1]
+    return tl.load(base + offsets, mask=inside, other=0.0)

@@ -1,0 +1,96 @@
+"""Which sequence, tile or chunk a program works on: found on the device, so that no grid depends on a true length.
+
+There is no list in memory: a program counts the work of all sequences in registers (a thousand lengths are 4 KB that
+stay in the cache), which costs less than the launch of a kernel that would write the list.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["chunk_span", "locate_chunk", "locate_tile"]
+
+
+@triton.jit
+def locate_tile(work, query_start_loc, num_seqs, BLOCK_SEQS: tl.constexpr, TILE: tl.constexpr, MIN_QUERY: tl.constexpr):
+    """Finds the query tile number `work` of the batch.
+
+    Sequences with fewer than MIN_QUERY query tokens have no tiles; the others have one for every TILE tokens.
+
+    Returns:
+        (sequence, tile within it, number of tiles of the batch); the sequence means nothing beyond the last tile.
+    """
+    before = 0
+    total = 0
+    seq = 0
+    for base in range(0, num_seqs, BLOCK_SEQS):
+        seqs = base + tl.arange(0, BLOCK_SEQS)
+        live = seqs < num_seqs
+        query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
+        query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
+        tiles = tl.where(query_len >= MIN_QUERY, (query_len + TILE - 1) // TILE, 0)
+        past = live & (total + tl.cumsum(tiles, 0) <= work)
+        seq += tl.sum(past.to(tl.int32), 0)
+        before += tl.sum(tl.where(past, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
+    return seq, work - before, total
+
+
+@triton.jit
+def chunk_span(
+    seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK: tl.constexpr, MAX_QUERY: tl.constexpr
+):
+    """The chunks of CHUNK keys that the last `query_len` positions of a sequence can see.
+
+    Chunks are counted from key 0, so a sequence is cut at the same places in every batch. Works on scalars and on
+    vectors. A sequence with query rows has at least one chunk, whose program writes the zeros of an empty row.
+
+    Returns:
+        (first chunk, number of chunks); the number is 0 without query rows or with more than MAX_QUERY of them.
+    """
+    keys = tl.minimum(seq_len, table_tokens)
+    first_pos = tl.maximum(seq_len - query_len, 0)
+    low = seq_len * 0
+    if window_left is not None:
+        low = tl.maximum(low, first_pos - window_left)
+    if attention_chunk is not None:
+        low = tl.maximum(low, first_pos // attention_chunk * attention_chunk)
+    first = low // CHUNK
+    chunks = tl.maximum((keys + CHUNK - 1) // CHUNK - first, 1)
+    return first, tl.where((query_len > 0) & (query_len <= MAX_QUERY), chunks, 0)
+
+
+@triton.jit
+def locate_chunk(
+    work,
+    query_start_loc,
+    seq_lens,
+    num_seqs,
+    table_tokens,
+    window_left,
+    attention_chunk,
+    BLOCK_SEQS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+):
+    """Finds the key chunk number `work` of the batch, sequence by sequence.
+
+    Returns:
+        (sequence, chunk counted from the sequence's first one, number of chunks of the batch).
+    """
+    before = 0
+    total = 0
+    seq = 0
+    for base in range(0, num_seqs, BLOCK_SEQS):
+        seqs = base + tl.arange(0, BLOCK_SEQS)
+        live = seqs < num_seqs
+        query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
+        query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
+        seq_len = tl.load(seq_lens + seqs, mask=live, other=0)
+        _, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
+        past = live & (total + tl.cumsum(chunks, 0) <= work)
+        seq += tl.sum(past.to(tl.int32), 0)
+        before += tl.sum(tl.where(past, chunks, 0), 0)
+        total += tl.sum(chunks, 0)
+    return seq, work - before, total

@@ -1,0 +1,253 @@
+"""The launches of attention: a checked AttentionCall in, LaunchPlans of the rows, split and combine kernels out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_core.kernels.attention_combine import attention_combine_kernel
+from torch_core.kernels.attention_rows import attention_rows_kernel
+from torch_core.kernels.attention_split import attention_split_kernel
+from torch_core.plans.attention_call import OUTPUT_LIMITS, AttentionCall
+from torch_core.plans.attention_tables import RowsTile, SplitTile
+from torch_core.plans.operands import ScaleSpec, ceil_div, power_of_two, scale_pointer
+from torch_core.plans.plan import ABSENT, Argument, ArraySpec, LaunchPlan, Pointer, Scalar
+
+__all__ = ["combine_launch", "max_chunks", "rows_launch", "split_launch"]
+
+# Positions and windows stay below this, so that their sum fits 32 bits.
+_NO_BOUND = 1 << 30
+_MAX_BLOCK_SEQS = 1024
+# Programs of the split kernel for each multiprocessor; what is left over is taken in turn.
+_PROGRAMS_PER_SM = 16
+_COMBINE_CHUNKS = 16
+
+
+def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: int) -> LaunchPlan:
+    """Plans attention_rows_kernel for the sequences with at least `min_query` query rows, and for padding."""
+    tokens = tile.block_m // pack
+    head_groups = ceil_div(call.group, pack)
+    tiles = call.num_tokens // tokens + call.num_seqs + 1
+    arguments = {
+        **_common_arguments(call),
+        "key_start_loc": _pointer("key_start_loc", call.key_start_loc),
+        "mm_prefix_range": _pointer("mm_prefix_range", call.mm_prefix_range),
+        **_output_arguments(call),
+        **_scalar_arguments(call),
+    }
+    constexprs = {
+        **_common_constexprs(call),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.num_stages,
+        "PACK": pack,
+        "PAGED": call.paged,
+        "MIN_QUERY": min_query,
+        "NUM_RANGES": 0 if call.mm_prefix_range is None else call.mm_prefix_range.shape[1],
+    }
+    return _launch(
+        attention_rows_kernel,
+        (tiles, call.num_kv_heads * head_groups),
+        arguments,
+        constexprs,
+        ("out", "lse") if call.with_lse else ("out",),
+        tile,
+        hot=_is_plain(call),
+    )
+
+
+def split_launch(
+    call: AttentionCall, tile: SplitTile, *, pack: int, chunk: int, max_query: int, zero_padding: bool
+) -> LaunchPlan:
+    """Plans attention_split_kernel for the sequences with at most `max_query` query rows."""
+    chunks = max_chunks(call, chunk, max_query)
+    head_programs = call.num_kv_heads * ceil_div(call.group, pack)
+    items = call.num_seqs * chunks
+    if zero_padding:
+        items = max(items, ceil_div(call.num_tokens, max_query))
+    split = chunks > 1
+    arguments = {
+        **_common_arguments(call),
+        **_output_arguments(call),
+        "partial_out": Pointer("partial_out") if split else ABSENT,
+        "partial_lse": Pointer("partial_lse") if split else ABSENT,
+        **_scalar_arguments(call),
+    }
+    constexprs = {
+        **_common_constexprs(call),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.num_stages,
+        "PREFETCH": tile.prefetch,
+        "CHUNK": chunk,
+        "MAX_CHUNKS": chunks,
+        "MAX_QUERY": max_query,
+        "PACK": pack,
+        "NUM_KV_HEADS": call.num_kv_heads,
+        "ZERO_PADDING": zero_padding,
+    }
+    writes = ("out", *(("lse",) if call.with_lse else ()), *(("partial_out", "partial_lse") if split else ()))
+    programs = max(1, min(items * head_programs, call.limits.num_sms * _PROGRAMS_PER_SM))
+    return _launch(attention_split_kernel, (programs,), arguments, constexprs, writes, tile, hot=_is_plain(call))
+
+
+def combine_launch(call: AttentionCall, *, chunk: int, max_query: int) -> LaunchPlan:
+    """Plans attention_combine_kernel after a split launch with more than one chunk."""
+    chunks = max_chunks(call, chunk, max_query)
+    common = _common_arguments(call)
+    scalars = _scalar_arguments(call)
+    arguments = {
+        **{name: common[name] for name in ("seq_lens", "query_start_loc", "sinks", "v_scale", "out_scale")},
+        "partial_out": Pointer("partial_out"),
+        "partial_lse": Pointer("partial_lse"),
+        **_output_arguments(call),
+        **{name: scalars[name] for name in ("table_tokens", "out_factor", "window_left", "attention_chunk")},
+    }
+    common_constexprs = _common_constexprs(call)
+    names = ("VALUE_SIZE", "VALUE_PADDED", "OUT_LIMIT", "OUT_STRIDES", "LSE_STRIDES")
+    constexprs = {
+        "BLOCK_CHUNKS": min(_COMBINE_CHUNKS, power_of_two(chunks)),
+        "MAX_CHUNKS": chunks,
+        "CHUNK": chunk,
+        "MAX_QUERY": max_query,
+        "NUM_HEADS": call.num_heads,
+        **{name: common_constexprs[name] for name in names},
+    }
+    return _launch(
+        attention_combine_kernel,
+        (call.num_seqs * max_query, call.num_heads),
+        arguments,
+        constexprs,
+        ("out", "lse") if call.with_lse else ("out",),
+        RowsTile(1, 1, 1, 4),
+        hot=True,
+    )
+
+
+def max_chunks(call: AttentionCall, chunk: int, max_query: int) -> int:
+    """Returns how many chunks one sequence can have, from the table's width and the static window."""
+    tokens = call.table_tokens
+    chunks = ceil_div(tokens, chunk)
+    seen = [size for size in (call.spec.window_left, call.spec.attention_chunk) if size is not None]
+    if seen:
+        chunks = min(chunks, ceil_div(min(seen) + max_query, chunk) + 1)
+    return max(1, chunks)
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Argument],
+    constexprs: dict[str, Any],
+    writes: tuple[str, ...],
+    tile: RowsTile | SplitTile,
+    *,
+    hot: bool,
+) -> LaunchPlan:
+    return LaunchPlan(
+        kernel=kernel,
+        grid=grid,
+        arguments=tuple((name, arguments[name]) for name in kernel.arg_names if name in arguments),
+        constexprs=tuple((name, constexprs[name]) for name in kernel.arg_names if name in constexprs),
+        writes=writes,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=getattr(tile, "maxnreg", None),
+        hot=hot,
+    )
+
+
+def _pointer(name: str, spec: ArraySpec | None) -> Argument:
+    return ABSENT if spec is None else Pointer(name)
+
+
+def _common_arguments(call: AttentionCall) -> dict[str, Argument]:
+    key, value = call.buffers
+    return {
+        "query": Pointer("query"),
+        "key_cache": Pointer(key),
+        "value_cache": Pointer(value),
+        "block_tables": _pointer("block_tables", call.block_tables),
+        "seq_lens": _pointer("seq_lens", call.seq_lens),
+        "query_start_loc": Pointer("query_start_loc"),
+        "alibi_slopes": _pointer("alibi_slopes", call.alibi_slopes),
+        "sinks": _pointer("sinks", call.sinks),
+        "q_scale": scale_pointer("q_scale", call.q_scale),
+        "k_scale": scale_pointer("k_scale", call.k_scale),
+        "v_scale": scale_pointer("v_scale", call.v_scale),
+        "key_scales": _pointer("k_scale_cache", call.key_scales),
+        "value_scales": _pointer("v_scale_cache", call.value_scales),
+        "qq_bias": _pointer("qq_bias", call.qq_bias),
+        "causal_flags": _pointer("seq_causal", call.seq_causal),
+        "out_scale": scale_pointer("out_scale", call.out_scale),
+    }
+
+
+def _output_arguments(call: AttentionCall) -> dict[str, Argument]:
+    return {"out": Pointer("out"), "lse": Pointer("lse") if call.with_lse else ABSENT}
+
+
+def _scalar_arguments(call: AttentionCall) -> dict[str, Argument]:
+    spec = call.spec
+    right = spec.window_right
+    if call.seq_causal is not None:
+        right = _NO_BOUND if right is None else right
+    elif spec.causal:
+        right = 0
+    out_factor = _number(call.v_scale) / _number(call.out_scale)
+    table_stride = 0 if call.block_tables is None else call.block_tables.element_strides[0]
+    return {
+        "num_tokens": _count(call.num_tokens),
+        "num_seqs": _count(call.num_seqs),
+        "table_stride": _count(table_stride),
+        "table_tokens": _count(min(call.table_tokens, _NO_BOUND)),
+        "value_offset": Scalar(call.value_offset, "i64"),
+        "scale": Scalar(abs(spec.scale) * _number(call.q_scale) * _number(call.k_scale), "fp32"),
+        "out_factor": Scalar(out_factor, "fp32"),
+        "soft_cap": ABSENT if spec.logits_soft_cap is None else Scalar(spec.logits_soft_cap, "fp32"),
+        "window_left": _bound(spec.window_left),
+        "window_right": _bound(right),
+        "attention_chunk": _bound(spec.attention_chunk),
+        "qq_bias_size": ABSENT if call.qq_bias is None else _count(call.qq_bias.shape[0]),
+    }
+
+
+def _common_constexprs(call: AttentionCall) -> dict[str, Any]:
+    # A dense array has no blocks: its strides are those of (nothing, token, head).
+    key_strides = call.key.element_strides[:-1] if call.paged else (0, *call.key.element_strides[:-1])
+    value_strides = call.value.element_strides[:-1] if call.paged else (0, *call.value.element_strides[:-1])
+    return {
+        "BLOCK_SEQS": min(_MAX_BLOCK_SEQS, power_of_two(call.num_seqs)),
+        "GROUP": call.group,
+        "HEAD_SIZE": call.key.shape[-1],
+        "HEAD_PADDED": call.head_padded,
+        "VALUE_SIZE": call.value.shape[-1],
+        "VALUE_PADDED": call.value_padded,
+        "BLOCK_SIZE": call.block_size,
+        "ALIBI_SQRT": call.spec.use_alibi_sqrt,
+        "NEGATE": call.spec.scale < 0,
+        "OUT_LIMIT": OUTPUT_LIMITS.get(call.out.dtype, 0.0),
+        "QUERY_STRIDES": call.query.element_strides[:2],
+        "KEY_STRIDES": key_strides,
+        "VALUE_STRIDES": value_strides,
+        "OUT_STRIDES": call.out.element_strides[:2],
+        "LSE_STRIDES": (call.num_heads, 1),
+        "SCALE_STRIDES": (0, 0, 0) if call.key_scales is None else call.key_scales.element_strides,
+    }
+
+
+def _count(value: int) -> Scalar:
+    return Scalar(value, "i32", specialize=False)
+
+
+def _bound(value: int | None) -> Argument:
+    return ABSENT if value is None else _count(min(value, _NO_BOUND))
+
+
+def _number(scale: ScaleSpec) -> float:
+    return float(scale) if isinstance(scale, (int, float)) else 1.0
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """The variant that serves most models: a spill there is an error."""
+    extras = (call.alibi_slopes, call.qq_bias, call.mm_prefix_range, call.key_scales, call.spec.logits_soft_cap)
+    return all(extra is None for extra in extras) and call.query.dtype != "float32" and call.head_padded <= 128
