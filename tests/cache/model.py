@@ -1,0 +1,290 @@
+"""A plain model of a device beside a cache manager: what each slot holds, who may write it, what may be shared.
+
+The model knows the true tokens of every sequence, also of those whose ids the manager has not been told yet. It runs a
+committed step as late as it can, when that step or a later one is retired, and then compares every slot that the step
+can see with what the tokens say must be there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_core.cache import CacheConfig, CacheManager, CommittedStep
+from torch_core.errors import OutOfBlocks
+
+
+class BrokenPromiseError(AssertionError):
+    """The manager broke a promise."""
+
+
+@dataclass
+class ModelSequence:
+    """The model's view of one sequence."""
+
+    salt: bytes | None
+    tokens: list[int]
+    known: int
+    computed: int
+    place: str = "device"
+    blocks: tuple[tuple[int, ...], ...] = ()
+
+    def content(self, group: int, position: int) -> Any:
+        return (group, self.salt, tuple(self.tokens[: position + 1]))
+
+
+@dataclass
+class Flight:
+    """A committed step: what the device will do, and who may meanwhile write what it touches."""
+
+    step: CommittedStep
+    writes: list[tuple[int, int, Any]] = field(default_factory=list)
+    reads: list[tuple[int, int, Any, str]] = field(default_factory=list)
+    writers: dict[int, set[str]] = field(default_factory=dict)
+    done: bool = False
+    ran: bool = False
+
+
+class Model:
+    """Drives a manager and checks it after every call."""
+
+    def __init__(self, config: CacheConfig, manager: type[CacheManager] = CacheManager) -> None:
+        self.config = config
+        self.groups = config.resolved_groups
+        self.cache = manager(config)
+        self.sequences: dict[str, ModelSequence] = {}
+        self.memory: dict[tuple[int, int], Any] = {}
+        self.host: dict[int, dict[int, Any]] = {}
+        self.flights: dict[int, Flight] = {}
+        self.complete: set[Any] = set()
+        self.refused = 0
+
+    # Verbs
+
+    def add(self, name: str, tokens: list[int], salt: bytes | None) -> None:
+        hit = self.cache.add(name, tokens, salt=salt)
+        self.sequences[name] = ModelSequence(salt, list(tokens), len(tokens), hit)
+        self._check_hit(name, hit)
+
+    def resume(self, name: str) -> None:
+        sequence = self.sequences[name]
+        # What was in flight at the preemption is sampled again, and may come out differently.
+        del sequence.tokens[sequence.known :]
+        sequence.computed = self.cache.resume(name)
+        sequence.place = "device"
+        self._check_hit(name, sequence.computed)
+
+    def step(self, work: list[tuple[str, list[int]]]) -> bool:
+        """Commits one step: for each sequence, the true ids of its new tokens (those known already included)."""
+        counted = [(name, len(tokens)) for name, tokens in work]
+        before = self.cache.stats()
+        try:
+            plan = self.cache.plan(counted)
+        except OutOfBlocks as error:
+            self.refused += 1
+            after = self.cache.stats()
+            if before != after or (error.free, error.evictable) != (after.free, after.cached):
+                raise BrokenPromiseError(
+                    f"a refused plan changed {before} to {after}, or carries wrong numbers"
+                ) from error
+            return False
+        if self.cache.stats() != before:
+            raise BrokenPromiseError("plan changed the state")
+        step = self.cache.commit(plan)
+        flight = Flight(step)
+        for copy in step.copies:
+            holders = {name for name, s in self.sequences.items() if any(copy.source in ids for ids in s.blocks)}
+            flight.writers.setdefault(copy.source, set()).update(holders)
+        if len(step.rows) != len(work):
+            raise BrokenPromiseError("a step has a row for each sequence")
+        for row, (name, tokens) in zip(step.rows, work, strict=True):
+            sequence = self.sequences[name]
+            if (row.seq_id, row.num_computed_tokens, row.num_new_tokens) != (name, sequence.computed, len(tokens)):
+                raise BrokenPromiseError(
+                    f"row {row} is not what was asked for: {name}, {sequence.computed}, {len(tokens)}"
+                )
+            sequence.tokens[sequence.computed : sequence.computed + len(tokens)] = tokens
+            sequence.blocks = row.group_block_ids
+            self._claim(flight, name, sequence, len(tokens))
+            sequence.computed += len(tokens)
+        for copy in step.copies:
+            self._check_writer(
+                copy.target, next(r.seq_id for r in step.rows if copy.target in r.group_block_ids[copy.group])
+            )
+        written = [slot[:2] for slot in flight.writes]
+        if len(set(written)) != len(written):
+            raise BrokenPromiseError(f"two tokens of step {step.step_id} have one slot")
+        self.flights[step.step_id] = flight
+        return True
+
+    def reveal(self, name: str, count: int) -> None:
+        """Tells the manager the next true ids that it does not know."""
+        sequence = self.sequences[name]
+        fresh = sequence.tokens[sequence.known : sequence.known + count]
+        self.cache.append_tokens(name, fresh)
+        sequence.known += len(fresh)
+
+    def sample(self, name: str, token: int) -> None:
+        """Makes a new token known that no step has used yet."""
+        sequence = self.sequences[name]
+        self.cache.append_tokens(name, [token])
+        sequence.tokens.append(token)
+        sequence.known += 1
+
+    def fork(self, parent: str, child: str) -> None:
+        source = self.sequences[parent]
+        start = self.cache.fork(parent, child)
+        if start != min(source.computed, source.known):
+            raise BrokenPromiseError(f"the fork starts at {start}")
+        blocks = tuple(
+            ids[: -(-start // (group.block_size or 1))] for ids, group in zip(source.blocks, self.groups, strict=False)
+        )
+        # Who shares a block may write behind a step in flight, for steps run in order; a new owner may not.
+        for flight in self.flights.values():
+            for block in {block for ids in blocks for block in ids} & flight.writers.keys():
+                flight.writers[block].add(child)
+        self.sequences[child] = ModelSequence(
+            source.salt, source.tokens[: source.known], source.known, start, blocks=blocks
+        )
+
+    def leave(self, name: str, *, cancel: bool) -> None:
+        (self.cache.cancel if cancel else self.cache.finish)(name)
+        del self.sequences[name]
+
+    def preempt(self, name: str) -> None:
+        self.cache.preempt(name)
+        sequence = self.sequences[name]
+        sequence.place, sequence.blocks, sequence.computed = "waiting", (), 0
+
+    def swap_out(self, name: str) -> bool:
+        return self._swap(name, "host")
+
+    def swap_in(self, name: str) -> bool:
+        return self._swap(name, "device")
+
+    def retire(self, step_id: int) -> None:
+        """Runs the device up to the step, then retires it."""
+        for flight in self.flights.values():
+            if flight.step.step_id <= step_id and not flight.ran:
+                self._run(flight)
+        self.flights[step_id].done = True
+        self.cache.retire(step_id)
+        while self.flights:
+            oldest = next(iter(self.flights))
+            if not self.flights[oldest].done:
+                break
+            self._note_complete(self.flights.pop(oldest))
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.flights.clear()
+        self.complete.clear()
+        self.memory.clear()
+        self.host.clear()
+        for sequence in self.sequences.values():
+            sequence.place, sequence.blocks, sequence.computed = "waiting", (), 0
+
+    # Checks
+
+    def check(self) -> None:
+        """Audits the manager and compares its counts."""
+        self.cache.audit()
+        stats = self.cache.stats()
+        total = stats.null + stats.free + stats.cached + stats.used + stats.deferred
+        if total != self.config.num_blocks or min(stats.free, stats.cached, stats.used, stats.deferred) < 0:
+            raise BrokenPromiseError(f"blocks do not add up: {stats}")
+        if (stats.num_sequences, stats.steps_in_flight) != (len(self.sequences), len(self.flights)):
+            raise BrokenPromiseError(f"counts are wrong: {stats}")
+
+    def drain(self) -> None:
+        """Ends everything; no block may be left."""
+        for name in list(self.sequences):
+            self.leave(name, cancel=False)
+        for step_id in [s for s, flight in self.flights.items() if not flight.done]:
+            self.retire(step_id)
+        self.check()
+        stats = self.cache.stats()
+        if stats.used or stats.deferred or stats.host_free != self.config.num_host_blocks:
+            raise BrokenPromiseError(f"blocks leaked: {stats}")
+
+    def _claim(self, flight: Flight, name: str, sequence: ModelSequence, count: int) -> None:
+        start, end = sequence.computed, sequence.computed + count
+        for number, group in enumerate(self.groups):
+            size = group.block_size or 1
+            ids = sequence.blocks[number]
+            if len(ids) != -(-end // size):
+                raise BrokenPromiseError(f"{name} has {len(ids)} blocks for {end} tokens")
+            first = group.first_needed_token(start)
+            for position in range(first, end):
+                block, content = ids[position // size], sequence.content(number, position)
+                if not 0 < block < self.config.num_blocks:
+                    raise BrokenPromiseError(f"{name} needs token {position}, but its block is {block}")
+                if position >= start:
+                    self._check_writer(block, name)
+                    flight.writes.append((block, position % size, content))
+                flight.reads.append((block, position % size, content, name))
+            for block in ids:
+                if block:
+                    flight.writers.setdefault(block, set()).add(name)
+
+    def _check_writer(self, block: int, name: str) -> None:
+        for flight in self.flights.values():
+            if block in flight.writers and name not in flight.writers[block]:
+                raise BrokenPromiseError(
+                    f"block {block} is written by {name} while step {flight.step.step_id} of "
+                    f"{sorted(flight.writers[block])} is in flight"
+                )
+
+    def _run(self, flight: Flight) -> None:
+        flight.ran = True
+        size = max(group.block_size or 1 for group in self.groups)
+        for swap in flight.step.swaps:
+            if swap.to_host:
+                self.host[swap.host_block] = {i: self.memory.get((swap.device_block, i)) for i in range(size)}
+            else:
+                self.memory.update({(swap.device_block, i): v for i, v in self.host[swap.host_block].items()})
+        for copy in flight.step.copies:
+            self.memory.update({(copy.target, i): self.memory.get((copy.source, i)) for i in range(size)})
+        for block, offset, content in flight.writes:
+            self.memory[block, offset] = content
+        for block, offset, content, name in flight.reads:
+            if self.memory.get((block, offset)) != content:
+                raise BrokenPromiseError(
+                    f"step {flight.step.step_id} of {name} reads {self.memory.get((block, offset))} in block {block}, "
+                    f"offset {offset}; {content} should be there"
+                )
+
+    def _note_complete(self, flight: Flight) -> None:
+        self.complete.update(content for *_, content in flight.writes)
+
+    def _check_hit(self, name: str, hit: int) -> None:
+        sequence = self.sequences[name]
+        if not 0 <= hit < sequence.known:
+            raise BrokenPromiseError(f"{name} has {sequence.known} tokens and {hit} of them cached")
+        for number, group in enumerate(self.groups):
+            if hit % (group.block_size or 1):
+                raise BrokenPromiseError(f"{name} shares a partial block: {hit} tokens")
+            for position in range(group.first_needed_token(hit), hit):
+                if sequence.content(number, position) not in self.complete:
+                    raise BrokenPromiseError(f"{name} shares token {position}, which no retired step has written")
+
+    def _swap(self, name: str, place: str) -> bool:
+        sequence = self.sequences[name]
+        try:
+            step = (self.cache.swap_out if place == "host" else self.cache.swap_in)(name)
+        except OutOfBlocks:
+            self.refused += 1
+            return False
+        flight = Flight(step)
+        for swap in step.swaps:
+            if place == "device":
+                self._check_writer(swap.device_block, name)
+            flight.writers.setdefault(swap.device_block, set()).add(name)
+        sequence.place, sequence.blocks = place, ()
+        if place == "device":
+            sequence.blocks = tuple(
+                tuple(ids)
+                for ids in self.cache._state.sequences[name].table.blocks  # type: ignore[union-attr]
+            )
+        self.flights[step.step_id] = flight
+        return True

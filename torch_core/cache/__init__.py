@@ -1,0 +1,20 @@
+"""The shared block allocator: block tables, prefix sharing and step accounting, in the standard library alone."""
+
+from __future__ import annotations
+
+from torch_core.cache.config import NULL_BLOCK, CacheConfig, CacheGroup
+from torch_core.cache.manager import CacheManager
+from torch_core.cache.records import BlockCopy, BlockSwap, CacheStats, CommittedStep, SequenceRow, StepPlan
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockCopy",
+    "BlockSwap",
+    "CacheConfig",
+    "CacheGroup",
+    "CacheManager",
+    "CacheStats",
+    "CommittedStep",
+    "SequenceRow",
+    "StepPlan",
+]

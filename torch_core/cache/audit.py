@@ -1,0 +1,208 @@
+"""The audit: recomputes every invariant of the cache from scratch and names the blocks that break one; statistics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+from torch_core.cache.config import NULL_BLOCK
+from torch_core.cache.records import CacheStats
+from torch_core.cache.state import CacheState
+from torch_core.cache.table import SequenceTable
+from torch_core.errors import CacheCorruption
+
+__all__ = ["audit_state", "collect_stats"]
+
+_MOST_NAMED = 8
+
+
+def audit_state(state: CacheState) -> None:
+    """Raises CacheCorruption with one sentence for each broken invariant; see `CacheManager.audit`."""
+    report = [*_audit_holds(state), *_audit_places(state), *_audit_index(state), *_audit_tables(state)]
+    if report:
+        raise CacheCorruption("the block cache is corrupt: " + " ".join(report), report=tuple(report))
+
+
+def collect_stats(state: CacheState) -> CacheStats:
+    """Returns the frozen statistics; see `CacheManager.stats`."""
+    pool, counters = state.pool, state.counters
+    waiting = _deferred_holds(state)
+    deferred = sum(1 for block, holds in waiting.items() if pool.refs[block] == holds)
+    return CacheStats(
+        num_blocks=pool.num_blocks,
+        null=1,
+        free=len(pool.free),
+        cached=len(pool.cached),
+        used=pool.num_blocks - 1 - len(pool.free) - len(pool.cached) - deferred,
+        deferred=deferred,
+        host_free=len(state.host_free),
+        num_sequences=len(state.sequences),
+        steps_in_flight=len(state.steps),
+        queried_tokens=counters.queried_tokens,
+        hit_tokens=counters.hit_tokens,
+        evictions=pool.evictions,
+        preemptions=counters.preemptions,
+        forks=counters.forks,
+        copies=counters.copies,
+        swapped_out=counters.swapped_out,
+        swapped_in=counters.swapped_in,
+        cancelled=counters.cancelled,
+        steps=state.next_step,
+    )
+
+
+def _live_tables(state: CacheState) -> list[SequenceTable]:
+    return [sequence.table for sequence in state.sequences.values() if sequence.table is not None]
+
+
+def _deferred_holds(state: CacheState) -> Counter[int]:
+    holds: Counter[int] = Counter()
+    for record in state.steps.values():
+        holds.update(record.dropped)
+        holds.update(record.pinned)
+        for table in record.leaving:
+            holds.update(chain.from_iterable(table.blocks))
+    del holds[NULL_BLOCK]
+    return holds
+
+
+def _audit_holds(state: CacheState) -> list[str]:
+    pool = state.pool
+    holds = _deferred_holds(state)
+    holds.update(chain.from_iterable(chain.from_iterable(table.blocks for table in _live_tables(state))))
+    del holds[NULL_BLOCK]
+    counted = [0] * pool.num_blocks
+    strangers = []
+    for block, count in holds.items():
+        if 0 < block < pool.num_blocks:
+            counted[block] = count
+        else:
+            strangers.append(block)
+    report = []
+    if strangers:
+        report.append(f"Tables hold blocks outside the pool: {_named(strangers)}.")
+    if counted != pool.refs:
+        wrong = [b for b, (is_, should) in enumerate(zip(pool.refs, counted, strict=False)) if is_ != should]
+        details = ", ".join(f"{b} has {pool.refs[b]} for {counted[b]} holders" for b in wrong[:_MOST_NAMED])
+        report.append(f"Reference counts are wrong: block {details}.")
+    return report
+
+
+def _audit_places(state: CacheState) -> list[str]:
+    pool, keys = state.pool, state.index.keys
+    free, cached = set(pool.free), pool.cached.keys()
+    unheld = {block for block, refs in enumerate(pool.refs) if refs == 0}
+    unheld.discard(NULL_BLOCK)
+    problems = (
+        (
+            "on the free list twice",
+            [b for b, n in Counter(pool.free).items() if n > 1] if len(free) != len(pool.free) else (),
+        ),
+        ("free and cached at once", free & cached),
+        ("without a holder, yet neither free nor cached", unheld - free - cached),
+        ("held, yet free or cached", (free | cached) - unheld),
+        ("free, yet they have a key", free & keys.keys()),
+        ("cached without a key", cached - keys.keys()),
+        ("the null block or no block of the pool, yet they have a key", keys.keys() - set(range(1, pool.num_blocks))),
+    )
+    report = [f"Blocks {what}: {_named(blocks)}." for what, blocks in problems if blocks]
+    pins = Counter(chain.from_iterable(record.pinned for record in state.steps.values()))
+    if pins != pool.pins:
+        wrong = [block for block in pins.keys() | pool.pins.keys() if pins[block] != pool.pins.get(block, 0)]
+        report.append(f"Pins do not match the copies of the steps in flight: blocks {_named(wrong)}.")
+    slots = list(state.host_free)
+    slots.extend(chain.from_iterable(record.host_slots for record in state.steps.values()))
+    for sequence in state.sequences.values():
+        if sequence.swapped is not None:
+            slots.extend(s for column in sequence.swapped.slots for s in column if s is not None)
+    if sorted(slots) != list(range(state.config.num_host_blocks)):
+        counted = Counter(slots)
+        wrong = [slot for slot in {*counted, *range(state.config.num_host_blocks)} if counted[slot] != 1]
+        report.append(f"Host slots are lost or in two places: {_named(wrong)}.")
+    return report
+
+
+def _audit_index(state: CacheState) -> list[str]:
+    index = state.index
+    named = [
+        (block, group, digest)
+        for group, blocks in enumerate(index.blocks)
+        for digest, holders in blocks.items()
+        for block in holders
+    ]
+    wrong = [block for block, group, digest in named if index.keys.get(block, ())[:2] != (group, digest)]
+    if len(named) != len(index.keys):
+        wrong.extend(index.keys.keys() - {block for block, _, _ in named})
+    report = [f"Index and blocks disagree about the keys of blocks {_named(wrong)}."] if wrong else []
+    orphans = [
+        block
+        for block, (group, _, parent) in index.keys.items()
+        if parent is not None and parent not in index.blocks[group] and state.groups[group].keeps_everything
+    ]
+    if orphans:
+        report.append(f"Keys without their parent's, which no lookup can reach: blocks {_named(orphans)}.")
+    if state.config.verify_tokens and index.nodes.keys() != index.keys.keys():
+        report.append(f"Keys and lineages disagree: blocks {_named(index.nodes.keys() ^ index.keys.keys())}.")
+    return report
+
+
+def _audit_tables(state: CacheState) -> list[str]:
+    report = []
+    fresh: dict[int, list[bytes]] = {}
+    tables = _live_tables(state)
+    tables.extend(chain.from_iterable(record.leaving for record in state.steps.values()))
+    for table in tables:
+        tokens = table.sequence.tokens
+        for keys in table.sequence.chains:
+            if id(keys) in fresh:
+                continue
+            # A block that a fork shares may have got its key from the other holder, before this chain reached it.
+            fresh[id(keys)] = keys.recomputed(tokens, len(tokens) // keys.block_size)
+            if fresh[id(keys)][: len(keys.digests)] != keys.digests:
+                report.append(f"Sequence {table.seq_id!r} has keys that are not those of its tokens.")
+        if not 0 <= table.retired <= table.scheduled:
+            report.append(f"Sequence {table.seq_id!r} has {table.retired} tokens retired of {table.scheduled}.")
+        for number in range(len(state.groups)):
+            report.extend(_audit_column(state, table, number, fresh[id(table.sequence.chains[number])]))
+    return report
+
+
+def _audit_column(state: CacheState, table: SequenceTable, number: int, digests: list[bytes]) -> list[str]:
+    group, column, pool = state.groups[number], table.blocks[number], state.pool
+    size = group.block_size or 1
+    dropped, published = table.dropped[number], table.published[number]
+    ready = table.ready
+    report = []
+    if len(column) != -(-table.scheduled // size):
+        report.append(f"has {len(column)} blocks for {table.scheduled} tokens: {_named(column)}.")
+    if column.count(NULL_BLOCK) != dropped or any(column[:dropped]):
+        report.append(f"has the null block elsewhere than in its first {dropped} columns.")
+    elif len(set(column)) != len(column) - max(0, dropped - 1):
+        report.append(f"holds a block twice: {_named([b for b, n in Counter(column).items() if b and n > 1])}.")
+    if dropped * size > group.first_needed_token(ready):
+        report.append(f"gave back {dropped} blocks, though token {group.first_needed_token(ready)} is still needed.")
+    if published * size > ready:
+        report.append(
+            f"published {published} blocks with {ready} tokens written and known: {_named(column[:published])}."
+        )
+    keys = state.index.keys
+    full = min(len(table.sequence.tokens), table.scheduled) // size
+    wrong = [
+        block
+        for position, block in enumerate(column)
+        if (block in keys and position < full and keys[block][:2] != (number, digests[position]))
+        or (block and position < published and block not in keys and state.config.enable_prefix_caching)
+    ]
+    if wrong:
+        report.append(f"holds blocks whose key is not that of their tokens: {_named(wrong)}.")
+    if table.limit > table.scheduled and table.scheduled % size and column:
+        tail = column[-1]
+        if pool.refs[tail] - pool.pins.get(tail, 0) > 1 or (tail in keys and full < len(column)):
+            report.append(f"may write into block {tail}, which is shared.")
+    return [f"Sequence {table.seq_id!r}, group {group.name!r}, {text}" for text in report]
+
+
+def _named(blocks) -> str:
+    ordered = sorted(blocks)
+    shown = ", ".join(map(str, ordered[:_MOST_NAMED]))
+    return f"{shown} and {len(ordered) - _MOST_NAMED} more" if len(ordered) > _MOST_NAMED else shown

@@ -1,0 +1,176 @@
+"""Prefix keys: a SHA-256 chain over a canonical, length-prefixed encoding of everything that decides a block's content.
+
+    root  = SHA-256(ROOT_TAG | salt | model fingerprint | cache dtype | block size | extra keys)
+    key_i = SHA-256(BLOCK_TAG | number of tokens | key_(i-1) or root | token ids as little-endian int32)
+
+Every field of the root carries its type and length, so no two field lists encode alike; None differs from empty.
+Only full blocks have keys. The scheme is vLLM's (vllm/v1/core/kv_cache_utils.py) with a fixed binary encoding in
+place of pickled tuples, and always the whole digest: Python's `hash` and short digests collide on purpose or by chance
+(CVE-2025-25183).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Iterable
+
+from torch_core.errors import InvalidInput
+
+__all__ = ["BLOCK_TAG", "ROOT_TAG", "KeyChain", "LineageNode", "encode_root", "same_lineage"]
+
+ROOT_TAG = b"jattn prefix root 1\0"
+BLOCK_TAG = b"jattn block 1\0"
+
+_MAX_SALT_BYTES = 64
+_MAX_EXTRA_KEY_BYTES = 4096
+_sha256 = hashlib.sha256
+
+
+def encode_root(
+    *,
+    salt: bytes | None,
+    model_fingerprint: bytes,
+    cache_dtype: str,
+    block_size: int,
+    extra_keys: Iterable[bytes | str | int] = (),
+) -> bytes:
+    """Returns the canonical encoding of what all blocks of a sequence have in common.
+
+    Args:
+        salt: 1 to 64 bytes that isolate a tenant: sequences with different salts never share; None is a salt of its
+            own.
+        model_fingerprint: identifies what computed the block.
+        cache_dtype: the name of the element type.
+        block_size: tokens of a block.
+        extra_keys: adapter or image ids and the like, each bytes, str or int; their order counts.
+
+    Raises:
+        InvalidInput: a salt or an extra key of the wrong type or length.
+
+    Example:
+        >>> a = encode_root(salt=b"ab", model_fingerprint=b"c", cache_dtype="float32", block_size=16)
+        >>> b = encode_root(salt=b"a", model_fingerprint=b"bc", cache_dtype="float32", block_size=16)
+        >>> a == b
+        False
+    """
+    if salt is not None:
+        if not isinstance(salt, bytes):
+            raise InvalidInput(f"salt is a {type(salt).__name__}; it must be bytes, or None for the shared salt.")
+        if not 1 <= len(salt) <= _MAX_SALT_BYTES:
+            raise InvalidInput(f"salt has {len(salt)} bytes; it must have 1 to {_MAX_SALT_BYTES}.")
+    if isinstance(extra_keys, (bytes, str)):
+        raise InvalidInput(f"extra_keys is a {type(extra_keys).__name__}; pass a list or tuple of keys.")
+    encoded_keys = [_encode_extra_key(index, key) for index, key in enumerate(extra_keys)]
+    return b"".join(
+        (
+            ROOT_TAG,
+            b"\x00" if salt is None else b"\x01" + _field(salt),
+            _field(model_fingerprint),
+            _field(cache_dtype.encode()),
+            struct.pack("<QQ", block_size, len(encoded_keys)),
+            *encoded_keys,
+        )
+    )
+
+
+class LineageNode:
+    """The token ids of one block and, through `parent`, of all before it: what a key stands for. Never changed."""
+
+    __slots__ = ("parent", "tokens")
+
+    def __init__(self, parent: LineageNode | None, tokens: bytes) -> None:
+        self.parent = parent
+        self.tokens = tokens
+
+
+def same_lineage(first: LineageNode | None, second: LineageNode | None) -> bool:
+    """Says whether two nodes stand for the same tokens from the root on."""
+    while first is not second:
+        if first is None or second is None or first.tokens != second.tokens:
+            return False
+        first, second = first.parent, second.parent
+    return True
+
+
+class KeyChain:
+    """The keys of one sequence's full blocks at one block size, computed as far as somebody asked.
+
+    Attributes:
+        digests: the keys so far, 32 bytes each. Grown by `extend` only.
+        nodes: the lineage behind each key, when `verify` was asked for; else empty.
+    """
+
+    __slots__ = ("_header", "_root", "_root_node", "block_size", "digests", "nodes")
+
+    def __init__(self, root: bytes, block_size: int, *, verify: bool = False) -> None:
+        self.block_size = block_size
+        self.digests: list[bytes] = []
+        self.nodes: list[LineageNode] = []
+        self._header = BLOCK_TAG + struct.pack("<I", block_size)
+        self._root = _sha256(root).digest()
+        self._root_node = LineageNode(None, root) if verify else None
+
+    def extend(self, tokens: array[int], num_blocks: int) -> None:
+        """Computes the keys up to block `num_blocks - 1`; `tokens` must hold that many full blocks."""
+        digests = self.digests
+        start = len(digests)
+        if num_blocks <= start:
+            return
+        size = self.block_size
+        data = _little_endian(tokens[start * size : num_blocks * size])
+        self._hash_blocks(data, digests)
+        if self._root_node is not None:
+            node = self.nodes[-1] if self.nodes else self._root_node
+            for offset in range(0, len(data), 4 * size):
+                node = LineageNode(node, data[offset : offset + 4 * size])
+                self.nodes.append(node)
+
+    def recomputed(self, tokens: array[int], num_blocks: int) -> list[bytes]:
+        """Returns the first `num_blocks` keys computed anew, for the audit."""
+        digests: list[bytes] = []
+        self._hash_blocks(_little_endian(tokens[: num_blocks * self.block_size]), digests)
+        return digests
+
+    def copy(self) -> KeyChain:
+        """Returns a chain of its own with the same keys, for a fork."""
+        twin = object.__new__(KeyChain)
+        twin.block_size, twin._header, twin._root = self.block_size, self._header, self._root
+        twin._root_node = self._root_node
+        twin.digests, twin.nodes = self.digests.copy(), self.nodes.copy()
+        return twin
+
+    def _hash_blocks(self, data: bytes, digests: list[bytes]) -> None:
+        sha256, header, append = _sha256, self._header, digests.append
+        stride = 4 * self.block_size
+        parent = digests[-1] if digests else self._root
+        for offset in range(0, len(data), stride):
+            parent = sha256(header + parent + data[offset : offset + stride]).digest()
+            append(parent)
+
+
+def _field(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def _encode_extra_key(index: int, key: object) -> bytes:
+    if isinstance(key, bool) or not isinstance(key, (bytes, str, int)):
+        raise InvalidInput(f"extra_keys[{index}] is a {type(key).__name__}; it must be bytes, str or int.")
+    if isinstance(key, bytes):
+        kind, value = b"b", key
+    elif isinstance(key, str):
+        kind, value = b"s", key.encode("utf-8", "surrogatepass")
+    else:
+        kind, value = b"i", str(key).encode()
+    if len(value) > _MAX_EXTRA_KEY_BYTES:
+        raise InvalidInput(f"extra_keys[{index}] has {len(value)} bytes; the limit is {_MAX_EXTRA_KEY_BYTES}.")
+    return kind + _field(value)
+
+
+def _little_endian(tokens: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    return tokens.tobytes()

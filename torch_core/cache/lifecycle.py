@@ -1,0 +1,213 @@
+"""How sequences come, wait, split and go: admission, add, append, fork, preempt, resume, finish, reset."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from torch_core.cache.config import NULL_BLOCK, CacheGroup
+from torch_core.cache.keys import KeyChain, encode_root
+from torch_core.cache.state import CacheState
+from torch_core.cache.table import SequenceState, SequenceTable
+from torch_core.errors import InvalidInput, RequestTooLong
+
+__all__ = [
+    "add",
+    "append_tokens",
+    "check_admission",
+    "fork",
+    "known",
+    "preempt",
+    "remove",
+    "reset",
+    "resume",
+    "running",
+]
+
+_MAX_ID_CHARACTERS = 1024
+
+
+def check_admission(state: CacheState, seq_id: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuses a request that can never fit; see `CacheManager.check_admission`."""
+    for name, value, low in (("num_prompt_tokens", num_prompt_tokens, 1), ("max_new_tokens", max_new_tokens, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise InvalidInput(f"{name} of {seq_id!r} is {value!r}; it must be an int of at least {low}.")
+    total = num_prompt_tokens + max_new_tokens
+    config = state.config
+    width = max(-(-total // (group.block_size or 1)) for group in state.groups)
+    asked = f"({num_prompt_tokens:,} prompt + {max_new_tokens:,} new tokens)"
+    if config.max_blocks_per_seq is not None and width > config.max_blocks_per_seq:
+        raise RequestTooLong(
+            f"{seq_id!r} needs {width} blocks {asked}; a block table has {config.max_blocks_per_seq} columns."
+        )
+    needed = sum(_most_blocks(group, total, config.max_step_tokens) for group in state.groups)
+    if needed > config.capacity:
+        raise RequestTooLong(f"{seq_id!r} needs {needed} blocks {asked}; the pool can ever give {config.capacity}.")
+
+
+def add(
+    state: CacheState,
+    seq_id: str,
+    token_ids: Sequence[int],
+    salt: bytes | None,
+    extra_keys: Iterable[bytes | str | int],
+) -> int:
+    """Registers a sequence; see `CacheManager.add`."""
+    _check_new_id(state, seq_id)
+    tokens = _checked_tokens(token_ids)
+    if not tokens:
+        raise InvalidInput(f"token_ids of {seq_id!r} is empty; a sequence starts with at least one token.")
+    check_admission(state, seq_id, len(tokens), 0)
+    keys = tuple(extra_keys) if not isinstance(extra_keys, (bytes, str)) else extra_keys
+    config = state.config
+    roots = {
+        size: encode_root(
+            salt=salt,
+            model_fingerprint=config.model_fingerprint,
+            cache_dtype=config.cache_dtype,
+            block_size=size,
+            extra_keys=keys,
+        )
+        for size in dict.fromkeys(group.block_size or 1 for group in state.groups)
+    }
+    chains = {size: KeyChain(root, size, verify=config.verify_tokens) for size, root in roots.items()}
+    sequence = SequenceState(seq_id, tokens, tuple(chains[group.block_size or 1] for group in state.groups))
+    state.sequences[seq_id] = sequence
+    state.version += 1
+    return state.attach_table(sequence)
+
+
+def append_tokens(state: CacheState, seq_id: str, token_ids: Sequence[int]) -> None:
+    """Makes token ids known; see `CacheManager.append_tokens`."""
+    sequence = known(state, seq_id)
+    sequence.tokens.extend(_checked_tokens(token_ids))
+    state.version += 1
+
+
+def fork(state: CacheState, parent_id: str, child_id: str) -> int:
+    """Adds a sequence that shares all blocks of another; see `CacheManager.fork`."""
+    parent, table = running(state, parent_id, "forked")
+    _check_new_id(state, child_id)
+    copies = {id(chain): chain.copy() for chain in parent.chains}
+    child = SequenceState(child_id, parent.tokens[:], tuple(copies[id(chain)] for chain in parent.chains))
+    length = min(table.scheduled, len(parent.tokens))
+    blocks = [
+        column[: -(-length // (group.block_size or 1))]
+        for column, group in zip(table.blocks, state.groups, strict=True)
+    ]
+    twin = SequenceTable(child, blocks, length)
+    twin.retired = min(table.retired, length)
+    twin.published = table.published.copy()
+    twin.dropped = table.dropped.copy()
+    twin.last_step = table.last_step
+    # Below its limit a table may write without looking who else holds its tail; both must look now.
+    twin.limit = length
+    table.limit = min(table.limit, table.scheduled)
+    for column in blocks:
+        for block in column:
+            if block != NULL_BLOCK:
+                state.pool.hold(block)
+    child.table = twin
+    state.sequences[child_id] = child
+    state.counters.forks += 1
+    state.version += 1
+    return length
+
+
+def preempt(state: CacheState, seq_id: str) -> None:
+    """Takes a sequence's blocks away; see `CacheManager.preempt`."""
+    sequence, _ = running(state, seq_id, "preempted")
+    state.detach_table(sequence)
+    state.counters.preemptions += 1
+    state.version += 1
+
+
+def resume(state: CacheState, seq_id: str) -> int:
+    """Brings a preempted sequence back; see `CacheManager.resume`."""
+    sequence = known(state, seq_id)
+    if sequence.swapped is not None:
+        raise InvalidInput(f"sequence {seq_id!r} is swapped out, not preempted; call swap_in({seq_id!r}).")
+    if sequence.table is not None:
+        raise InvalidInput(f"sequence {seq_id!r} is not preempted; only preempt() or reset() puts one there.")
+    state.version += 1
+    return state.attach_table(sequence)
+
+
+def remove(state: CacheState, seq_id: str) -> None:
+    """Forgets a sequence; see `CacheManager.finish`."""
+    sequence = known(state, seq_id)
+    del state.sequences[seq_id]
+    state.detach_table(sequence)
+    state.drop_host_slots(sequence)
+    state.version += 1
+
+
+def reset(state: CacheState) -> None:
+    """Forgets the content of all blocks; see `CacheManager.reset`."""
+    for sequence in state.sequences.values():
+        sequence.table = sequence.swapped = None
+    state.clear_blocks()
+    state.version += 1
+
+
+def known(state: CacheState, seq_id: str) -> SequenceState:
+    """Returns a sequence, or raises InvalidInput if there is none of that id."""
+    sequence = state.sequences.get(seq_id) if isinstance(seq_id, str) else None
+    if sequence is None:
+        raise InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
+    return sequence
+
+
+def running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, SequenceTable]:
+    """Returns a sequence and its table, or raises InvalidInput if it has no blocks on the device."""
+    sequence = known(state, seq_id)
+    if sequence.table is None:
+        place = "preempted" if sequence.swapped is None else "swapped out"
+        raise InvalidInput(f"sequence {seq_id!r} cannot be {verb}: it is {place} and has no blocks on the device.")
+    return sequence, sequence.table
+
+
+def _most_blocks(group: CacheGroup, total: int, max_step_tokens: int | None) -> int:
+    size = group.block_size or 1
+    everything = -(-total // size)
+    reach = group.sliding_window or group.attention_chunk
+    if reach is None or max_step_tokens is None:
+        return everything
+    # The window before a step and the step's own tokens can start and end inside a block.
+    return min(everything, (reach - 2 + max_step_tokens) // size + 2)
+
+
+def _check_new_id(state: CacheState, seq_id: object) -> None:
+    if not isinstance(seq_id, str) or not 1 <= len(seq_id) <= _MAX_ID_CHARACTERS:
+        shown = f"has {len(seq_id)} characters" if isinstance(seq_id, str) else f"is a {type(seq_id).__name__}"
+        raise InvalidInput(f"seq_id {shown}; it must be a string of 1 to {_MAX_ID_CHARACTERS} characters.")
+    if seq_id in state.sequences:
+        raise InvalidInput(f"sequence {seq_id!r} exists already; finish it first, or choose another id.")
+
+
+def _checked_tokens(token_ids: Sequence[int]) -> array[int]:
+    try:
+        tokens = array("i", token_ids)
+    except (TypeError, OverflowError) as error:
+        raise InvalidInput(_token_message(token_ids)) from error
+    if tokens and min(tokens) < 0:
+        raise InvalidInput(_token_message(token_ids))
+    return tokens
+
+
+def _token_message(token_ids: object) -> str:
+    # Positions and types only: tokens are the user's text.
+    wanted = "each must be an int from 0 to 2147483647"
+    try:
+        for position, token in enumerate(token_ids):  # type: ignore[call-overload]
+            try:
+                value = array("i", [token])[0]
+            except TypeError:
+                return f"token_ids[{position}] is a {type(token).__name__}; {wanted}."
+            except OverflowError:
+                return f"token_ids[{position}] does not fit into 32 bits; {wanted}."
+            if value < 0:
+                return f"token_ids[{position}] is negative; {wanted}."
+    except TypeError:
+        return f"token_ids is a {type(token_ids).__name__}; it must be a sequence of ints."
+    return f"token_ids has elements of the wrong type; {wanted}."

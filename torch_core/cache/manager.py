@@ -1,0 +1,272 @@
+"""The cache manager: the public verbs of the block allocator, with their checks, their lock and their process guard."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+from torch_core.cache import lifecycle, swap
+from torch_core.cache.audit import audit_state, collect_stats
+from torch_core.cache.config import CacheConfig
+from torch_core.cache.records import CacheStats, CommittedStep, StepPlan
+from torch_core.cache.state import CacheState
+from torch_core.cache.stepping import commit_plan, plan_step, retire_step
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["CacheManager"]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _verb(
+    method: Callable[Concatenate[CacheManager, _Args], _Result],
+) -> Callable[Concatenate[CacheManager, _Args], _Result]:
+    """Runs a method under the manager's lock, and only in the process that made the manager."""
+
+    @functools.wraps(method)
+    def guarded(self: CacheManager, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        # Before the lock: a child process may have inherited it locked by a thread that it does not have.
+        if os.getpid() != self._process:
+            raise Unsupported(
+                f"this cache manager belongs to process {self._process}; a fork (process {os.getpid()}) must not use "
+                "it, because both would hand out the same blocks. Start workers with the 'spawn' method."
+            )
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return guarded
+
+
+class CacheManager:
+    """Hands out the blocks of a paged key/value cache to sequences, and shares blocks between equal prefixes.
+
+    The life of a step is `plan` (decides, changes nothing), `commit` (takes blocks; the step may now be dispatched)
+    and `retire` (the step's output was seen: keys of the blocks it filled become visible to others, blocks that left
+    a table while it ran are free again). Steps may overlap: step n + 1 can be committed before step n has retired and
+    before its sampled tokens are known. Steps run on the device in the order of their ids.
+
+    Every call either succeeds or raises and leaves the state as it was. Every method may be called from any thread;
+    one lock serialises them, so `plan` and `commit` by several threads need `step`, which does both under one hold.
+
+    Example:
+        >>> cache = CacheManager(CacheConfig(num_blocks=8, block_size=4))
+        >>> cache.add("a", [1, 2, 3, 4, 5])
+        0
+        >>> step = cache.commit(cache.plan([("a", 5)]))
+        >>> step.rows[0].block_ids, step.rows[0].num_computed_tokens, step.rows[0].num_new_tokens
+        ((1, 2), 0, 5)
+        >>> cache.append_tokens("a", [6])
+        >>> cache.retire(step.step_id)
+        >>> cache.add("b", [1, 2, 3, 4, 9, 9])
+        4
+        >>> cache.finish("a"), cache.finish("b"), cache.stats().used
+        (None, None, 0)
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        if not isinstance(config, CacheConfig):
+            raise InvalidInput(f"config is a {type(config).__name__}; it must be a CacheConfig.")
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._state = CacheState(config)
+
+    @property
+    def config(self) -> CacheConfig:
+        """The sizes that the cache was built with."""
+        return self._state.config
+
+    # Sequences
+
+    def check_admission(self, seq_id: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Refuses a request that could never finish, even alone in an empty pool. Needs no lock: sizes never change.
+
+        Raises:
+            RequestTooLong: it needs more blocks than the pool or its block table has.
+            InvalidInput: a number is negative or not an int.
+        """
+        lifecycle.check_admission(self._state, seq_id, num_prompt_tokens, max_new_tokens)
+
+    @_verb
+    def add(
+        self,
+        seq_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: bytes | None = None,
+        extra_keys: Iterable[bytes | str | int] = (),
+    ) -> int:
+        """Registers a sequence and gives it the blocks of its longest cached prefix.
+
+        The shared blocks are held from now on, so call it when the sequence is about to run.
+
+        Args:
+            seq_id: the caller's name for it; not in use, at most 1,024 characters.
+            token_ids: the prompt: at least one id, each from 0 to 2**31 - 1.
+            salt: 1 to 64 bytes; sequences share blocks only if their salts are equal.
+            extra_keys: what else decides the content: adapter or image ids; bytes, str or int.
+
+        Returns:
+            Prompt tokens that are cached already: whole blocks, and at least one token is left to compute.
+
+        Raises:
+            InvalidInput: an argument is of the wrong type or range, or the id is in use.
+            RequestTooLong: the prompt alone can never fit.
+        """
+        return lifecycle.add(self._state, seq_id, token_ids, salt, extra_keys)
+
+    @_verb
+    def append_tokens(self, seq_id: str, token_ids: Sequence[int]) -> None:
+        """Makes the next token ids of a sequence known (sampled, or given), so that keys can be computed from them.
+
+        Raises:
+            InvalidInput: unknown sequence, or an id that is no int from 0 to 2**31 - 1.
+        """
+        lifecycle.append_tokens(self._state, seq_id, token_ids)
+
+    @_verb
+    def finish(self, seq_id: str) -> None:
+        """Forgets a sequence. Blocks that no step in flight uses are free at once, the others when it retires.
+
+        Raises:
+            InvalidInput: unknown sequence, a double finish included.
+        """
+        lifecycle.remove(self._state, seq_id)
+
+    @_verb
+    def cancel(self, seq_id: str) -> None:
+        """Does what `finish` does, at any moment, and counts it as a cancellation.
+
+        Raises:
+            InvalidInput: unknown sequence.
+        """
+        lifecycle.remove(self._state, seq_id)
+        self._state.counters.cancelled += 1
+
+    @_verb
+    def preempt(self, seq_id: str) -> None:
+        """Takes a sequence's blocks away and keeps its tokens; `resume` brings it back and it is computed again.
+
+        Raises:
+            InvalidInput: unknown sequence, or one without blocks on the device.
+        """
+        lifecycle.preempt(self._state, seq_id)
+
+    @_verb
+    def resume(self, seq_id: str) -> int:
+        """Brings a preempted sequence back, starting from what is cached of it.
+
+        Returns:
+            Tokens that are cached already; the others, generated ones included, are to be computed again.
+
+        Raises:
+            InvalidInput: unknown sequence, or one that is not preempted.
+        """
+        return lifecycle.resume(self._state, seq_id)
+
+    @_verb
+    def fork(self, parent_id: str, child_id: str) -> int:
+        """Adds a sequence with the parent's tokens, sharing all its blocks; a shared tail is copied when written.
+
+        The child starts at the parent's last known token: what the parent has in flight beyond it is not the child's.
+
+        Returns:
+            Tokens of the child that are computed or in flight.
+
+        Raises:
+            InvalidInput: unknown parent, one without blocks on the device, or a child id that is in use.
+        """
+        return lifecycle.fork(self._state, parent_id, child_id)
+
+    @_verb
+    def swap_out(self, seq_id: str) -> CommittedStep:
+        """Moves a sequence's blocks to host memory: a step without rows, whose `swaps` the caller executes in order.
+
+        Returns:
+            The step. Its device blocks are free when it retires.
+
+        Raises:
+            OutOfBlocks: too few free host blocks.
+            InvalidInput: unknown sequence, or one without blocks on the device.
+        """
+        sequence, table = lifecycle.running(self._state, seq_id, "swapped out")
+        return swap.swap_out(self._state, sequence, table)
+
+    @_verb
+    def swap_in(self, seq_id: str) -> CommittedStep:
+        """Moves a sequence's blocks back to the device; it may be planned at once.
+
+        Raises:
+            OutOfBlocks: too few blocks in the pool.
+            InvalidInput: unknown sequence, or one that is not swapped out.
+        """
+        sequence = lifecycle.known(self._state, seq_id)
+        if sequence.swapped is None:
+            raise InvalidInput(f"sequence {seq_id!r} is not swapped out; only swap_out() puts one there.")
+        return swap.swap_in(self._state, sequence, sequence.swapped)
+
+    # Steps
+
+    @_verb
+    def plan(self, work: Sequence[tuple[str, int]]) -> StepPlan:
+        """Works out what blocks a step needs. Pure.
+
+        Args:
+            work: pairs of sequence id and number of new tokens (at least 1), each sequence once.
+
+        Raises:
+            OutOfBlocks: the pool has too few blocks now; carries needed, free and evictable.
+            RequestTooLong: a block table would overflow.
+            InvalidInput: unknown, repeated, preempted or swapped-out sequence, or a count below 1.
+        """
+        return plan_step(self._state, work)
+
+    @_verb
+    def commit(self, plan: StepPlan) -> CommittedStep:
+        """Takes the blocks of a plan and fixes the rows of the step.
+
+        Raises:
+            InvalidInput: the plan is another manager's, or the state has changed since.
+        """
+        return commit_plan(self._state, plan)
+
+    @_verb
+    def step(self, work: Sequence[tuple[str, int]]) -> CommittedStep:
+        """Plans and commits under one hold of the lock. Raises what `plan` raises."""
+        return commit_plan(self._state, plan_step(self._state, work))
+
+    @_verb
+    def retire(self, step_id: int) -> None:
+        """Says that a step's output was seen. Out of order is fine: it takes effect when all earlier steps have too.
+
+        Raises:
+            InvalidInput: no such step in flight, a double retire included.
+        """
+        retire_step(self._state, step_id)
+
+    @_verb
+    def reset(self) -> None:
+        """Forgets the content of all blocks, the keys and the steps in flight: the device memory was lost or replaced.
+
+        Sequences stay, preempted, with their tokens; `resume` or `finish` them. No step may still run on the device.
+        """
+        lifecycle.reset(self._state)
+
+    # Views
+
+    @_verb
+    def stats(self) -> CacheStats:
+        """Returns a frozen snapshot of counts and totals."""
+        return collect_stats(self._state)
+
+    @_verb
+    def audit(self) -> None:
+        """Recomputes every invariant from scratch, the keys of live sequences included.
+
+        Raises:
+            CacheCorruption: with one sentence for each broken invariant, naming the blocks.
+        """
+        audit_state(self._state)

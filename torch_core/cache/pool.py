@@ -1,0 +1,104 @@
+"""The block pool: who holds each block, which are free, and in which order cached ones are evicted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch_core.cache.prefix import PrefixIndex
+from torch_core.errors import CacheCorruption, OutOfBlocks
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Reference counts, the free list and the eviction order of blocks 1 to `num_blocks - 1`.
+
+    A block is free (no holder, no key), cached (no holder, but a key that can still be hit) or held. Free blocks are
+    taken last in, first out; when none is left, the cached block that was released longest ago loses its key. The
+    order depends on nothing but the calls, so equal traces give equal ids.
+
+    Attributes:
+        refs: holds on each block: live tables, tables that wait for a step, and pins.
+        pins: the part of `refs` that belongs to copy sources of steps in flight. A pin does not stop the other
+            holder from writing: a step's copies run before its writes.
+        free: free blocks; the next one to be taken is the last.
+        cached: cached blocks without a holder, the next one to be evicted first.
+        evictions: cached blocks that lost their key so far.
+    """
+
+    __slots__ = ("cached", "evictions", "free", "index", "num_blocks", "pins", "refs")
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        self.num_blocks = num_blocks
+        self.index = index
+        self.refs = [0] * num_blocks
+        self.pins: dict[int, int] = {}
+        self.free = list(range(num_blocks - 1, 0, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        self.evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give: free and cached."""
+        return len(self.free) + len(self.cached)
+
+    def take(self, count: int) -> list[int]:
+        """Takes `count` blocks, each with one hold; all or none.
+
+        Raises:
+            OutOfBlocks: fewer blocks are available.
+        """
+        if count > self.num_available:
+            raise OutOfBlocks(
+                f"{count} blocks are needed; {len(self.free)} are free and {len(self.cached)} evictable.",
+                needed=count,
+                free=len(self.free),
+                evictable=len(self.cached),
+            )
+        taken: list[int] = []
+        for _ in range(count):
+            block = self.free.pop() if self.free else self._evict()
+            self.refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def hold(self, block: int) -> None:
+        """Adds a hold to a block that is held or cached."""
+        if self.refs[block] == 0:
+            self.cached.pop(block)
+        self.refs[block] += 1
+
+    def release(self, block: int) -> None:
+        """Gives one hold back; the last one makes the block cached if it has a key, else free.
+
+        Raises:
+            CacheCorruption: nobody holds the block.
+        """
+        left = self.refs[block] - 1
+        if left < 0:
+            raise CacheCorruption(f"block {block} was released more often than it was taken.")
+        self.refs[block] = left
+        if left == 0:
+            if block in self.index.keys:
+                self.cached[block] = None
+            else:
+                self.free.append(block)
+
+    def pin(self, block: int) -> None:
+        """Turns one hold of a table into a pin, which `unpin` gives back."""
+        self.pins[block] = self.pins.get(block, 0) + 1
+
+    def unpin(self, block: int) -> None:
+        """Gives a pin and its hold back."""
+        left = self.pins[block] - 1
+        if left:
+            self.pins[block] = left
+        else:
+            del self.pins[block]
+        self.release(block)
+
+    def _evict(self) -> int:
+        block, _ = self.cached.popitem(last=False)
+        self.index.forget(block)
+        self.evictions += 1
+        return block

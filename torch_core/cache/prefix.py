@@ -1,0 +1,138 @@
+"""The prefix index: which block holds the content that a key stands for, and the longest prefix that is cached."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+from torch_core.cache.config import NULL_BLOCK, CacheGroup
+from torch_core.cache.keys import KeyChain, LineageNode, same_lineage
+
+__all__ = ["PrefixIndex"]
+
+#: Keys are computed this many blocks ahead of the first miss, so that a cold prompt is not hashed whole.
+_HASH_AHEAD = 32
+
+
+class PrefixIndex:
+    """Keys to blocks and blocks to keys, one namespace for each cache group.
+
+    Two sequences that computed equal blocks at the same time both keep theirs, since tables only grow: one key may
+    name several blocks, and the first is handed out. So a sequence that holds a block also holds a block for each
+    ancestor; tables are released back to front, and children fall to the eviction order before their parents.
+
+    Attributes:
+        blocks: for each group, key to the blocks with that content, oldest first.
+        keys: block to its group, its key and the key of its parent (None for a first block). At most one per block.
+        nodes: block to the lineage behind its key, when tokens are verified.
+    """
+
+    __slots__ = ("blocks", "keys", "nodes", "verify")
+
+    def __init__(self, num_groups: int, *, verify: bool) -> None:
+        self.verify = verify
+        self.blocks: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
+        self.keys: dict[int, tuple[int, bytes, bytes | None]] = {}
+        self.nodes: dict[int, LineageNode] = {}
+
+    def publish(self, group: int, chain: KeyChain, position: int, block: int) -> None:
+        """Makes a block findable under its chain's key; a block that is published already stays as it is."""
+        if block in self.keys:
+            return
+        digest = chain.digests[position]
+        self.keys[block] = (group, digest, chain.digests[position - 1] if position else None)
+        self.blocks[group].setdefault(digest, []).append(block)
+        if self.verify:
+            self.nodes[block] = chain.nodes[position]
+
+    def forget(self, block: int) -> None:
+        """Takes a block's key away; its content is about to be overwritten."""
+        group, digest, _ = self.keys.pop(block)
+        holders = self.blocks[group][digest]
+        holders.remove(block)
+        if not holders:
+            del self.blocks[group][digest]
+        self.nodes.pop(block, None)
+
+    def match(
+        self, groups: Sequence[CacheGroup], chains: Sequence[KeyChain], tokens: array[int], limit: int
+    ) -> tuple[int, list[list[int]]]:
+        """Finds the longest cached prefix of at most `limit` tokens that every group can continue from.
+
+        Args:
+            groups: the cache groups, with their block sizes.
+            chains: the sequence's key chain for each group; extended as far as needed.
+            tokens: its token ids.
+            limit: most tokens that may be taken from the cache.
+
+        Returns:
+            The number of tokens and, for each group, its block table so far (null where the group needs nothing).
+        """
+        sizes = [chain.block_size for chain in chains]
+        align = math.lcm(*sizes)
+        length = limit // align * align
+        for index, group in enumerate(groups):
+            if group.keeps_everything and length:
+                length = self._run_length(index, chains[index], tokens, length) // align * align
+        settled = all(group.keeps_everything for group in groups)
+        while not settled:
+            settled = True
+            for index, group in enumerate(groups):
+                if not group.keeps_everything:
+                    shorter = self._longest_tail(index, group, chains[index], tokens, length, align)
+                    settled = settled and shorter == length
+                    length = shorter
+        return length, [self._table(i, group, chains[i], length) for i, group in enumerate(groups)]
+
+    def find(self, group: int, chain: KeyChain, position: int) -> int | None:
+        """Returns a block with the content of the chain's block number `position`, or None."""
+        holders = self.blocks[group].get(chain.digests[position])
+        if holders is None:
+            return None
+        if not self.verify:
+            return holders[0]
+        for block in holders:
+            if same_lineage(self.nodes[block], chain.nodes[position]):
+                # Adopting the node makes the comparison of the next block end after one step.
+                chain.nodes[position] = self.nodes[block]
+                return block
+        return None
+
+    def _run_length(self, group: int, chain: KeyChain, tokens: array[int], limit: int) -> int:
+        size = chain.block_size
+        count = limit // size
+        blocks, digests = self.blocks[group], chain.digests
+        for position in range(count):
+            if position >= len(digests):
+                chain.extend(tokens, min(count, position + _HASH_AHEAD))
+            hit = digests[position] in blocks if not self.verify else self.find(group, chain, position) is not None
+            if not hit:
+                return position * size
+        return count * size
+
+    def _longest_tail(
+        self, index: int, group: CacheGroup, chain: KeyChain, tokens: array[int], limit: int, align: int
+    ) -> int:
+        size = chain.block_size
+        chain.extend(tokens, limit // size)
+        length = limit
+        while length:
+            # A new chunk needs nothing of the past; what was never computed is still no hit.
+            first = min(group.first_needed_token(length), length - 1) // size
+            missing = next(
+                (i for i in range(length // size - 1, first - 1, -1) if self.find(index, chain, i) is None), None
+            )
+            if missing is None:
+                return length
+            length = missing * size // align * align
+        return 0
+
+    def _table(self, index: int, group: CacheGroup, chain: KeyChain, length: int) -> list[int]:
+        first = group.first_needed_token(length) // chain.block_size
+        table = [NULL_BLOCK] * first
+        blocks, digests = self.blocks[index], chain.digests
+        for position in range(first, length // chain.block_size):
+            block = self.find(index, chain, position) if self.verify else blocks[digests[position]][0]
+            table.append(NULL_BLOCK if block is None else block)
+        return table

@@ -1,0 +1,139 @@
+"""The immutable records that the cache manager hands out: plans, committed steps, their rows, and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["BlockCopy", "BlockSwap", "CacheStats", "CommittedStep", "SequenceRow", "StepPlan"]
+
+
+# Rows are named tuples, not dataclasses: a step makes hundreds, and a frozen dataclass costs three times as much.
+class SequenceRow(NamedTuple):
+    """One sequence's part of one step.
+
+    Attributes:
+        seq_id: the sequence.
+        block_ids: its block table in the first cache group. The same tuple object comes back until the table changes.
+        num_computed_tokens: tokens whose keys and values earlier steps wrote, or a shared prefix holds.
+        num_new_tokens: tokens that this step writes, at the positions that follow.
+        group_block_ids: its block tables in all cache groups, in the order of the configuration.
+    """
+
+    seq_id: str
+    block_ids: tuple[int, ...]
+    num_computed_tokens: int
+    num_new_tokens: int
+    group_block_ids: tuple[tuple[int, ...], ...]
+
+
+class BlockCopy(NamedTuple):
+    """A device copy of one whole block in all layers of its group, to run before the writes of its step."""
+
+    source: int
+    target: int
+    group: int = 0
+
+
+class BlockSwap(NamedTuple):
+    """A copy of one whole block between the device and host memory, before the writes of its step.
+
+    Attributes:
+        device_block: block id in the pool.
+        host_block: slot in host memory, from 0 to `num_host_blocks - 1`.
+        to_host: the direction.
+        group: index of the cache group whose layers hold the block.
+    """
+
+    device_block: int
+    host_block: int
+    to_host: bool
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What a step would take, worked out on one state of the manager; nothing has been taken yet.
+
+    Attributes:
+        num_tokens: new tokens of all sequences.
+        blocks_needed: blocks that `commit` will take.
+        version: the state of the manager that the plan was made on; a later state refuses it.
+        owner: the manager's state; a plan of another manager is refused.
+        items: the manager's own working list, one entry for each sequence.
+    """
+
+    num_tokens: int
+    blocks_needed: int
+    version: int
+    owner: Any
+    items: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    """A step whose blocks are taken and which may be dispatched: swaps, then copies, then the rows' writes and reads.
+
+    Attributes:
+        step_id: counts up; `retire(step_id)` when the step's output was seen.
+        rows: one row for each sequence, in the order of the work.
+        copies: whole-block copies on the device.
+        swaps: whole-block copies from or to host memory.
+    """
+
+    step_id: int
+    rows: tuple[SequenceRow, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    swaps: tuple[BlockSwap, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """A snapshot of the cache. `null + free + cached + used + deferred == num_blocks` at all times.
+
+    Attributes:
+        num_blocks: blocks of the pool.
+        null: the null block; always 1.
+        free: blocks without an owner or a key.
+        cached: blocks without an owner whose prefix key still works; the evictable ones.
+        used: blocks in the table of at least one sequence.
+        deferred: blocks that only steps in flight still hold; free as soon as those retire.
+        host_free: free slots of host memory.
+        num_sequences: sequences that are known.
+        steps_in_flight: steps committed and not retired.
+        queried_tokens: prompt tokens that were looked up.
+        hit_tokens: those of them that were found.
+        evictions: cached blocks that lost their key to a new owner.
+        preemptions: sequences that were preempted.
+        forks: sequences made by `fork`.
+        copies: blocks copied on write.
+        swapped_out: blocks copied to host memory.
+        swapped_in: blocks copied back.
+        cancelled: sequences that were cancelled.
+        steps: steps committed.
+    """
+
+    num_blocks: int
+    null: int
+    free: int
+    cached: int
+    used: int
+    deferred: int
+    host_free: int
+    num_sequences: int
+    steps_in_flight: int
+    queried_tokens: int
+    hit_tokens: int
+    evictions: int
+    preemptions: int
+    forks: int
+    copies: int
+    swapped_out: int
+    swapped_in: int
+    cancelled: int
+    steps: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of looked-up tokens that were found; 0.0 before the first look-up."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0

@@ -1,0 +1,188 @@
+"""The whole state of a cache and the moves on it that several verbs share; no locks, no checks of the caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch_core.cache.config import NULL_BLOCK, CacheConfig
+from torch_core.cache.pool import BlockPool
+from torch_core.cache.prefix import PrefixIndex
+from torch_core.cache.table import Growth, SequenceState, SequenceTable
+
+__all__ = ["CacheState", "Counters", "StepRecord", "WorkItem"]
+
+#: A table, its new tokens in one step, its tokens after that step, and the blocks it takes (None for none).
+WorkItem = tuple[SequenceTable, int, int, Growth | None]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals for the statistics."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+    forks: int = 0
+    copies: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    cancelled: int = 0
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step in flight and everything that waits for it.
+
+    Attributes:
+        items: one entry for each sequence of the step.
+        leaving: tables without a sequence; their blocks are released when the step retires.
+        dropped: blocks that left a table (window drop); one hold each is released.
+        pinned: sources of the step's copies; one pin each is released.
+        host_slots: host slots that are free when the step retires.
+        seen: the step was retired, but an earlier one was not yet.
+    """
+
+    items: list[WorkItem] = field(default_factory=list)
+    leaving: list[SequenceTable] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    pinned: list[int] = field(default_factory=list)
+    host_slots: list[int] = field(default_factory=list)
+    seen: bool = False
+
+
+class CacheState:
+    """Sequences, pool, prefix index and steps in flight of one cache. Changed by the manager's verbs only.
+
+    Attributes:
+        config: the sizes.
+        groups: the cache groups with their block sizes.
+        index: the prefix index.
+        pool: the block pool.
+        sequences: id to sequence.
+        steps: step id to record, for the steps in flight, in order.
+        next_step: the id of the next step.
+        version: changes with every change of the state, so that an old plan is noticed.
+        host_free: free host slots; the next one to be taken is the last.
+        counters: totals for the statistics.
+    """
+
+    __slots__ = (
+        "config",
+        "counters",
+        "groups",
+        "host_free",
+        "index",
+        "next_step",
+        "pool",
+        "sequences",
+        "steps",
+        "version",
+    )
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.groups = config.resolved_groups
+        self.sequences: dict[str, SequenceState] = {}
+        self.next_step = 0
+        self.version = 0
+        self.counters = Counters()
+        self.clear_blocks()
+
+    def clear_blocks(self) -> None:
+        """Makes every block and host slot free and forgets all keys and steps in flight."""
+        self.index = PrefixIndex(len(self.groups), verify=self.config.verify_tokens)
+        self.pool = BlockPool(self.config.num_blocks, self.index)
+        self.steps: dict[int, StepRecord] = {}
+        self.host_free = list(range(self.config.num_host_blocks - 1, -1, -1))
+
+    @property
+    def publishing(self) -> PrefixIndex | None:
+        """The index that full blocks go to, or None when prefixes are not shared."""
+        return self.index if self.config.enable_prefix_caching else None
+
+    def open_step(self) -> tuple[int, StepRecord]:
+        """Starts the record of the next step."""
+        step_id, record = self.next_step, StepRecord()
+        self.steps[step_id] = record
+        self.next_step += 1
+        return step_id, record
+
+    def close_step(self, record: StepRecord) -> None:
+        """Settles a step that has left `steps`: progress, keys, and everything that waited for it."""
+        for table, _, end, _ in record.items:
+            table.retired = end
+            if end >= table.next_event:
+                self.advance(table)
+        pool = self.pool
+        for block in record.pinned:
+            pool.unpin(block)
+        for block in record.dropped:
+            pool.release(block)
+        for table in record.leaving:
+            self.release_table(table)
+        self.host_free.extend(record.host_slots)
+
+    def advance(self, table: SequenceTable) -> None:
+        """Publishes and drops what a table's progress allows; dropped blocks wait for the steps that list them."""
+        dropped = table.advance(self.groups, self.publishing)
+        if not dropped:
+            return
+        record = self.steps.get(table.last_step)
+        if record is None:
+            for block in dropped:
+                self.pool.release(block)
+        else:
+            record.dropped.extend(dropped)
+
+    def attach_table(self, sequence: SequenceState) -> int:
+        """Gives a sequence a table that starts with its longest cached prefix; returns that prefix's tokens.
+
+        At least one token is left to compute, because a step without a new token has no output.
+        """
+        length, blocks = 0, [[] for _ in self.groups]
+        if self.config.enable_prefix_caching:
+            limit = len(sequence.tokens) - 1
+            length, blocks = self.index.match(self.groups, sequence.chains, sequence.tokens, limit)
+            self.counters.queried_tokens += len(sequence.tokens)
+            self.counters.hit_tokens += length
+            for held in blocks:
+                for block in held:
+                    if block != NULL_BLOCK:
+                        self.pool.hold(block)
+        table = SequenceTable(sequence, blocks, length)
+        for number, group in enumerate(self.groups):
+            table.published[number] = len(blocks[number])
+            table.dropped[number] = group.first_needed_token(length) // (group.block_size or 1)
+        table.limit = length
+        sequence.table = table
+        return length
+
+    def detach_table(self, sequence: SequenceState) -> None:
+        """Takes a sequence's table away; its blocks return when the last step that uses them has retired."""
+        table, sequence.table = sequence.table, None
+        if table is None:
+            return
+        table.leave()
+        record = self.steps.get(table.last_step)
+        if record is None:
+            self.release_table(table)
+        else:
+            record.leaving.append(table)
+
+    def release_table(self, table: SequenceTable) -> None:
+        """Publishes what a table still has to offer and gives its holds back, last block first."""
+        for block in table.advance(self.groups, self.publishing):
+            self.pool.release(block)
+        for blocks in table.blocks:
+            for block in reversed(blocks):
+                if block != NULL_BLOCK:
+                    self.pool.release(block)
+
+    def drop_host_slots(self, sequence: SequenceState) -> None:
+        """Frees the host slots of a swapped-out sequence, after the step that fills them."""
+        swapped, sequence.swapped = sequence.swapped, None
+        if swapped is None:
+            return
+        slots = [slot for group in swapped.slots for slot in group if slot is not None]
+        record = self.steps.get(swapped.step_id)
+        (self.host_free if record is None else record.host_slots).extend(slots)

@@ -1,0 +1,190 @@
+"""What the cache knows of one sequence: its tokens and keys, and the table of the blocks that hold them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+from torch_core.cache.config import NULL_BLOCK, CacheGroup
+from torch_core.cache.keys import KeyChain
+from torch_core.cache.pool import BlockPool
+from torch_core.cache.prefix import PrefixIndex
+
+__all__ = ["SequenceState", "SequenceTable", "SwappedTable"]
+
+
+class SequenceTable:
+    """The blocks of a sequence in every group, and how far its steps have come.
+
+    A sequence that is preempted and resumed gets a new table; the old one lives on until the steps that use it have
+    retired. Only the allocator changes a table, and only by append, tail copy-on-write and window drop.
+
+    Attributes:
+        sequence: whose tokens these are.
+        seq_id: its id.
+        blocks: for each group, the block ids in order, null where a window has passed.
+        published: for each group, the number of leading blocks whose keys were published.
+        dropped: for each group, the number of leading blocks that were given back to the null block.
+        scheduled: tokens that committed steps write, at the latest; the position of the next one.
+        retired: tokens whose steps were seen.
+        trusted: token ids beyond this many may differ from what the table's steps wrote, because the table left its
+            sequence before they were known; None while it belongs to the sequence.
+        last_step: the latest step that uses the table; -1 for none.
+        limit: `scheduled` may grow to this without a new block or a copy.
+        next_event: the value of `retired` at which a key can be published or a block dropped.
+        rows: the tables as tuples, or None after a change.
+    """
+
+    __slots__ = (
+        "blocks",
+        "dropped",
+        "last_step",
+        "limit",
+        "next_event",
+        "published",
+        "retired",
+        "rows",
+        "scheduled",
+        "seq_id",
+        "sequence",
+        "trusted",
+    )
+
+    def __init__(self, sequence: SequenceState, blocks: list[list[int]], num_tokens: int) -> None:
+        self.sequence = sequence
+        self.seq_id = sequence.seq_id
+        self.blocks = blocks
+        self.published = [0] * len(blocks)
+        self.dropped = [0] * len(blocks)
+        self.scheduled = num_tokens
+        self.retired = num_tokens
+        self.trusted: int | None = None
+        self.last_step = -1
+        self.limit = 0
+        self.next_event: int | float = 0
+        self.rows: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def ready(self) -> int:
+        """Leading tokens that are written for certain and whose ids are known."""
+        known = len(self.sequence.tokens) if self.trusted is None else self.trusted
+        return min(self.retired, known)
+
+    def leave(self) -> None:
+        """Notes that the table no longer belongs to its sequence."""
+        self.trusted = len(self.sequence.tokens)
+
+    def freeze(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the tables as tuples, the same objects until a table changes."""
+        if self.rows is None:
+            self.rows = tuple(map(tuple, self.blocks))
+        return self.rows
+
+    def growth(self, end: int, groups: tuple[CacheGroup, ...], pool: BlockPool, claimed: dict[int, int]) -> Growth:
+        """Says what it takes to write the tokens from `scheduled` to `end - 1`; changes `claimed` only.
+
+        Args:
+            end: tokens after the step.
+            groups: the cache groups.
+            pool: tells who else holds the tail.
+            claimed: tails that sequences of the same plan copy, with the number of holds that this ends.
+
+        Returns:
+            For each group, the number of new blocks and the tail block to copy first, 0 for none.
+        """
+        found = []
+        for group, blocks in zip(groups, self.blocks, strict=True):
+            size = group.block_size or 1
+            copied = NULL_BLOCK
+            if end > self.scheduled and self.scheduled % size:
+                tail = blocks[self.scheduled // size]
+                others = pool.refs[tail] - pool.pins.get(tail, 0) - claimed.get(tail, 0) > 1
+                # A fork's partial tail can be full, and published, in its parent's table.
+                if others or tail in pool.index.keys:
+                    copied = tail
+                    claimed[tail] = claimed.get(tail, 0) + 1
+            found.append((-(-end // size) - len(blocks), copied))
+        return tuple(found)
+
+    def advance(self, groups: tuple[CacheGroup, ...], index: PrefixIndex | None) -> list[int]:
+        """Publishes the keys of blocks that are full, known and written; drops what no query sees any more.
+
+        Returns:
+            The blocks dropped. The caller gives their holds back.
+        """
+        ready = self.ready
+        gone: list[int] = []
+        next_event: int | float = math.inf
+        for number, (group, blocks) in enumerate(zip(groups, self.blocks, strict=True)):
+            size = group.block_size or 1
+            if index is not None:
+                self._publish(number, ready // size, index)
+                next_event = min(next_event, (self.published[number] + 1) * size)
+            if not group.keeps_everything:
+                needed = min(group.first_needed_token(ready) // size, len(blocks))
+                for position in range(self.dropped[number], needed):
+                    gone.append(blocks[position])
+                    blocks[position] = NULL_BLOCK
+                    self.rows = None
+                self.dropped[number] = max(self.dropped[number], needed)
+                next_event = min(next_event, group.position_that_frees((self.dropped[number] + 1) * size))
+        self.next_event = next_event
+        return gone
+
+    def _publish(self, number: int, count: int, index: PrefixIndex) -> None:
+        start = self.published[number]
+        if count <= start:
+            return
+        chain = self.sequence.chains[number]
+        chain.extend(self.sequence.tokens, count)
+        blocks = self.blocks[number]
+        for position in range(start, count):
+            if blocks[position] != NULL_BLOCK:
+                index.publish(number, chain, position, blocks[position])
+        self.published[number] = count
+
+
+#: For each group: the number of new blocks, and the tail block to copy first (the null block for none).
+Growth = tuple[tuple[int, int], ...]
+
+
+class SwappedTable:
+    """A table whose blocks are in host memory.
+
+    Attributes:
+        slots: for each group, the host slots in table order, None where the table has the null block.
+        scheduled: tokens that the table held.
+        retired: those of them whose steps had been seen.
+        dropped: for each group, its leading null blocks.
+        step_id: the step that copies the blocks to the host.
+    """
+
+    __slots__ = ("dropped", "retired", "scheduled", "slots", "step_id")
+
+    def __init__(self, slots: list[list[int | None]], table: SequenceTable, step_id: int) -> None:
+        self.slots = slots
+        self.scheduled = table.scheduled
+        self.retired = table.retired
+        self.dropped = table.dropped.copy()
+        self.step_id = step_id
+
+
+class SequenceState:
+    """A sequence: its id, its known token ids, its keys, and where its blocks are.
+
+    Attributes:
+        seq_id: the caller's name for it.
+        tokens: known token ids, as int32.
+        chains: for each group, the key chain; groups of equal block size share one.
+        table: the blocks on the device; None while preempted or swapped out.
+        swapped: the blocks in host memory; None unless swapped out.
+    """
+
+    __slots__ = ("chains", "seq_id", "swapped", "table", "tokens")
+
+    def __init__(self, seq_id: str, tokens: array[int], chains: tuple[KeyChain, ...]) -> None:
+        self.seq_id = seq_id
+        self.tokens = tokens
+        self.chains = chains
+        self.table: SequenceTable | None = None
+        self.swapped: SwappedTable | None = None
