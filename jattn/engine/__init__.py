@@ -2,7 +2,7 @@
 
 from jattn.engine.config import EngineConfig, MemoryPlan, plan_memory
 from jattn.engine.engine import Engine, TokenDelta
-from jattn.engine.llm import LLM, TextDelta, embedded_model_path, generate
+from jattn.engine.llm import LLM, TextDelta, generate
 from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "SamplingParams",
     "TextDelta",
     "TokenDelta",
-    "embedded_model_path",
     "generate",
     "plan_memory",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
+from jattn.load import TextTokenizer
 
 __all__ = ["Detokenizer"]
 
@@ -27,7 +27,7 @@ class Detokenizer:
         stopped: a stop string was found.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._token_ids: list[int] = []

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.detokenize import Detokenizer
 from jattn.engine.engine import Engine
 from jattn.engine.request import CompletionOutput, Request, RequestOutput, SamplingParams
-from jattn.load import LoadedModel, load_model
+from jattn.load import TextTokenizer, embedded_model_folder, load_model
+from jattn.models import Decoder
 from torch_core.errors import InvalidInput
 
-__all__ = ["LLM", "TextDelta", "embedded_model_path", "generate"]
+__all__ = ["LLM", "TextDelta", "generate"]
 
 Prompt = str | Sequence[int]
 
@@ -41,10 +41,16 @@ class LLM:
     """A model ready to generate.
 
     Args:
-        model: a Hugging Face folder of a Llama-family model, a `LoadedModel`, or None for the embedded model.
-        dtype: of the weights and the computation: "float32", "bfloat16" or "float16"; the checkpoint's if None.
-        implementation: of the attention ops; None for the fastest that runs here.
+        model: a Hugging Face folder of a Llama-family model, a `Decoder`, or None for the embedded model.
+        tokenizer: for a `Decoder`; a folder brings its own. Without one, prompts are lists of token ids.
+        dtype: see `jattn.load.load_model`; not for a `Decoder`.
+        implementation: of the attention ops, None for the fastest that runs here; not for a `Decoder`.
         config: the engine's sizes.
+
+    Attributes:
+        model: the decoder.
+        tokenizer: its tokenizer, or None.
+        engine: runs the requests; its statistics and programs are there.
 
     Raises:
         InvalidInput: a folder that cannot be loaded; the message names the file and what is wrong with it.
@@ -58,17 +64,24 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | LoadedModel | None = None,
+        model: str | os.PathLike[str] | Decoder | None = None,
         *,
+        tokenizer: TextTokenizer | None = None,
         dtype: str | None = None,
         implementation: str | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        if not isinstance(model, LoadedModel):
-            folder = embedded_model_path() if model is None else model
-            model = load_model(folder, dtype=dtype, implementation=implementation)
-        self.loaded = model
-        self.engine = Engine(model.model, config)
+        if isinstance(model, Decoder):
+            if dtype is not None or implementation is not None:
+                raise InvalidInput(
+                    "dtype and implementation belong to the Decoder that was passed; build it with them."
+                )
+        else:
+            folder = embedded_model_folder() if model is None else model
+            model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.engine = Engine(model, config)
 
     def generate(
         self,
@@ -114,8 +127,7 @@ class LLM:
     def _deltas(self, requests: list[Request]) -> Iterator[TextDelta]:
         index_of = {request.request_id: index for index, request in enumerate(requests)}
         detokenizers = [
-            Detokenizer(self.loaded.tokenizer, request.params.stop) if self.loaded.tokenizer else None
-            for request in requests
+            None if self.tokenizer is None else Detokenizer(self.tokenizer, request.params.stop) for request in requests
         ]
         unfinished = len(requests)
         try:
@@ -145,9 +157,9 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(prompt, str):
             return self.engine.add(prompt, params)
-        if self.loaded.tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
-        return self.engine.add(self.loaded.tokenizer.encode(prompt).ids, params, prompt=prompt)
+        return self.engine.add(self.tokenizer.encode(prompt), params, prompt=prompt)
 
     def _cancel(self, requests: list[Request]) -> None:
         for request in requests:
@@ -156,7 +168,7 @@ class LLM:
 
 
 def generate(
-    model: str | os.PathLike[str] | LoadedModel | LLM | None,
+    model: str | os.PathLike[str] | Decoder | LLM | None,
     prompts: Prompt | Sequence[Prompt],
     *,
     max_tokens: int = 64,
@@ -172,10 +184,10 @@ def generate(
     Build an `LLM` once instead when you call more than once: this builds one for each call unless given one.
 
     Args:
-        model: a model folder, a `LoadedModel`, an `LLM`, or None for the embedded model.
+        model: a model folder, a `Decoder`, an `LLM`, or None for the embedded model.
         prompts: a string, a list of token ids, or a list of either.
         max_tokens, temperature, top_k, top_p, seed, stop: as in `SamplingParams`.
-        implementation: of the attention ops; ignored for an `LLM`, which has its own.
+        implementation: of the attention ops, when `model` is a folder or None.
 
     Example:
         >>> output = generate(None, "The list", max_tokens=4)[0]
@@ -185,13 +197,9 @@ def generate(
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=stop
     )
-    llm = model if isinstance(model, LLM) else LLM(model, implementation=implementation)
-    return llm.generate(prompts, params)
-
-
-def embedded_model_path() -> str:
-    """Returns the folder of the small model that comes with the package."""
-    return str(resources.files("jattn") / "assets")
+    if not isinstance(model, LLM):
+        model = LLM(model, implementation=implementation)
+    return model.generate(prompts, params)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

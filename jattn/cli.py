@@ -1,0 +1,199 @@
+"""The command line: `jattn generate`, `crosscheck`, `doctor` and `bench`; the only place that prints."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch_core.errors import InvalidInput, JattnError
+
+__all__ = ["main"]
+
+_BENCHMARKS = ("generate", "allocator", "decode", "prefill", "overhead")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code: 0 fine, 1 a failed comparison, 2 bad arguments or input."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.command != "bench":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return arguments.run(arguments, rest)
+    except JattnError as error:
+        print(f"jattn: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader went away (as in `jattn generate | head`); there is nobody to tell, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jattn", description="Paged attention for JAX and Flax.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    generate = commands.add_parser("generate", help="generate text from one or more prompts")
+    generate.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    generate.add_argument("--max-tokens", type=int, default=64, help="tokens to generate for each prompt (64)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    generate.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 for all (0)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (1)")
+    generate.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
+    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
+    _add_implementation(generate)
+    generate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
+    generate.set_defaults(run=_generate)
+
+    crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
+    crosscheck.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
+    crosscheck.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    crosscheck.add_argument("--max-tokens", type=int, default=32, help="greedy tokens to compare (32)")
+    _add_implementation(crosscheck)
+    crosscheck.set_defaults(run=_crosscheck)
+
+    doctor = commands.add_parser("doctor", help="say what works on this machine and why the rest does not")
+    doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser("bench", help="measure; see `jattn bench NAME --help`", add_help=False)
+    bench.add_argument("name", nargs="?", help=f"one of {', '.join(_BENCHMARKS)}")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _add_implementation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--implementation", choices=("triton", "torch", "xla"), help="of the attention ops (default: the fastest here)"
+    )
+
+
+_DEFAULT_PROMPT = "The for statement is used to"
+
+
+def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from jattn.engine import LLM, EngineConfig, SamplingParams
+
+    prompts = arguments.prompt or [_DEFAULT_PROMPT]
+    params = [
+        SamplingParams(
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            max_tokens=arguments.max_tokens,
+            seed=(arguments.seed + index) & 0xFFFFFFFF,
+        )
+        for index in range(len(prompts))
+    ]
+    config = EngineConfig(max_num_seqs=max(8, min(len(prompts), 64)))
+    llm = LLM(arguments.model, dtype=arguments.dtype, implementation=arguments.implementation, config=config)
+    started = time.monotonic()
+    results: dict[int, Any] = {}
+    shown: list[str] = [""] * len(prompts)
+    stream = llm.stream(prompts, params)
+    if not arguments.json and len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+    peak_blocks = 0
+    for delta in stream:
+        peak_blocks = max(peak_blocks, llm.engine.cache_stats().used)
+        if delta.output is not None:
+            results[delta.index] = delta.output
+        if arguments.json:
+            continue
+        if len(prompts) == 1:
+            print(delta.text, end="", flush=True)
+        else:
+            shown[delta.index] += delta.text
+            _print_whole_lines(delta.index, shown, finished=delta.output is not None)
+    if not arguments.json and len(prompts) == 1:
+        print()
+    outputs = [results[index] for index in range(len(prompts))]
+    summary = _summary(outputs, started, peak_blocks, llm)
+    if arguments.json:
+        print(json.dumps({"outputs": [_as_json(output) for output in outputs], **summary}, indent=2))
+    print(
+        f"{summary['new_tokens']} tokens from {len(outputs)} prompts; time to first token "
+        f"{summary['time_to_first_token_s'] * 1e3:.0f} ms (compilation included), then "
+        f"{summary['tokens_per_second']:.0f} tokens/s; cache {summary['peak_blocks']} of "
+        f"{summary['num_blocks']} blocks ({summary['cache_bytes'] / 2**20:.1f} MiB); "
+        f"{summary['programs']} programs compiled.",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _print_whole_lines(index: int, shown: list[str], *, finished: bool) -> None:
+    """Streams several prompts at once without mixing them inside a line."""
+    *lines, open_line = shown[index].split("\n")
+    if finished:
+        lines, open_line = [*lines, open_line], ""
+    for line in lines:
+        print(f"[{index}] {line}", flush=True)
+    shown[index] = open_line
+
+
+def _summary(outputs: list[Any], started: float, peak_blocks: int, llm: Any) -> dict[str, Any]:
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    first = min(output.metrics.first_token_time for output in outputs)
+    last = max(output.metrics.finish_time for output in outputs)
+    plan = llm.engine.memory_plan
+    return {
+        "new_tokens": tokens,
+        "time_to_first_token_s": first - started,
+        "tokens_per_second": (tokens - len(outputs)) / max(last - first, 1e-9),
+        "peak_blocks": peak_blocks,
+        "num_blocks": plan.num_blocks,
+        "cache_bytes": plan.num_bytes,
+        "programs": len(llm.engine.programs),
+    }
+
+
+def _as_json(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "prompt": output.prompt,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _crosscheck(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from jattn.testing import compare_with_torch
+
+    report = compare_with_torch(
+        arguments.model,
+        arguments.prompt,
+        implementations=None if arguments.implementation is None else (arguments.implementation,),
+        max_tokens=arguments.max_tokens,
+    )
+    print(report)
+    return 0 if report.passed else 1
+
+
+def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from jattn.doctor import collect
+
+    print(collect())
+    return 0
+
+
+def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
+    if arguments.name in (None, "-h", "--help"):
+        print(f"usage: jattn bench {{{','.join(_BENCHMARKS)}}} [options]; see `jattn bench NAME --help`")
+        return 0
+    if arguments.name not in _BENCHMARKS:
+        raise InvalidInput(f"bench {arguments.name!r} does not exist; use one of {', '.join(_BENCHMARKS)}.")
+    return importlib.import_module(f"jattn.bench.{arguments.name}").main(rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The rules of the house that a machine can check: import arrows, file sizes, forbidden statements, quiet imports."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch_core", "jattn")
+MAX_LINES = 500
+
+# Which of our own rooms a room may import. errors and specs are open to everybody.
+ARROWS: dict[str, set[str]] = {
+    "torch_core.errors": set(),
+    "torch_core.specs": set(),
+    "torch_core.cache": set(),
+    "torch_core.metadata": set(),
+    "torch_core.kernels": set(),
+    "torch_core.plans": {"torch_core.kernels"},
+    "torch_core.launch": {"torch_core.plans", "torch_core.kernels"},
+    "torch_core.backends": {"torch_core.launch", "torch_core.metadata", "torch_core.plans"},
+    "torch_core.vllm_compat": {"torch_core.launch"},
+    "torch_core.reference": set(),
+    "jattn.bridge": {"torch_core.launch", "torch_core.plans"},
+    "jattn.metadata": {"torch_core.metadata"},
+    "jattn.ops": {"jattn.bridge"},
+    "jattn.pool": {"jattn.bridge"},
+    "jattn.nn": {"jattn.ops", "jattn.pool", "jattn.metadata"},
+    "jattn.models": {"jattn.nn", "jattn.metadata"},
+    "jattn.load": {"jattn.models"},
+    "jattn.engine": {
+        "jattn.models",
+        "jattn.load",
+        "jattn.pool",
+        "jattn.metadata",
+        "torch_core.cache",
+        "torch_core.metadata",
+    },
+    "jattn.testing": {
+        "jattn.engine",
+        "jattn.load",
+        "jattn.models",
+        "jattn.metadata",
+        "jattn.ops",
+        "jattn.pool",
+        "torch_core.metadata",
+        "torch_core.reference",
+    },
+}
+OPEN_TO_ALL = {"torch_core.errors", "torch_core.specs"}
+# The rooms on top, which may use everything below them.
+TOP = {"jattn", "jattn.cli", "jattn.doctor", "jattn.bench"}
+
+# What each room may take from outside the standard library; None for anything that is a dependency.
+OUTSIDE: dict[str, set[str]] = {
+    "torch_core": set(),
+    "torch_core.errors": set(),
+    "torch_core.specs": set(),
+    "torch_core.cache": set(),
+    "torch_core.metadata": {"numpy"},
+    "torch_core.kernels": {"triton"},
+    "torch_core.plans": {"triton"},
+}
+NEVER = {"torch_core": {"jax", "jaxlib", "flax"}}
+FORBIDDEN_CALLS = {"eval", "exec"}
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield room_of(path), path
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0] if parts[1] == "__init__" else ".".join(parts[:2])
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every imported module, the ones inside functions included; imports for type checkers only are not."""
+    skipped = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [alias.name for alias in node.names]
+            # "from torch_core import launch" imports the room, not the package alone.
+            is_package = node.module in PACKAGES
+            yield from (f"{node.module}.{name}" if is_package else node.module for name in names)
+        elif isinstance(node, ast.ImportFrom):
+            yield f"relative import of level {node.level}"
+
+
+def broken_arrows(room: str, modules: Iterator[str]) -> list[str]:
+    return [f"{room} imports {module}" for module in modules if not may_import(room, module)]
+
+
+def may_import(room: str, module: str) -> bool:
+    first = module.split(".")[0]
+    if first.startswith("relative import"):
+        return False
+    if first in PACKAGES:
+        target = ".".join(module.split(".")[:2])
+        return room in TOP or target in ARROWS.get(room, set()) | OPEN_TO_ALL | {room, first}
+    if first in NEVER.get(room.split(".")[0], set()):
+        return False
+    return first in sys.stdlib_module_names or first in OUTSIDE.get(room, {first})
+
+
+def test_every_import_follows_an_arrow() -> None:
+    broken = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for room, path in sources()
+        for line in broken_arrows(room, imported(ast.parse(path.read_text())))
+    ]
+
+    assert broken == []
+
+
+def test_every_room_is_drawn_on_the_map() -> None:
+    rooms = {room for room, _ in sources()} - {"torch_core"}
+
+    assert rooms - set(ARROWS) - TOP == set()
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "verdict"),
+    [
+        ("torch_core.cache", "import numpy", ["torch_core.cache imports numpy"]),
+        ("torch_core.metadata", "from torch_core.cache import pool", ["torch_core.metadata imports torch_core.cache"]),
+        ("torch_core.launch", "import jax.numpy", ["torch_core.launch imports jax.numpy"]),
+        ("jattn.ops", "from torch_core import launch", ["jattn.ops imports torch_core.launch"]),
+        ("jattn.nn", "from . import paged", ["jattn.nn imports relative import of level 1"]),
+        ("jattn.engine", "from torch_core.reference import attention", ["jattn.engine imports torch_core.reference"]),
+        ("jattn.engine", "from torch_core.cache import CacheManager", []),
+        ("jattn.engine", "if TYPE_CHECKING:\n    import torch_core.reference", []),
+    ],
+)
+def test_a_wrong_import_is_found(room: str, line: str, verdict: list[str]) -> None:
+    assert broken_arrows(room, imported(ast.parse(line))) == verdict
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")) + [path for _, path in sources()], ids=str)
+def test_no_file_is_longer_than_a_person_reads(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def forbidden(tree: ast.AST, *, may_print: bool) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            found.append(f"assert in line {node.lineno}")
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            found.append(f"bare except in line {node.lineno}")
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        if called in FORBIDDEN_CALLS or (called == "print" and not may_print):
+            found.append(f"{called} in line {node.lineno}")
+        if isinstance(node, ast.Import) and any(alias.name == "pickle" for alias in node.names):
+            found.append(f"pickle in line {node.lineno}")
+    return found
+
+
+def test_no_assert_print_eval_or_pickle_in_the_packages() -> None:
+    # What a command prints is its result; everything else raises or returns.
+    printing = {"jattn.cli", "jattn.bench"}
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for room, path in sources()
+        for line in forbidden(ast.parse(path.read_text()), may_print=room in printing)
+    ]
+
+    assert found == []
+
+
+def test_forbidden_statements_are_found() -> None:
+    code = "assert x\nprint(x)\neval(x)\nimport pickle\ntry:\n    pass\nexcept:\n    pass\n"
+
+    assert len(forbidden(ast.parse(code), may_print=False)) == 5
+
+
+PROBE = """
+import json, os, sys
+{libraries}
+before = dict(os.environ)
+{imports}
+loaded = sorted({{name.split(".")[0] for name in sys.modules}})
+state = {{"environment": {{k: v for k, v in os.environ.items() if before.get(k) != v}}, "loaded": loaded}}
+if "jax" in loaded:
+    import jax
+    from jax._src import xla_bridge
+    state["backends"] = list(xla_bridge._backends)
+    state["config"] = [name for name, value in default_config.items() if jax.config.values.get(name) != value]
+if "torch" in loaded:
+    import torch
+    state["cuda"] = torch.cuda.is_initialized()
+    state["threads"] = torch.get_num_threads() == threads
+print(json.dumps(state))
+"""
+# jax and torch write some variables of their own when they are imported; only what comes after counts.
+WITH_DEFAULTS = """
+import jax, torch
+default_config = dict(jax.config.values)
+threads = torch.get_num_threads()
+"""
+
+
+def in_fresh_process(imports: str, libraries: str = "") -> dict:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(imports=imports, libraries=libraries)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+        timeout=300,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_jattn_changes_no_environment_no_jax_config_and_no_device() -> None:
+    state = in_fresh_process(
+        "import jattn, jattn.engine, jattn.ops, jattn.nn, jattn.pool, jattn.load, jattn.cli", libraries=WITH_DEFAULTS
+    )
+
+    assert state["environment"] == {}
+    assert state["config"] == []
+    assert state["backends"] == []
+    assert state["cuda"] is False
+    assert state["threads"] is True
+
+
+def test_a_change_of_environment_or_config_would_be_seen() -> None:
+    state = in_fresh_process(
+        "os.environ['NEW'] = '1'; jax.config.update('jax_debug_nans', True); jax.devices()", libraries=WITH_DEFAULTS
+    )
+
+    assert state["environment"] == {"NEW": "1"}
+    assert state["config"] == ["jax_debug_nans"]
+    assert state["backends"] != []
+
+
+def test_the_allocator_loads_no_framework() -> None:
+    state = in_fresh_process("import torch_core.cache")
+
+    assert {"torch", "numpy", "jax", "triton"} & set(state["loaded"]) == set()
+
+
+def test_the_metadata_builders_load_numpy_alone() -> None:
+    state = in_fresh_process("import torch_core.metadata")
+
+    assert {"torch", "jax", "triton"} & set(state["loaded"]) == set()
+
+
+def test_import_jattn_loads_neither_jax_nor_torch() -> None:
+    state = in_fresh_process("import jattn")
+
+    assert {"torch", "jax", "triton"} & set(state["loaded"]) == set()
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import jattn
+
+    missing = [name for name in jattn.__all__ if getattr(jattn, name, None) is None]
+
+    assert missing == []
