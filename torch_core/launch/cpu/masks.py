@@ -1,0 +1,108 @@
+"""Which keys can matter to a run of query rows, and the additive float32 mask over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_core.specs import AttentionSpec
+
+__all__ = ["Extras", "additive_mask", "first_row_with_keys", "key_range"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What one sequence adds to an `AttentionSpec`; every field may be None.
+
+    Attributes:
+        causal: overrides `spec.causal`.
+        mm_ranges: int `[ranges, 2]`, inclusive spans of bidirectional attention.
+        qq_bias: float32 `[rows, rows]`, bias between the new tokens.
+        alibi_slopes: float32 `[num_heads]`.
+    """
+
+    causal: bool | None = None
+    mm_ranges: np.ndarray | None = None
+    qq_bias: np.ndarray | None = None
+    alibi_slopes: np.ndarray | None = None
+
+    def is_causal(self, spec: AttentionSpec) -> bool:
+        """Whether this sequence has a causal mask."""
+        return spec.causal if self.causal is None else self.causal
+
+
+def key_range(first_p: int, last_p: int, key_len: int, causal: bool, spec: AttentionSpec) -> tuple[int, int]:
+    """Returns the first and last-plus-one key that some row at positions `first_p..last_p` may see.
+
+    Example:
+        >>> key_range(9, 9, 10, True, AttentionSpec(scale=1.0, window_left=3))
+        (6, 10)
+    """
+    low, high = 0, key_len
+    if causal:
+        high = min(high, last_p + 1)
+    if spec.window_left is not None:
+        low = max(low, first_p - spec.window_left)
+    if spec.window_right is not None:
+        high = min(high, last_p + spec.window_right + 1)
+    if spec.attention_chunk is not None:
+        low = max(low, first_p // spec.attention_chunk * spec.attention_chunk)
+        high = min(high, (last_p // spec.attention_chunk + 1) * spec.attention_chunk)
+    return min(low, key_len), max(high, 0)
+
+
+def first_row_with_keys(query_len: int, key_len: int, causal: bool, spec: AttentionSpec) -> int:
+    """Returns the first query row that sees a key; all later rows see one too. Rows before position 0 may see none.
+
+    Example:
+        >>> first_row_with_keys(5, 3, True, AttentionSpec(scale=1.0))
+        2
+    """
+    if key_len == 0:
+        return query_len
+    if causal or spec.attention_chunk is not None:
+        return max(0, query_len - key_len)
+    if spec.window_right is not None:
+        return max(0, query_len - key_len - spec.window_right)
+    return 0
+
+
+def additive_mask(
+    positions: tuple[int, int], keys: tuple[int, int], context_len: int, spec: AttentionSpec, extras: Extras
+) -> np.ndarray:
+    """Returns float32 `[num_heads or 1, rows, keys]`: the biases on visible keys and -inf on hidden ones.
+
+    Args:
+        positions: first and last-plus-one position of the query rows.
+        keys: first and last-plus-one key.
+        context_len: position of the sequence's first query row; may be negative.
+        spec: the static options.
+        extras: what this sequence adds.
+    """
+    p = np.arange(*positions)[:, None]
+    j = np.arange(*keys)[None, :]
+    hidden = np.zeros((p.shape[0], j.shape[1]), bool)
+    if extras.is_causal(spec):
+        hidden |= j > p
+    if spec.window_left is not None:
+        hidden |= j < p - spec.window_left
+    if spec.window_right is not None:
+        hidden |= j > p + spec.window_right
+    if spec.attention_chunk is not None:
+        hidden |= j // spec.attention_chunk != p // spec.attention_chunk
+    if extras.mm_ranges is not None:
+        for first, last in extras.mm_ranges.tolist():
+            if first < last:
+                hidden &= ~((first <= p) & (p <= last) & (first <= j) & (j <= last))
+    mask = np.zeros((1, *hidden.shape), np.float32)
+    if extras.alibi_slopes is not None:
+        distance = (j - p).astype(np.float32)
+        form = -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance
+        mask = extras.alibi_slopes[:, None, None] * form
+    if extras.qq_bias is not None:
+        first_new = max(context_len, keys[0])
+        rows = slice(positions[0] - context_len, positions[1] - context_len)
+        mask[:, :, first_new - keys[0] :] += extras.qq_bias[rows, first_new - context_len : keys[1] - context_len]
+    mask[:, hidden] = -np.inf
+    return mask

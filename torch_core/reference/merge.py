@@ -1,0 +1,43 @@
+"""How two attention results over disjoint sets of keys become the result over their union."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["merge_states"]
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges two partial attention results (FlashDecoding; section 3.1 of FlashInfer, arXiv 2501.01005).
+
+    With `lse = log(exp(lse_a) + exp(lse_b))` the output is `exp(lse_a - lse) out_a + exp(lse_b - lse) out_b`. A state
+    with lse -inf is empty: what its output holds is not read. +inf counts as empty too: FlashAttention-2 writes it
+    for rows without keys. Two empty states give zeros and -inf. If both parts had the same sink, it counts twice:
+    give sinks to one part only.
+
+    Args:
+        out_a: `[num_tokens, num_heads, head_size]`.
+        lse_a: `[num_tokens, num_heads]`, natural logarithm.
+        out_b: as `out_a`.
+        lse_b: as `lse_a`.
+
+    Returns:
+        The merged output in the dtype of `out_a` and the merged lse in the dtype of `lse_a`. The arithmetic is
+        float32, or float64 when a float64 tensor comes in.
+
+    Example:
+        >>> one, two = torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0)
+        >>> merge_states(one, torch.zeros(1, 1), two, torch.zeros(1, 1))[0].item()
+        1.5
+    """
+    dtype = torch.float64 if torch.float64 in (out_a.dtype, out_b.dtype, lse_a.dtype, lse_b.dtype) else torch.float32
+    parts = []
+    for part_out, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        part_lse = part_lse.to(dtype).masked_fill(part_lse == torch.inf, -torch.inf)
+        parts.append((part_out.to(dtype).masked_fill((part_lse == -torch.inf)[..., None], 0), part_lse))
+    (a, a_lse), (b, b_lse) = parts
+    lse = torch.logaddexp(a_lse, b_lse)
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    out = torch.exp(a_lse - finite)[..., None] * a + torch.exp(b_lse - finite)[..., None] * b
+    return out.to(out_a.dtype), lse.to(lse_a.dtype)

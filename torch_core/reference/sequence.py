@@ -1,0 +1,135 @@
+"""Attention of one sequence over its own keys and values: the arithmetic that dense and paged attention share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_core.errors import InvalidInput
+from torch_core.reference.masks import score_bias, visible_keys
+from torch_core.specs import AttentionSpec
+
+__all__ = ["attend_sequence", "empty_results", "start_offsets", "store_output"]
+
+
+def attend_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: AttentionSpec,
+    causal: bool | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mm_prefix_range: Tensor | None = None,
+    qq_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attends one sequence, in the dtype of its arguments (which have their scales applied already).
+
+    Score of query `i` and key `j`: `scale * q_i . k_j`, then the soft cap `cap * tanh(score / cap)`, then the ALiBi
+    and query-query biases, then the mask. The softmax of a row runs over its visible keys and, with sinks, over one
+    more logit per head that has no value (gpt-oss; the "attention sink" of vLLM). Key and value rows that no query
+    sees are never read into a result, whatever they contain: 0 x NaN would be NaN, so they are set to zero first.
+
+    Args:
+        query: `[query_len, num_heads, head_size]`.
+        key: `[key_len, num_kv_heads, head_size]`; query head `h` reads key head `h // (num_heads // num_kv_heads)`.
+        value: `[key_len, num_kv_heads, value_head_size]`.
+        spec: the static options.
+        causal: overrides `spec.causal`.
+        alibi_slopes: float `[num_heads]`.
+        sinks: float `[num_heads]`.
+        mm_prefix_range: int `[ranges, 2]`; see `visible_keys`.
+        qq_bias: float `[rows, rows]`; see `score_bias`.
+
+    Returns:
+        The output `[query_len, num_heads, value_head_size]` in the dtype of `query`, and the natural logarithm of
+        each row's softmax denominator (sink included), `[query_len, num_heads]`, float64 for a float64 query and
+        float32 otherwise. A row that sees no key gives zeros and -inf, with or without a sink.
+    """
+    query_len, num_heads, _ = query.shape
+    key_len, num_kv_heads, _ = key.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    visible = visible_keys(query_len, key_len, spec=spec, causal=causal, mm_prefix_range=mm_prefix_range)
+    bias = score_bias(query_len, key_len, spec=spec, alibi_slopes=alibi_slopes, qq_bias=qq_bias, dtype=lse_dtype)
+    hidden_from_all = ~visible.any(dim=0)
+    key = key.masked_fill(hidden_from_all[:, None, None], 0)
+    value = value.masked_fill(hidden_from_all[:, None, None], 0)
+
+    group_size = num_heads // num_kv_heads
+    key = key.repeat_interleave(group_size, dim=1)
+    value = value.repeat_interleave(group_size, dim=1)
+
+    scores = spec.scale * torch.einsum("ihd,jhd->hij", query, key)
+    if spec.logits_soft_cap is not None:
+        scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+    scores = scores.to(lse_dtype)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~visible, -torch.inf)
+
+    # A row that sees nothing keeps a shift of 0: exp(-inf - 0) is 0, where exp(-inf + inf) would be NaN.
+    seen = visible.any(dim=1)
+    shift = scores.amax(dim=-1, keepdim=True) if key_len else scores.new_zeros(num_heads, query_len, 1)
+    if sinks is not None:
+        sinks = sinks.cpu().to(lse_dtype)[:, None, None]
+        shift = torch.maximum(shift, sinks)
+    shift = shift.masked_fill(shift == -torch.inf, 0)
+    weights = torch.exp(scores - shift)
+    denominator = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        denominator = denominator + torch.exp(sinks - shift)
+    lse = (denominator.log() + shift).squeeze(-1).masked_fill(~seen, -torch.inf)
+    weights = (weights / denominator.masked_fill(denominator == 0, 1)).to(query.dtype)
+    output = torch.einsum("hij,jhd->ihd", weights, value)
+    return output, lse.T
+
+
+def empty_results(
+    query: Tensor, value_head_size: int, compute_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Returns the output and lse of rows that no sequence owns (zeros, -inf) and the dtype to compute in.
+
+    The output has the dtype of the query (bfloat16 for an fp8 query) unless `compute_dtype` is given: then that.
+    """
+    output_dtype = query.dtype if query.dtype.itemsize > 1 else torch.bfloat16
+    if compute_dtype is not None:
+        output_dtype = compute_dtype
+    elif output_dtype == torch.float64:
+        compute_dtype = torch.float64
+    else:
+        compute_dtype = torch.float32
+    num_tokens, num_heads, _ = query.shape
+    output = torch.zeros(num_tokens, num_heads, value_head_size, dtype=output_dtype)
+    lse_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    return output, torch.full((num_tokens, num_heads), -torch.inf, dtype=lse_dtype), compute_dtype
+
+
+def start_offsets(name: str, start_loc: Tensor, num_rows: int, max_len: int | None) -> list[int]:
+    """Returns cumulative offsets as a list after checking that they start at 0, never fall, and fit `num_rows`."""
+    starts = start_loc.tolist()
+    if not starts or starts[0] != 0:
+        raise InvalidInput(f"{name} starts with {starts[:1]}; it must hold num_seqs + 1 offsets, the first one 0.")
+    for index in range(len(starts) - 1):
+        length = starts[index + 1] - starts[index]
+        if length < 0:
+            raise InvalidInput(
+                f"{name}[{index + 1}] is {starts[index + 1]}, below {name}[{index}]; offsets never fall."
+            )
+        if max_len is not None and length > max_len:
+            raise InvalidInput(f"sequence {index} has {length} rows in {name}; the stated maximum is {max_len}.")
+    if starts[-1] > num_rows:
+        raise InvalidInput(f"{name}[-1] is {starts[-1]}; the tensor that it divides has only {num_rows} rows.")
+    return starts
+
+
+def store_output(output: Tensor, out: Tensor | None, out_scale: Tensor | float | None, device: torch.device) -> Tensor:
+    """Returns the output on `device`, in `out` when it is given; an fp8 `out` is divided by its scale and saturates."""
+    if out is None:
+        return output.to(device)
+    if out_scale is not None:
+        output = output / torch.as_tensor(out_scale).cpu().to(output.dtype).reshape(())
+    if out.dtype.itemsize == 1:
+        largest = torch.finfo(out.dtype).max
+        output = output.clamp(-largest, largest)
+    return out.copy_(output)
