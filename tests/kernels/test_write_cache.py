@@ -86,6 +86,22 @@ def test_a_write_follows_the_strides_of_its_arguments(seed):
     torch.testing.assert_close(strided.contiguous(), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("per_token_head", [False, True])
+def test_a_pair_of_caches_may_differ_in_head_size(per_token_head, seed):
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(3, 2, 24, generator=generator), torch.randn(3, 2, 16, generator=generator)
+    dtype = torch.int8 if per_token_head else torch.float32
+    caches = (torch.zeros(3, 4, 2, 24, dtype=dtype), torch.zeros(3, 4, 2, 16, dtype=dtype))
+    scales = {name: torch.zeros(3, 4, 2) for name in ("k_scale_cache", "v_scale_cache")} if per_token_head else {}
+    expected = (caches[0].clone(), caches[1].clone())
+    expected_scales = {name: scale.clone() for name, scale in scales.items()}
+    slots = torch.tensor([11, -1, 0], dtype=torch.int32)
+    reference.write_kv_cache(key, value, expected, slots, **expected_scales)
+    write_kv_cache(key, value, caches, slots, **scales)
+    for found, wanted in zip((*caches, *scales.values()), (*expected, *expected_scales.values()), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_many_tokens_take_several_programs_and_a_wide_row_several_columns(seed):
     generator = torch.Generator().manual_seed(seed)
     key, value = torch.randn(2, 600, 1, 8, generator=generator)
@@ -132,6 +148,11 @@ def test_no_tokens_are_no_launch():
         ({"value": torch.zeros(1, 1, 8)}, InvalidInput, "value has 1 tokens and slot_mapping 2"),
         ({"slot_mapping": torch.zeros(2)}, InvalidInput, r"slot_mapping is float32\[2\]; it must be int32"),
         ({"slot_mapping": torch.zeros(4, dtype=torch.int32)[::2]}, InvalidInput, "slot_mapping has strides"),
+        (
+            {"kv_cache": (torch.zeros(1, 4, 1, 8), torch.zeros(1, 5, 1, 8))},
+            InvalidInput,
+            r"value_cache is float32\[1, 5, 1, 8\]; both caches must be",
+        ),
         ({"kv_cache": torch.zeros(1, 3, 4, 1, 8)}, InvalidInput, r"kv_cache has shape \[1, 3, 4, 1, 8\]"),
         ({"kv_cache": torch.zeros(1, 2, 4, 1, 16)[..., ::2]}, InvalidInput, "the last one must be 1"),
         ({"key": torch.zeros(2, 1, 8, dtype=torch.int8)}, InvalidInput, "key is int8 and kv_cache float32"),

@@ -22,7 +22,7 @@ _Scale = float | torch.Tensor | None
 def write_kv_cache(
     key: torch.Tensor,
     value: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     slot_mapping: torch.Tensor,
     *,
     k_scale: _Scale = None,
@@ -35,7 +35,8 @@ def write_kv_cache(
     Args:
         key: [num_tokens or more, num_kv_heads, head_size].
         value: the same.
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], written in place.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], or a pair of a key cache
+            [num_blocks, block_size, num_kv_heads, head_size] and a value cache; written in place.
         slot_mapping: int32 or int64 [num_tokens]; -1 writes nothing.
         k_scale: stored key * k_scale = key; a number or a one-element float32 tensor.
         v_scale: the same for values.
@@ -51,30 +52,26 @@ def write_kv_cache(
         raise InvalidInput("k_scale_cache and v_scale_cache go together; give both or none.")
     if slot_mapping.shape[0] == 0:
         return
-    if k_scale_cache is not None and v_scale_cache is not None:
+    tensors = {"key": key, "value": value, "slot_mapping": slot_mapping}
+    if isinstance(kv_cache, torch.Tensor):
+        tensors["kv_cache"] = kv_cache
+        caches = array_spec(kv_cache)
+    else:
+        tensors["key_cache"], tensors["value_cache"] = kv_cache
+        caches = (array_spec(kv_cache[0]), array_spec(kv_cache[1]))
+    new = (array_spec(key), array_spec(value))
+    slots = array_spec(slot_mapping)
+    if k_scale_cache is None or v_scale_cache is None:
+        scales = (_scale("k_scale", k_scale, tensors), _scale("v_scale", v_scale, tensors))
+        plan = plan_write_kv_cache(*new, caches, slots, *scales)
+    else:
         if k_scale is not None or v_scale is not None:
             raise InvalidInput(
                 "k_scale and k_scale_cache (or v_scale and v_scale_cache) are both given; pass one kind."
             )
-        arguments = {
-            "key": key,
-            "value": value,
-            "kv_cache": kv_cache,
-            "k_scale_cache": k_scale_cache,
-            "v_scale_cache": v_scale_cache,
-            "slot_mapping": slot_mapping,
-        }
-        run_operation(plan_write_kv_cache_per_token_head(*map(array_spec, arguments.values())), arguments)
-        return
-    tensors = {"key": key, "value": value, "slot_mapping": slot_mapping, "kv_cache": kv_cache}
-    plan = plan_write_kv_cache(
-        array_spec(key),
-        array_spec(value),
-        array_spec(kv_cache),
-        array_spec(slot_mapping),
-        _scale("k_scale", k_scale, tensors),
-        _scale("v_scale", v_scale, tensors),
-    )
+        tensors["k_scale_cache"], tensors["v_scale_cache"] = k_scale_cache, v_scale_cache
+        scale_caches = (array_spec(k_scale_cache), array_spec(v_scale_cache))
+        plan = plan_write_kv_cache_per_token_head(*new, caches, *scale_caches, slots)
     run_operation(plan, tensors)
 
 

@@ -1,0 +1,188 @@
+"""Compiled kernels for the native bridge: in memory, and on disk in a directory that only its owner can write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_core.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch_core.plans.compile import KernelVariant
+
+__all__ = ["KernelCache", "KernelImage", "TensorMap", "default_directory"]
+
+# Part of every key: raise it when the contents of a file change their meaning.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What the compiler fixed about one TMA descriptor parameter.
+
+    Attributes:
+        element_type: CUtensorMapDataType, as the driver numbers it.
+        swizzle: CUtensorMapSwizzle.
+        box: elements of one copy per axis, as the kernel's shared memory is laid out.
+    """
+
+    element_type: int
+    swizzle: int
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """A compiled kernel, as much of it as a launch needs.
+
+    Attributes:
+        name: the entry point in `ptx`.
+        ptx: the code.
+        num_warps: warps of one block, the workers of a warp-specialised kernel included.
+        shared_memory: bytes of dynamic shared memory.
+        tensor_maps: one per descriptor parameter, in order.
+    """
+
+    name: str
+    ptx: str
+    num_warps: int
+    shared_memory: int
+    tensor_maps: tuple[TensorMap, ...] = ()
+
+
+def default_directory() -> Path:
+    """Returns the directory that is used unless another one is given: `.cache/jattn/kernels` in the user's home."""
+    return Path.home() / ".cache" / "jattn" / "kernels"
+
+
+class KernelCache:
+    """Compiles each kernel variant once, for this process and for later ones.
+
+    Files are code: whoever can write them decides what runs on the device. So a directory that others may write is
+    refused, a file is written whole or not at all, and one whose checksum does not hold is compiled anew.
+
+    Args:
+        directory: where to keep the kernels; created with mode 700. None keeps them in memory only.
+
+    Raises:
+        Unsupported: the directory belongs to somebody else or others may write it; the message has the command.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._images: dict[tuple[KernelVariant, int], KernelImage] = {}
+        self._lock = threading.Lock()
+        self.num_compiled = 0
+        if directory is not None:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(directory)
+
+    def get(self, variant: KernelVariant, arch: int) -> KernelImage:
+        """Returns the compiled variant for CUDA compute capability `arch` (90 for Hopper).
+
+        Raises:
+            Unsupported: the kernel needs scratch memory made by the launcher, which a captured custom call cannot have.
+        """
+        with self._lock:
+            image = self._images.get((variant, arch))
+            if image is None:
+                image = self._load_or_compile(variant, arch)
+                self._images[variant, arch] = image
+            return image
+
+    def _load_or_compile(self, variant: KernelVariant, arch: int) -> KernelImage:
+        path = None if self._directory is None else self._directory / f"{_key(variant, arch)}.json"
+        image = None if path is None else _read(path)
+        if image is None:
+            image = _compile(variant, arch)
+            self.num_compiled += 1
+            if path is not None:
+                _write(path, image)
+        return image
+
+
+def _key(variant: KernelVariant, arch: int) -> str:
+    import triton
+
+    # source().hash() covers the text of the kernel and of everything it calls, types and constants.
+    parts = (_FORMAT, variant.source().hash(), sorted(variant.options().items()), triton.__version__, arch)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _compile(variant: KernelVariant, arch: int) -> KernelImage:
+    from torch_core.plans.compile import compile_variant
+
+    compiled = compile_variant(variant, arch)
+    metadata = compiled.metadata
+    if metadata.global_scratch_size:
+        raise Unsupported(
+            f"kernel {variant.name} asks the launcher for {metadata.global_scratch_size} bytes of scratch, which a "
+            "captured custom call cannot give; make its TMA descriptors on the host, its scratch a buffer of the plan."
+        )
+    return KernelImage(
+        name=metadata.name,
+        ptx=compiled.asm["ptx"],
+        num_warps=metadata.num_warps,
+        shared_memory=metadata.shared,
+        tensor_maps=tuple(_tensor_map(entry) for entry in getattr(metadata, "tensordesc_meta", None) or ()),
+    )
+
+
+def _tensor_map(entry: dict[str, Any]) -> TensorMap:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return TensorMap(
+        TMA_DTYPE_DEVICE_TO_HOST[entry["elem_type"]], entry["swizzle"], tuple(int(size) for size in entry["block_size"])
+    )
+
+
+def _read(path: Path) -> KernelImage | None:
+    try:
+        record = json.loads(path.read_text())
+        body = record["kernel"]
+        if record["checksum"] != _checksum(body):
+            return None
+        maps = tuple(TensorMap(m["element_type"], m["swizzle"], tuple(m["box"])) for m in body["tensor_maps"])
+        return KernelImage(**{**body, "tensor_maps": maps})
+    except (OSError, ValueError, KeyError, TypeError):
+        # Missing, or cut short by another program: the caller compiles and replaces it.
+        return None
+
+
+def _write(path: Path, image: KernelImage) -> None:
+    body = asdict(image)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump({"checksum": _checksum(body), "kernel": body}, file)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _check_private(directory: Path) -> None:
+    status = directory.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise Unsupported(f"the kernel cache {directory} is a symbolic link; name the directory itself.")
+    if status.st_uid != os.getuid():
+        raise Unsupported(
+            f"the kernel cache {directory} belongs to user {status.st_uid}; use one of your own (uid {os.getuid()})."
+        )
+    if status.st_mode & 0o022:
+        raise Unsupported(f"others may write the kernel cache {directory}; run: chmod go-w {directory}")
+    for parent in directory.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            raise Unsupported(f"everybody may replace the kernel cache {directory}; run: chmod o-w {parent}")
