@@ -27,8 +27,8 @@ def attention_combine_kernel(
     out_factor,
     window_left,
     attention_chunk,
+    max_chunks,
     BLOCK_CHUNKS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -52,7 +52,7 @@ def attention_combine_kernel(
         return
     token = query_start + index
     head = tl.program_id(1)
-    slot = tl.program_id(0).to(tl.int64) * (MAX_CHUNKS * NUM_HEADS) + head
+    slot = tl.program_id(0).to(tl.int64) * max_chunks * NUM_HEADS + head
     dims = tl.arange(0, VALUE_PADDED)
     row_max = float("-inf")
     row_sum = 0.0

@@ -151,9 +151,6 @@ def attention_rows_kernel(
         body_start = start
         body_end = start
 
-    cache = (key_base, value_base, key_scale_base, value_scale_base)
-    bounds = (window_left, window_right, attention_chunk, ranges)
-    bias = (scale, soft_cap, slopes, qq_bias, qq_bias_size)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
@@ -170,22 +167,26 @@ def attention_rows_kernel(
         if PAGED:
             pages = page_ids(block_table, keys + BLOCK_N, body_start, body_end, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, current, keys, keys < body_end, query_pos, num_keys, context, cache, bounds, bias,
-            HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE,
-            PAGED, ALIBI_SQRT, NUM_RANGES, False,
+            q, acc, row_max, row_sum, current, position, columns, keys < body_end, query_pos, num_keys, context,
+            key_base, value_base, key_scale_base, value_scale_base, window_left, window_right, attention_chunk, ranges,
+            scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED,
+            KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT, NUM_RANGES, False,
         )  # fmt: skip
 
     left_tiles = (body_start - start) // BLOCK_N
     edge_tiles = left_tiles + (end - body_end) // BLOCK_N
     for i in tl.range(0, edge_tiles, num_stages=STAGES):
-        keys = tl.where(i < left_tiles, start, body_end - left_tiles * BLOCK_N) + i * BLOCK_N + columns
+        position = tl.where(i < left_tiles, start, body_end - left_tiles * BLOCK_N) + i * BLOCK_N
+        keys = position + columns
         pages = columns
         if PAGED:
             pages = page_ids(block_table, keys, low, high, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, pages, keys, (keys >= low) & (keys < high), query_pos, num_keys, context, cache,
-            bounds, bias, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES,
-            BLOCK_SIZE, PAGED, ALIBI_SQRT, NUM_RANGES, True,
+            q, acc, row_max, row_sum, pages, position, columns, (keys >= low) & (keys < high), query_pos, num_keys,
+            context, key_base, value_base, key_scale_base, value_scale_base, window_left, window_right,
+            attention_chunk, ranges, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
+            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT,
+            NUM_RANGES, True,
         )  # fmt: skip
 
     inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows)

@@ -53,13 +53,13 @@ def attention_split_kernel(
     window_right,
     attention_chunk,
     qq_bias_size,
+    max_chunks,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -148,14 +148,8 @@ def attention_split_kernel(
             low, high = visible_keys(context, context + query_len - 1, num_keys, window_left, right, attention_chunk, 0)
             low = tl.maximum(low, (first_chunk + index) * CHUNK)
             high = tl.minimum(high, (first_chunk + index + 1) * CHUNK)
-            cache = (
-                key_cache + kv_head * KEY_STRIDES[2],
-                value_cache + value_offset + kv_head * VALUE_STRIDES[2],
-                key_scale_base,
-                value_scale_base,
-            )
-            bounds = (window_left, right, attention_chunk, None)
-            bias = (scale, soft_cap, slopes, qq_bias, qq_bias_size)
+            key_base = key_cache + kv_head * KEY_STRIDES[2]
+            value_base = value_cache + value_offset + kv_head * VALUE_STRIDES[2]
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
@@ -170,9 +164,11 @@ def attention_split_kernel(
                 else:
                     current = page_ids(block_table, keys, low, high, BLOCK_SIZE)
                 acc, row_max, row_sum = attend_tile(
-                    q, acc, row_max, row_sum, current, keys, (keys >= low) & (keys < high), query_pos, num_keys,
-                    context, cache, bounds, bias, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED, KEY_STRIDES,
-                    VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, True, ALIBI_SQRT, 0, True,
+                    q, acc, row_max, row_sum, current, position, columns, (keys >= low) & (keys < high), query_pos,
+                    num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
+                    attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
+                    VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, True, ALIBI_SQRT,
+                    0, True,
                 )  # fmt: skip
 
             if chunks == 1:
@@ -181,10 +177,10 @@ def attention_split_kernel(
                     out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale,
                     out_factor, VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
                 )  # fmt: skip
-            elif MAX_CHUNKS > 1:
+            elif partial_out is not None:
                 inverse, row_lse = finish_rows(row_max, row_sum, None, heads, live_rows)
                 row = seq.to(tl.int64) * MAX_QUERY + tokens
-                slots = (row * MAX_CHUNKS + index) * NUM_HEADS + heads
+                slots = (row * max_chunks + index) * NUM_HEADS + heads
                 dims = tl.arange(0, VALUE_PADDED)
                 mask = live[:, None] & (dims < VALUE_SIZE)[None, :]
                 tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], acc * inverse[:, None], mask=mask)

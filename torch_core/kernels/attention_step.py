@@ -19,14 +19,25 @@ def attend_tile(
     row_max,
     row_sum,
     pages,
-    keys,
+    position,
+    columns,
     inside,
     query_pos,
     num_keys,
     context,
-    cache,
-    bounds,
-    bias,
+    key_base,
+    value_base,
+    key_scales,
+    value_scales,
+    window_left,
+    window_right,
+    attention_chunk,
+    ranges,
+    scale,
+    soft_cap,
+    slopes,
+    qq_bias,
+    qq_bias_size,
     HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -46,29 +57,29 @@ def attend_tile(
         q: query rows [rows, HEAD_PADDED] in the type that the matrix units multiply.
         acc, row_max, row_sum: the running softmax: unnormalised output rows, maxima and sums.
         pages: block id of each key (paged), else not used.
-        keys: positions of the keys.
+        position: position of the first key.
+        columns: the keys of the tile, counted from it.
         inside: keys that may be read; the others count as 0. Not used unless MASKED.
         query_pos: positions of the rows.
         num_keys: keys of the sequence.
         context: tokens of the sequence before its first query.
-        cache: (keys, values, key scales or None, value scales or None), at the sequence's head.
-        bounds: (window_left, window_right, attention_chunk, ranges), None where there is none.
-        bias: (scale, soft cap, slopes, qq_bias, qq_bias_size), None where there is none.
+        key_base, value_base: keys and values, at the sequence's head.
+        key_scales, value_scales: scales per token and head, at the sequence's head, or None.
+        window_left, window_right, attention_chunk, ranges: bounds, None where there is none.
+        scale, soft_cap, slopes, qq_bias, qq_bias_size: what is done to scores, None where nothing is.
 
     Returns:
         The new (acc, row_max, row_sum).
     """
-    key_base, value_base, key_scales, value_scales = cache
-    window_left, window_right, attention_chunk, ranges = bounds
-    scale, soft_cap, slopes, qq_bias, qq_bias_size = bias
-    key_rows = key_offsets(pages, keys, KEY_STRIDES, BLOCK_SIZE, PAGED)
-    value_rows = key_rows
+    keys = position + columns
+    key_start, key_rows = key_offsets(pages, position, columns, KEY_STRIDES, BLOCK_SIZE, PAGED)
+    value_start, value_rows = key_start, key_rows
     if KEY_STRIDES != VALUE_STRIDES:
-        value_rows = key_offsets(pages, keys, VALUE_STRIDES, BLOCK_SIZE, PAGED)
+        value_start, value_rows = key_offsets(pages, position, columns, VALUE_STRIDES, BLOCK_SIZE, PAGED)
     key_factors = None
     if key_scales is not None:
         key_factors = token_head_scales(key_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)
-    k = load_tile(key_base, key_rows, inside, HEAD_SIZE, HEAD_PADDED, MASKED).to(q.dtype)
+    k = load_tile(key_base + key_start, key_rows, inside, HEAD_SIZE, HEAD_PADDED, MASKED).to(q.dtype)
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores, factor = tile_scores(
         products,
@@ -93,6 +104,6 @@ def attend_tile(
     weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum)
     if value_scales is not None:
         weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
-    v = load_tile(value_base, value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
+    v = load_tile(value_base + value_start, value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
     acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
     return acc, row_max, row_sum

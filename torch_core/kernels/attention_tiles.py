@@ -15,17 +15,22 @@ def page_ids(block_table, keys, low, high, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(pages, keys, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
-    """Element offsets (int64) of keys in the cache, or in the sequence's rows of a dense array.
+def key_offsets(pages, position, columns, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
+    """Where the keys position + columns lie, from the base of a cache or of a sequence's dense rows.
 
-    STRIDES are those of (block, token, head); a dense array has no blocks. The block id is widened before it is
-    multiplied: a pool may have more than 2^31 elements.
+    STRIDES are those of (block, token, head); a dense array has no blocks.
+
+    Returns:
+        (offset of the tile; offsets of its rows). The block id is widened before it is multiplied: a pool may
+        have more than 2^31 elements.
     """
     if PAGED:
-        offsets = pages.to(tl.int64) * STRIDES[0] + (keys % BLOCK_SIZE) * STRIDES[1]
+        start = 0
+        rows = pages.to(tl.int64) * STRIDES[0] + ((position + columns) % BLOCK_SIZE) * STRIDES[1]
     else:
-        offsets = keys.to(tl.int64) * STRIDES[1]
-    return offsets
+        start = tl.cast(position, tl.int64) * STRIDES[1]
+        rows = columns * STRIDES[1]
+    return start, rows
 
 
 @triton.jit

@@ -16,7 +16,8 @@ __all__ = ["combine_launch", "max_chunks", "rows_launch", "split_launch"]
 
 # Positions and windows stay below this, so that their sum fits 32 bits.
 _NO_BOUND = 1 << 30
-_MAX_BLOCK_SEQS = 1024
+# Few sizes, so that few variants are compiled.
+_BLOCK_SEQS = (1, 32, 256, 1024)
 # Programs of the split kernel for each multiprocessor; what is left over is taken in turn.
 _PROGRAMS_PER_SM = 16
 _COMBINE_CHUNKS = 16
@@ -71,6 +72,7 @@ def split_launch(
         "partial_out": Pointer("partial_out") if split else ABSENT,
         "partial_lse": Pointer("partial_lse") if split else ABSENT,
         **_scalar_arguments(call),
+        "max_chunks": _count(chunks),
     }
     constexprs = {
         **_common_constexprs(call),
@@ -79,7 +81,6 @@ def split_launch(
         "STAGES": tile.num_stages,
         "PREFETCH": tile.prefetch,
         "CHUNK": chunk,
-        "MAX_CHUNKS": chunks,
         "MAX_QUERY": max_query,
         "PACK": pack,
         "NUM_KV_HEADS": call.num_kv_heads,
@@ -101,12 +102,12 @@ def combine_launch(call: AttentionCall, *, chunk: int, max_query: int) -> Launch
         "partial_lse": Pointer("partial_lse"),
         **_output_arguments(call),
         **{name: scalars[name] for name in ("table_tokens", "out_factor", "window_left", "attention_chunk")},
+        "max_chunks": _count(chunks),
     }
     common_constexprs = _common_constexprs(call)
     names = ("VALUE_SIZE", "VALUE_PADDED", "OUT_LIMIT", "OUT_STRIDES", "LSE_STRIDES")
     constexprs = {
         "BLOCK_CHUNKS": min(_COMBINE_CHUNKS, power_of_two(chunks)),
-        "MAX_CHUNKS": chunks,
         "CHUNK": chunk,
         "MAX_QUERY": max_query,
         "NUM_HEADS": call.num_heads,
@@ -216,7 +217,7 @@ def _common_constexprs(call: AttentionCall) -> dict[str, Any]:
     key_strides = call.key.element_strides[:-1] if call.paged else (0, *call.key.element_strides[:-1])
     value_strides = call.value.element_strides[:-1] if call.paged else (0, *call.value.element_strides[:-1])
     return {
-        "BLOCK_SEQS": min(_MAX_BLOCK_SEQS, power_of_two(call.num_seqs)),
+        "BLOCK_SEQS": next((size for size in _BLOCK_SEQS if size >= call.num_seqs), _BLOCK_SEQS[-1]),
         "GROUP": call.group,
         "HEAD_SIZE": call.key.shape[-1],
         "HEAD_PADDED": call.head_padded,
