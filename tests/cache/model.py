@@ -50,7 +50,7 @@ class Model:
 
     def __init__(self, config: CacheConfig, manager: type[CacheManager] = CacheManager) -> None:
         self.config = config
-        self.groups = config.resolved_groups
+        self.groups = config.layouts
         self.cache = manager(config)
         self.sequences: dict[str, ModelSequence] = {}
         self.memory: dict[tuple[int, int], Any] = {}
@@ -137,7 +137,7 @@ class Model:
         if start != min(source.computed, source.known):
             raise BrokenPromiseError(f"the fork starts at {start}")
         blocks = tuple(
-            ids[: -(-start // (group.block_size or 1))] for ids, group in zip(source.blocks, self.groups, strict=False)
+            ids[: -(-start // (group.block_size))] for ids, group in zip(source.blocks, self.groups, strict=False)
         )
         # Who shares a block may write behind a step in flight, for steps run in order; a new owner may not.
         for flight in self.flights.values():
@@ -210,7 +210,7 @@ class Model:
     def _claim(self, flight: Flight, name: str, sequence: ModelSequence, count: int) -> None:
         start, end = sequence.computed, sequence.computed + count
         for number, group in enumerate(self.groups):
-            size = group.block_size or 1
+            size = group.block_size
             ids = sequence.blocks[number]
             if len(ids) != -(-end // size):
                 raise BrokenPromiseError(f"{name} has {len(ids)} blocks for {end} tokens")
@@ -237,7 +237,7 @@ class Model:
 
     def _run(self, flight: Flight) -> None:
         flight.ran = True
-        size = max(group.block_size or 1 for group in self.groups)
+        size = max(group.block_size for group in self.groups)
         for swap in flight.step.swaps:
             if swap.to_host:
                 self.host[swap.host_block] = {i: self.memory.get((swap.device_block, i)) for i in range(size)}
@@ -262,7 +262,7 @@ class Model:
         if not 0 <= hit < sequence.known:
             raise BrokenPromiseError(f"{name} has {sequence.known} tokens and {hit} of them cached")
         for number, group in enumerate(self.groups):
-            if hit % (group.block_size or 1):
+            if hit % (group.block_size):
                 raise BrokenPromiseError(f"{name} shares a partial block: {hit} tokens")
             for position in range(group.first_needed_token(hit), hit):
                 if sequence.content(number, position) not in self.complete:

@@ -124,24 +124,23 @@ def _audit_places(state: CacheState) -> list[str]:
 
 def _audit_index(state: CacheState) -> list[str]:
     index = state.index
-    named = [
-        (block, group, digest)
-        for group, blocks in enumerate(index.blocks)
-        for digest, holders in blocks.items()
-        for block in holders
-    ]
-    wrong = [block for block, group, digest in named if index.keys.get(block, ())[:2] != (group, digest)]
+    wrong: list[int] = []
+    orphans: list[int] = []
+    keeps = [group.keeps_everything for group in state.groups]
+    for block, (group, digest, parent) in index.keys.items():
+        blocks = index.blocks[group]
+        if blocks.get(digest) != block and block not in index.twins[group].get(digest, ()):
+            wrong.append(block)
+        if parent is not None and parent not in blocks and keeps[group]:
+            orphans.append(block)
+    named = [*chain.from_iterable(blocks.values() for blocks in index.blocks)]
+    named.extend(chain.from_iterable(chain.from_iterable(twins.values() for twins in index.twins)))
     if len(named) != len(index.keys):
-        wrong.extend(index.keys.keys() - {block for block, _, _ in named})
+        wrong.extend(set(named) - index.keys.keys() or named)
     report = [f"Index and blocks disagree about the keys of blocks {_named(wrong)}."] if wrong else []
-    orphans = [
-        block
-        for block, (group, _, parent) in index.keys.items()
-        if parent is not None and parent not in index.blocks[group] and state.groups[group].keeps_everything
-    ]
     if orphans:
         report.append(f"Keys without their parent's, which no lookup can reach: blocks {_named(orphans)}.")
-    if state.config.verify_tokens and index.nodes.keys() != index.keys.keys():
+    if index.verify and index.nodes.keys() != index.keys.keys():
         report.append(f"Keys and lineages disagree: blocks {_named(index.nodes.keys() ^ index.keys.keys())}.")
     return report
 
@@ -169,7 +168,7 @@ def _audit_tables(state: CacheState) -> list[str]:
 
 def _audit_column(state: CacheState, table: SequenceTable, number: int, digests: list[bytes]) -> list[str]:
     group, column, pool = state.groups[number], table.blocks[number], state.pool
-    size = group.block_size or 1
+    size = group.block_size
     dropped, published = table.dropped[number], table.published[number]
     ready = table.ready
     report = []

@@ -1,78 +1,16 @@
-"""What a block cache is made of: the frozen, validated sizes and the attention groups that share its blocks."""
+"""The frozen, validated sizes of a block cache."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from torch_core.cache.groups import INT32_MAX, CacheGroup, GroupLayout, check_int
 from torch_core.errors import InvalidInput
 
-__all__ = ["NULL_BLOCK", "CacheConfig", "CacheGroup"]
+__all__ = ["NULL_BLOCK", "CacheConfig"]
 
 #: Block 0 stands for "nothing here": it is never owned, keyed, freed or counted as capacity.
 NULL_BLOCK = 0
-
-_INT32_MAX = (1 << 31) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGroup:
-    """Layers that share one block table per sequence, because they need the same tokens of the past.
-
-    All groups draw blocks from one pool. A block has the same number of bytes in every group, so a group whose tokens
-    are narrower (multi-head latent attention) puts more of them into one block: a larger `block_size`. The idea of
-    groups over one pool of equal pages is vLLM's (vllm/v1/core/kv_cache_coordinator.py).
-
-    Attributes:
-        name: how messages call the group.
-        block_size: tokens of one block in this group; None takes the cache's.
-        sliding_window: a query sees this many tokens, its own included; None for all.
-        attention_chunk: a query sees only its own chunk of this many positions (chunked-local attention); None for all.
-
-    Example:
-        >>> window = CacheGroup(name="local", block_size=16, sliding_window=32)
-        >>> window.first_needed_token(100)
-        69
-    """
-
-    name: str
-    block_size: int | None = None
-    sliding_window: int | None = None
-    attention_chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise InvalidInput(f"the name of a cache group is {self.name!r}; it must be a string that is not empty.")
-        for field in ("block_size", "sliding_window", "attention_chunk"):
-            value = getattr(self, field)
-            if value is not None:
-                _check_int(f"{field} of cache group {self.name!r}", value, 1, _INT32_MAX)
-        if self.sliding_window is not None and self.attention_chunk is not None:
-            raise InvalidInput(
-                f"cache group {self.name!r} has both sliding_window {self.sliding_window} and attention_chunk "
-                f"{self.attention_chunk}; a layer has one of them. Set the other to None."
-            )
-
-    @property
-    def keeps_everything(self) -> bool:
-        """True when no token of the past is ever out of sight."""
-        return self.sliding_window is None and self.attention_chunk is None
-
-    def first_needed_token(self, position: int) -> int:
-        """Returns the oldest token that a query at `position`, or at any later one, can see."""
-        if self.sliding_window is not None:
-            return max(0, position - self.sliding_window + 1)
-        if self.attention_chunk is not None:
-            return position // self.attention_chunk * self.attention_chunk
-        return 0
-
-    def position_that_frees(self, num_tokens: int) -> int | float:
-        """Returns the first query position that no longer needs any of the first `num_tokens` tokens."""
-        if self.sliding_window is not None:
-            return num_tokens + self.sliding_window - 1
-        if self.attention_chunk is not None:
-            return -(-num_tokens // self.attention_chunk) * self.attention_chunk
-        return math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +53,14 @@ class CacheConfig:
     max_step_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("num_blocks", self.num_blocks, 2, _INT32_MAX)
-        _check_int("block_size", self.block_size, 1, _INT32_MAX)
-        _check_int("watermark_blocks", self.watermark_blocks, 0, self.num_blocks - 2)
-        _check_int("num_host_blocks", self.num_host_blocks, 0, _INT32_MAX)
+        check_int("num_blocks", self.num_blocks, 2, INT32_MAX)
+        check_int("block_size", self.block_size, 1, INT32_MAX)
+        check_int("watermark_blocks", self.watermark_blocks, 0, self.num_blocks - 2)
+        check_int("num_host_blocks", self.num_host_blocks, 0, INT32_MAX)
         for field in ("max_blocks_per_seq", "max_step_tokens"):
             value = getattr(self, field)
             if value is not None:
-                _check_int(field, value, 1, _INT32_MAX)
+                check_int(field, value, 1, INT32_MAX)
         for field in ("enable_prefix_caching", "verify_tokens"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidInput(f"{field} is {getattr(self, field)!r}; it must be True or False.")
@@ -136,7 +74,7 @@ class CacheConfig:
             raise InvalidInput(
                 "groups and sliding_window or attention_chunk are both set; put the window into a group."
             )
-        names = [group.name for group in self.resolved_groups]
+        names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise InvalidInput(f"groups has two groups of one name: {names}; give each its own.")
 
@@ -146,24 +84,9 @@ class CacheConfig:
         return self.num_blocks - 1
 
     @property
-    def resolved_groups(self) -> tuple[CacheGroup, ...]:
+    def layouts(self) -> tuple[GroupLayout, ...]:
         """The groups with their block sizes filled in: one group of all layers when none was given."""
         groups = self.groups or (
             CacheGroup(name="all", sliding_window=self.sliding_window, attention_chunk=self.attention_chunk),
         )
-        return tuple(
-            CacheGroup(
-                name=group.name,
-                block_size=group.block_size or self.block_size,
-                sliding_window=group.sliding_window,
-                attention_chunk=group.attention_chunk,
-            )
-            for group in groups
-        )
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{name} is {value!r}; it must be an int from {low} to {high}.")
-    if not low <= value <= high:
-        raise InvalidInput(f"{name} is {value}; it must be from {low} to {high}.")
+        return tuple(GroupLayout(group, self.block_size) for group in groups)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
-from torch_core.cache.config import NULL_BLOCK, CacheGroup
+from torch_core.cache.groups import GroupLayout
 from torch_core.cache.keys import KeyChain, encode_root
 from torch_core.cache.state import CacheState
 from torch_core.cache.table import SequenceState, SequenceTable
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 _MAX_ID_CHARACTERS = 1024
+_MAX_TOKEN_ID = (1 << 31) - 1
+_TOP_BYTE = 3 if sys.byteorder == "little" else 0
 
 
 def check_admission(state: CacheState, seq_id: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
@@ -34,7 +37,7 @@ def check_admission(state: CacheState, seq_id: str, num_prompt_tokens: int, max_
             raise InvalidInput(f"{name} of {seq_id!r} is {value!r}; it must be an int of at least {low}.")
     total = num_prompt_tokens + max_new_tokens
     config = state.config
-    width = max(-(-total // (group.block_size or 1)) for group in state.groups)
+    width = max(-(-total // group.block_size) for group in state.groups)
     asked = f"({num_prompt_tokens:,} prompt + {max_new_tokens:,} new tokens)"
     if config.max_blocks_per_seq is not None and width > config.max_blocks_per_seq:
         raise RequestTooLong(
@@ -68,10 +71,10 @@ def add(
             block_size=size,
             extra_keys=keys,
         )
-        for size in dict.fromkeys(group.block_size or 1 for group in state.groups)
+        for size in dict.fromkeys(group.block_size for group in state.groups)
     }
     chains = {size: KeyChain(root, size, verify=config.verify_tokens) for size, root in roots.items()}
-    sequence = SequenceState(seq_id, tokens, tuple(chains[group.block_size or 1] for group in state.groups))
+    sequence = SequenceState(seq_id, tokens, tuple(chains[group.block_size] for group in state.groups))
     state.sequences[seq_id] = sequence
     state.version += 1
     return state.attach_table(sequence)
@@ -80,7 +83,14 @@ def add(
 def append_tokens(state: CacheState, seq_id: str, token_ids: Sequence[int]) -> None:
     """Makes token ids known; see `CacheManager.append_tokens`."""
     sequence = known(state, seq_id)
-    sequence.tokens.extend(_checked_tokens(token_ids))
+    # Decoding appends one token to each of many sequences: worth a short way.
+    if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
+        token = token_ids[0]
+        if not 0 <= token <= _MAX_TOKEN_ID:
+            raise InvalidInput(_token_message(token_ids))
+        sequence.tokens.append(token)
+    else:
+        sequence.tokens.extend(_checked_tokens(token_ids))
     state.version += 1
 
 
@@ -92,8 +102,7 @@ def fork(state: CacheState, parent_id: str, child_id: str) -> int:
     child = SequenceState(child_id, parent.tokens[:], tuple(copies[id(chain)] for chain in parent.chains))
     length = min(table.scheduled, len(parent.tokens))
     blocks = [
-        column[: -(-length // (group.block_size or 1))]
-        for column, group in zip(table.blocks, state.groups, strict=True)
+        column[: -(-length // group.block_size)] for column, group in zip(table.blocks, state.groups, strict=True)
     ]
     twin = SequenceTable(child, blocks, length)
     twin.retired = min(table.retired, length)
@@ -104,9 +113,7 @@ def fork(state: CacheState, parent_id: str, child_id: str) -> int:
     twin.limit = length
     table.limit = min(table.limit, table.scheduled)
     for column in blocks:
-        for block in column:
-            if block != NULL_BLOCK:
-                state.pool.hold(block)
+        state.pool.hold(column)
     child.table = twin
     state.sequences[child_id] = child
     state.counters.forks += 1
@@ -167,14 +174,13 @@ def running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, S
     return sequence, sequence.table
 
 
-def _most_blocks(group: CacheGroup, total: int, max_step_tokens: int | None) -> int:
-    size = group.block_size or 1
+def _most_blocks(group: GroupLayout, total: int, max_step_tokens: int | None) -> int:
+    size = group.block_size
     everything = -(-total // size)
-    reach = group.sliding_window or group.attention_chunk
-    if reach is None or max_step_tokens is None:
+    if group.reach is None or max_step_tokens is None:
         return everything
     # The window before a step and the step's own tokens can start and end inside a block.
-    return min(everything, (reach - 2 + max_step_tokens) // size + 2)
+    return min(everything, (group.reach - 2 + max_step_tokens) // size + 2)
 
 
 def _check_new_id(state: CacheState, seq_id: object) -> None:
@@ -190,7 +196,8 @@ def _checked_tokens(token_ids: Sequence[int]) -> array[int]:
         tokens = array("i", token_ids)
     except (TypeError, OverflowError) as error:
         raise InvalidInput(_token_message(token_ids)) from error
-    if tokens and min(tokens) < 0:
+    # The top byte of each id: at most 127 when it is not negative, which `isascii` finds out at memory speed.
+    if not tokens.tobytes()[_TOP_BYTE::4].isascii():
         raise InvalidInput(_token_message(token_ids))
     return tokens
 

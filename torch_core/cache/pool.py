@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
+from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.errors import CacheCorruption, OutOfBlocks
 
@@ -62,27 +64,36 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def hold(self, block: int) -> None:
-        """Adds a hold to a block that is held or cached."""
-        if self.refs[block] == 0:
-            self.cached.pop(block)
-        self.refs[block] += 1
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Adds a hold to each block; they are held or cached already. The null block is passed over."""
+        refs = self.refs
+        for block in blocks:
+            if block != NULL_BLOCK:
+                if refs[block] == 0:
+                    del self.cached[block]
+                refs[block] += 1
 
-    def release(self, block: int) -> None:
-        """Gives one hold back; the last one makes the block cached if it has a key, else free.
+    def release(self, blocks: Iterable[int]) -> None:
+        """Gives one hold on each block back; the last one makes it cached if it has a key, else free.
+
+        Cached blocks are evicted in the order of their release. The null block is passed over.
 
         Raises:
-            CacheCorruption: nobody holds the block.
+            CacheCorruption: nobody holds one of the blocks.
         """
-        left = self.refs[block] - 1
-        if left < 0:
-            raise CacheCorruption(f"block {block} was released more often than it was taken.")
-        self.refs[block] = left
-        if left == 0:
-            if block in self.index.keys:
-                self.cached[block] = None
-            else:
-                self.free.append(block)
+        refs, keys = self.refs, self.index.keys
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            left = refs[block] - 1
+            if left < 0:
+                raise CacheCorruption(f"block {block} was released more often than it was taken.")
+            refs[block] = left
+            if left == 0:
+                if block in keys:
+                    self.cached[block] = None
+                else:
+                    self.free.append(block)
 
     def pin(self, block: int) -> None:
         """Turns one hold of a table into a pin, which `unpin` gives back."""
@@ -95,7 +106,7 @@ class BlockPool:
             self.pins[block] = left
         else:
             del self.pins[block]
-        self.release(block)
+        self.release((block,))
 
     def _evict(self) -> int:
         block, _ = self.cached.popitem(last=False)

@@ -6,7 +6,8 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from torch_core.cache.config import NULL_BLOCK, CacheGroup
+from torch_core.cache.config import NULL_BLOCK
+from torch_core.cache.groups import GroupLayout
 from torch_core.cache.keys import KeyChain, LineageNode, same_lineage
 
 __all__ = ["PrefixIndex"]
@@ -23,40 +24,54 @@ class PrefixIndex:
     ancestor; tables are released back to front, and children fall to the eviction order before their parents.
 
     Attributes:
-        blocks: for each group, key to the blocks with that content, oldest first.
+        blocks: for each group, key to the block with that content that was published first.
+        twins: for each group, key to the other blocks with that content; only for keys that have some.
         keys: block to its group, its key and the key of its parent (None for a first block). At most one per block.
         nodes: block to the lineage behind its key, when tokens are verified.
     """
 
-    __slots__ = ("blocks", "keys", "nodes", "verify")
+    __slots__ = ("blocks", "keys", "nodes", "twins", "verify")
 
     def __init__(self, num_groups: int, *, verify: bool) -> None:
         self.verify = verify
-        self.blocks: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
+        self.blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.twins: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self.keys: dict[int, tuple[int, bytes, bytes | None]] = {}
         self.nodes: dict[int, LineageNode] = {}
 
-    def publish(self, group: int, chain: KeyChain, position: int, block: int) -> None:
-        """Makes a block findable under its chain's key; a block that is published already stays as it is."""
-        if block in self.keys:
-            return
-        digest = chain.digests[position]
-        self.keys[block] = (group, digest, chain.digests[position - 1] if position else None)
-        self.blocks[group].setdefault(digest, []).append(block)
-        if self.verify:
-            self.nodes[block] = chain.nodes[position]
+    def publish(self, group: int, chain: KeyChain, table: Sequence[int], start: int, stop: int) -> None:
+        """Makes the blocks of a table from column `start` to `stop - 1` findable under the keys of its chain.
+
+        The null block is passed over, and a block that is published already stays as it is.
+        """
+        keys, blocks, digests = self.keys, self.blocks[group], chain.digests
+        parent = digests[start - 1] if start else None
+        for position in range(start, stop):
+            block, digest = table[position], digests[position]
+            if block != NULL_BLOCK and block not in keys:
+                keys[block] = (group, digest, parent)
+                if blocks.setdefault(digest, block) != block:
+                    self.twins[group].setdefault(digest, []).append(block)
+                if self.verify:
+                    self.nodes[block] = chain.nodes[position]
+            parent = digest
 
     def forget(self, block: int) -> None:
         """Takes a block's key away; its content is about to be overwritten."""
         group, digest, _ = self.keys.pop(block)
-        holders = self.blocks[group][digest]
-        holders.remove(block)
-        if not holders:
-            del self.blocks[group][digest]
         self.nodes.pop(block, None)
+        twins = self.twins[group].get(digest)
+        if twins is None:
+            del self.blocks[group][digest]
+        else:
+            if self.blocks[group][digest] == block:
+                self.blocks[group][digest] = block = twins[0]
+            twins.remove(block)
+            if not twins:
+                del self.twins[group][digest]
 
     def match(
-        self, groups: Sequence[CacheGroup], chains: Sequence[KeyChain], tokens: array[int], limit: int
+        self, groups: Sequence[GroupLayout], chains: Sequence[KeyChain], tokens: array[int], limit: int
     ) -> tuple[int, list[list[int]]]:
         """Finds the longest cached prefix of at most `limit` tokens that every group can continue from.
 
@@ -87,12 +102,11 @@ class PrefixIndex:
 
     def find(self, group: int, chain: KeyChain, position: int) -> int | None:
         """Returns a block with the content of the chain's block number `position`, or None."""
-        holders = self.blocks[group].get(chain.digests[position])
-        if holders is None:
-            return None
-        if not self.verify:
-            return holders[0]
-        for block in holders:
+        digest = chain.digests[position]
+        first = self.blocks[group].get(digest)
+        if first is None or not self.verify:
+            return first
+        for block in (first, *self.twins[group].get(digest, ())):
             if same_lineage(self.nodes[block], chain.nodes[position]):
                 # Adopting the node makes the comparison of the next block end after one step.
                 chain.nodes[position] = self.nodes[block]
@@ -112,7 +126,7 @@ class PrefixIndex:
         return count * size
 
     def _longest_tail(
-        self, index: int, group: CacheGroup, chain: KeyChain, tokens: array[int], limit: int, align: int
+        self, index: int, group: GroupLayout, chain: KeyChain, tokens: array[int], limit: int, align: int
     ) -> int:
         size = chain.block_size
         chain.extend(tokens, limit // size)
@@ -128,11 +142,11 @@ class PrefixIndex:
             length = missing * size // align * align
         return 0
 
-    def _table(self, index: int, group: CacheGroup, chain: KeyChain, length: int) -> list[int]:
+    def _table(self, index: int, group: GroupLayout, chain: KeyChain, length: int) -> list[int]:
         first = group.first_needed_token(length) // chain.block_size
         table = [NULL_BLOCK] * first
         blocks, digests = self.blocks[index], chain.digests
         for position in range(first, length // chain.block_size):
-            block = self.find(index, chain, position) if self.verify else blocks[digests[position]][0]
+            block = self.find(index, chain, position) if self.verify else blocks[digests[position]]
             table.append(NULL_BLOCK if block is None else block)
         return table

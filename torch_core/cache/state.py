@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch_core.cache.config import NULL_BLOCK, CacheConfig
+from torch_core.cache.config import CacheConfig
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.table import Growth, SequenceState, SequenceTable
@@ -81,7 +81,7 @@ class CacheState:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.groups = config.resolved_groups
+        self.groups = config.layouts
         self.sequences: dict[str, SequenceState] = {}
         self.next_step = 0
         self.version = 0
@@ -116,8 +116,7 @@ class CacheState:
         pool = self.pool
         for block in record.pinned:
             pool.unpin(block)
-        for block in record.dropped:
-            pool.release(block)
+        pool.release(record.dropped)
         for table in record.leaving:
             self.release_table(table)
         self.host_free.extend(record.host_slots)
@@ -129,8 +128,7 @@ class CacheState:
             return
         record = self.steps.get(table.last_step)
         if record is None:
-            for block in dropped:
-                self.pool.release(block)
+            self.pool.release(dropped)
         else:
             record.dropped.extend(dropped)
 
@@ -146,13 +144,11 @@ class CacheState:
             self.counters.queried_tokens += len(sequence.tokens)
             self.counters.hit_tokens += length
             for held in blocks:
-                for block in held:
-                    if block != NULL_BLOCK:
-                        self.pool.hold(block)
+                self.pool.hold(held)
         table = SequenceTable(sequence, blocks, length)
         for number, group in enumerate(self.groups):
             table.published[number] = len(blocks[number])
-            table.dropped[number] = group.first_needed_token(length) // (group.block_size or 1)
+            table.dropped[number] = group.first_needed_token(length) // group.block_size
         table.limit = length
         sequence.table = table
         return length
@@ -171,12 +167,9 @@ class CacheState:
 
     def release_table(self, table: SequenceTable) -> None:
         """Publishes what a table still has to offer and gives its holds back, last block first."""
-        for block in table.advance(self.groups, self.publishing):
-            self.pool.release(block)
+        self.pool.release(table.advance(self.groups, self.publishing))
         for blocks in table.blocks:
-            for block in reversed(blocks):
-                if block != NULL_BLOCK:
-                    self.pool.release(block)
+            self.pool.release(reversed(blocks))
 
     def drop_host_slots(self, sequence: SequenceState) -> None:
         """Frees the host slots of a swapped-out sequence, after the step that fills them."""

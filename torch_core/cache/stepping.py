@@ -97,7 +97,7 @@ def _grow(
     sizes = []
     for number, (count, copied) in enumerate(growth):
         blocks = table.blocks[number]
-        size = state.groups[number].block_size or 1
+        size = state.groups[number].block_size
         if copied != NULL_BLOCK:
             target = next(fresh)
             blocks[table.scheduled // size] = target

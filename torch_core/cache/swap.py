@@ -67,7 +67,7 @@ def swap_in(state: CacheState, sequence: SequenceState, swapped: SwappedTable) -
     table.retired = swapped.retired
     table.dropped = swapped.dropped.copy()
     table.published = swapped.dropped.copy()
-    table.limit = min(len(column) * (group.block_size or 1) for column, group in zip(blocks, state.groups, strict=True))
+    table.limit = min(len(column) * group.block_size for column, group in zip(blocks, state.groups, strict=True))
     step_id, record = state.open_step()
     table.last_step = step_id
     record.items.append((table, 0, swapped.scheduled, None))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 
-from torch_core.cache.config import NULL_BLOCK, CacheGroup
+from torch_core.cache.config import NULL_BLOCK
+from torch_core.cache.groups import GroupLayout
 from torch_core.cache.keys import KeyChain
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
@@ -80,7 +81,7 @@ class SequenceTable:
             self.rows = tuple(map(tuple, self.blocks))
         return self.rows
 
-    def growth(self, end: int, groups: tuple[CacheGroup, ...], pool: BlockPool, claimed: dict[int, int]) -> Growth:
+    def growth(self, end: int, groups: tuple[GroupLayout, ...], pool: BlockPool, claimed: dict[int, int]) -> Growth:
         """Says what it takes to write the tokens from `scheduled` to `end - 1`; changes `claimed` only.
 
         Args:
@@ -94,7 +95,7 @@ class SequenceTable:
         """
         found = []
         for group, blocks in zip(groups, self.blocks, strict=True):
-            size = group.block_size or 1
+            size = group.block_size
             copied = NULL_BLOCK
             if end > self.scheduled and self.scheduled % size:
                 tail = blocks[self.scheduled // size]
@@ -106,7 +107,7 @@ class SequenceTable:
             found.append((-(-end // size) - len(blocks), copied))
         return tuple(found)
 
-    def advance(self, groups: tuple[CacheGroup, ...], index: PrefixIndex | None) -> list[int]:
+    def advance(self, groups: tuple[GroupLayout, ...], index: PrefixIndex | None) -> list[int]:
         """Publishes the keys of blocks that are full, known and written; drops what no query sees any more.
 
         Returns:
@@ -115,12 +116,17 @@ class SequenceTable:
         ready = self.ready
         gone: list[int] = []
         next_event: int | float = math.inf
-        for number, (group, blocks) in enumerate(zip(groups, self.blocks, strict=True)):
-            size = group.block_size or 1
+        for number, group in enumerate(groups):
+            size = group.block_size
             if index is not None:
-                self._publish(number, ready // size, index)
-                next_event = min(next_event, (self.published[number] + 1) * size)
+                count = ready // size
+                if count > self.published[number]:
+                    self._publish(number, count, index)
+                event = (self.published[number] + 1) * size
+                if event < next_event:
+                    next_event = event
             if not group.keeps_everything:
+                blocks = self.blocks[number]
                 needed = min(group.first_needed_token(ready) // size, len(blocks))
                 for position in range(self.dropped[number], needed):
                     gone.append(blocks[position])
@@ -132,15 +138,9 @@ class SequenceTable:
         return gone
 
     def _publish(self, number: int, count: int, index: PrefixIndex) -> None:
-        start = self.published[number]
-        if count <= start:
-            return
         chain = self.sequence.chains[number]
         chain.extend(self.sequence.tokens, count)
-        blocks = self.blocks[number]
-        for position in range(start, count):
-            if blocks[position] != NULL_BLOCK:
-                index.publish(number, chain, position, blocks[position])
+        index.publish(number, chain, self.blocks[number], self.published[number], count)
         self.published[number] = count
 
 
