@@ -119,14 +119,14 @@ def test_an_empty_step_is_all_padding():
 
 
 def test_unpadded_drops_padding_and_keeps_the_numbers():
-    step = build([SequenceRow([7, 8], 3, 2), SequenceRow([9], 0, 1)], num_seqs=4, num_tokens=8, encoder_seq_lens=[5, 6])
+    step = build([SequenceRow([7, 8], 3, 2), SequenceRow([9], 0, 1)], num_seqs=4, num_tokens=8)
 
     plain = step.unpadded()
 
     assert plain.seq_lens.tolist() == [5, 1]
     assert plain.query_start_loc.tolist() == [0, 2, 3]
     assert plain.slot_mapping.tolist() == [31, 32, 36]
-    assert plain.encoder_seq_lens.tolist() == [5, 6]
+    assert plain.encoder_seq_lens is None
     assert plain.packed is None
     assert plain.unpadded() is plain
     check_metadata(plain)
@@ -362,18 +362,6 @@ BAD = {
             "block_ids of sequence 'a' holds something that is not an int32 block id ('float' object cannot be "
             "interpreted as an integer)."
         ),
-    ),
-    "encoder lengths of another batch": (
-        [SequenceRow([9], 0, 2)],
-        {"encoder_seq_lens": [3, 4]},
-        InvalidInput,
-        "encoder_seq_lens has 2 entries; the step has 1 rows.",
-    ),
-    "negative encoder length": (
-        [SequenceRow([9], 0, 2)],
-        {"encoder_seq_lens": [-3]},
-        InvalidInput,
-        "encoder_seq_lens[0] is -3; it cannot be negative.",
     ),
     "layout of another bucket": (
         [SequenceRow([9], 0, 2)],

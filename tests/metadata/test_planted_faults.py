@@ -14,13 +14,13 @@ SIZES = {"block_size": 4, "num_blocks": 16, "num_seqs": 4, "num_tokens": 8, "max
 
 
 def test_fault_16_a_table_without_its_last_column_is_caught_while_building(monkeypatch):
-    honest = build_module._write_tables
+    honest = build_module.write_tables
 
-    def loses_last_column(rows, out, live, *rest):
-        honest(rows, out, live, *rest)
-        out[np.arange(len(rows)), live - 1] = 0
+    def loses_last_column(tables, out, live, totals, **options):
+        honest(tables, out, live, totals, **options)
+        out[np.arange(len(tables)), live - 1] = 0
 
-    monkeypatch.setattr(build_module, "_write_tables", loses_last_column)
+    monkeypatch.setattr(build_module, "write_tables", loses_last_column)
 
     with pytest.raises(InvalidInput, match=r"^block_tables\[0, 1\] is the null block but tokens 4..5 are visible"):
         build_common_metadata(ROWS, **SIZES)
@@ -65,14 +65,14 @@ def test_fault_18_a_record_whose_buffer_was_written_again_is_caught():
 
 
 def test_fault_19_a_stale_tail_in_a_wider_table_is_caught(monkeypatch):
-    def leaves_the_tail(rows, out, live, *rest):
-        for index, row in enumerate(rows):
-            out[index, : live[index]] = row.block_ids[: live[index]]
+    def leaves_the_tail(tables, out, live, totals, **options):
+        for index, ids in enumerate(tables):
+            out[index, : live[index]] = ids[: live[index]]
 
     layout = metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3)
     buffer = np.zeros(layout.num_elements, np.int32)
     build_common_metadata([SequenceRow([1, 2, 3], 9, 1)], layout=layout, buffer=buffer, **SIZES)
-    monkeypatch.setattr(build_module, "_write_tables", leaves_the_tail)
+    monkeypatch.setattr(build_module, "write_tables", leaves_the_tail)
 
     step_rows = [SequenceRow([5, 6], 3, 3)]
     with pytest.raises(InvalidInput, match=r"^block_tables\[0, 2\] is 3, beyond the 2 blocks of sequence 0"):

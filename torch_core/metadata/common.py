@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from torch_core.metadata.encoder import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout
 
 __all__ = ["CommonAttentionMetadata"]
@@ -34,7 +35,7 @@ class CommonAttentionMetadata:
         num_blocks: blocks of the pool that the ids refer to.
         cache_group: the group of layers whose tables these are; 0 when there is only one.
         causal: whether a query sees no key after itself.
-        encoder_seq_lens: [S] or None; encoder tokens of each sequence, for cross attention.
+        encoder: the arrays of cross attention, or None for a batch without.
         dcp_local_seq_lens: [S] or None; the share of `seq_lens` on this rank of decode context parallelism.
         packed: the one buffer that holds the arrays, or None when they were given separately.
         layout: where each array lies in `packed`.
@@ -53,7 +54,7 @@ class CommonAttentionMetadata:
     num_blocks: int
     cache_group: int = 0
     causal: bool = True
-    encoder_seq_lens: np.ndarray | None = None
+    encoder: EncoderMetadata | None = None
     dcp_local_seq_lens: np.ndarray | None = None
     packed: np.ndarray | None = None
     layout: PackedLayout | None = None
@@ -67,6 +68,11 @@ class CommonAttentionMetadata:
     def num_tokens(self) -> int:
         """New tokens with padding."""
         return self.slot_mapping.shape[0]
+
+    @property
+    def encoder_seq_lens(self) -> np.ndarray | None:
+        """int32[S]: encoder tokens of each sequence; None for a batch without an encoder."""
+        return None if self.encoder is None else self.encoder.encoder_seq_lens
 
     @property
     def query_lens(self) -> np.ndarray:
@@ -89,8 +95,17 @@ class CommonAttentionMetadata:
             block_tables=self.block_tables[:reqs],
             slot_mapping=self.slot_mapping[:tokens],
             positions=self.positions[:tokens],
-            encoder_seq_lens=None if self.encoder_seq_lens is None else self.encoder_seq_lens[:reqs],
+            encoder=None if self.encoder is None else _unpadded_encoder(self.encoder, reqs),
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[:reqs],
             packed=None,
             layout=None,
         )
+
+
+def _unpadded_encoder(encoder: EncoderMetadata, num_reqs: int) -> EncoderMetadata:
+    return replace(
+        encoder,
+        encoder_seq_lens=encoder.encoder_seq_lens[:num_reqs],
+        cross_block_tables=encoder.cross_block_tables[:num_reqs],
+        cross_slot_mapping=encoder.cross_slot_mapping[: encoder.num_encoder_tokens],
+    )

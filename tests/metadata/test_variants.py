@@ -1,0 +1,251 @@
+"""Virtual batches of local attention, shared prefixes, encoder fields and context parallelism."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.metadata import (
+    EncoderRow,
+    SequenceRow,
+    build_common_metadata,
+    common_prefix_length,
+    encoder_layout,
+    get_dcp_local_seq_lens,
+    make_local_attention_virtual_batches,
+    mask_slots_of_other_ranks,
+    metadata_layout,
+    use_cascade_attention,
+)
+
+SHAPE = {"num_query_heads": 32, "num_kv_heads": 8, "head_size": 128, "bytes_per_element": 2, "num_sms": 132}
+
+
+def refuses(message: str, error: type[Exception] = InvalidInput):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 3])
+def test_virtual_batches_let_each_query_see_its_own_chunk(chunk_blocks, seed, random_rows):
+    rng = np.random.default_rng(seed)
+    block_size = 4
+    chunk = chunk_blocks * block_size
+    for _ in range(20):
+        rows = random_rows(rng, block_size=block_size, num_blocks=256)
+        step = build_common_metadata(rows, block_size=block_size, num_blocks=256, num_seqs=len(rows) + 1)
+
+        local, make_block_tables = make_local_attention_virtual_batches(chunk, step)
+
+        assert visible_slots(local, block_size) == [
+            [row.block_ids[j // block_size] * block_size + j % block_size for j in range(p // chunk * chunk, p + 1)]
+            for row in rows
+            for p in range(row.num_computed_tokens, row.num_computed_tokens + row.num_new_tokens)
+        ]
+        other = make_block_tables(step.block_tables + 1000)
+        live = np.arange(chunk_blocks) < -(-local.seq_lens // block_size)[:, None]
+        assert ((other - 1000)[live] == local.block_tables[live]).all()
+
+
+def visible_slots(step, block_size):
+    """The slots that each query token of a causal batch sees."""
+    out = []
+    for row in range(step.num_reqs):
+        begin, end = step.query_start_loc[row : row + 2]
+        for index in range(begin, end):
+            position = step.seq_lens[row] - (end - index)
+            out.append(
+                [step.block_tables[row, j // block_size] * block_size + j % block_size for j in range(position + 1)]
+            )
+    return out
+
+
+@pytest.mark.parametrize("chunk", [0, 6])
+def test_a_chunk_that_is_not_a_multiple_of_the_block_is_refused(chunk):
+    step = build_common_metadata([SequenceRow([1], 0, 2)], block_size=4, num_blocks=4)
+    with refuses(f"attn_chunk_size is {chunk}; it must be a positive multiple of the block size, 4."):
+        make_local_attention_virtual_batches(chunk, step)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([SequenceRow([5, 6, 7], 9, 1), SequenceRow([5, 6, 8], 8, 3)], 8),
+        ([SequenceRow([5, 6, 7], 9, 1), SequenceRow([5, 6], 7, 1)], 4),
+        ([SequenceRow([5, 6], 4, 1), SequenceRow([7, 6], 4, 1)], 0),
+        ([SequenceRow([5], 2, 1), SequenceRow([5], 3, 1)], 0),
+        ([SequenceRow([5, 6, 7], 9, 1)], 0),
+        ([], 0),
+    ],
+)
+def test_the_common_prefix_is_made_of_whole_computed_blocks(rows, expected):
+    base = build_common_metadata(
+        [replace(row, block_ids=[10 * i + k for k in range(1, 9)]) for i, row in enumerate(rows)],
+        block_size=4,
+        num_blocks=128,
+        max_blocks=3,
+    )
+    tables = np.zeros_like(base.block_tables)
+    for index, row in enumerate(rows):
+        tables[index, : len(row.block_ids)] = row.block_ids
+
+    assert common_prefix_length(replace(base, block_tables=tables)) == expected
+
+
+def test_cascade_is_chosen_for_many_sequences_with_a_long_prefix():
+    assert use_cascade_attention(8192, np.ones(64), **SHAPE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_alibi": True}, {"use_sliding_window": True}, {"use_local_attention": True}, {"dcp_world_size": 2}],
+)
+def test_cascade_is_off_for_masks_that_it_cannot_serve(options):
+    assert not use_cascade_attention(8192, np.ones(64), **SHAPE, **options)
+
+
+@pytest.mark.parametrize(("prefix", "reqs"), [(0, 64), (128, 64), (8192, 1), (512, 4), (256, 8)])
+def test_cascade_is_off_where_it_would_lose(prefix, reqs):
+    assert not use_cascade_attention(prefix, np.ones(reqs), **SHAPE)
+
+
+def test_cascade_refuses_impossible_arguments():
+    with refuses("common_prefix_len is -1; it cannot be negative."):
+        use_cascade_attention(-1, np.ones(4), **SHAPE)
+    with refuses("num_query_heads is 30; it must be a multiple of num_kv_heads, 8."):
+        use_cascade_attention(512, np.ones(4), **{**SHAPE, "num_query_heads": 30})
+
+
+ROWS = [SequenceRow([5], 0, 3, "a"), SequenceRow([6], 2, 1, "b")]
+
+
+def build(encoder_rows, **options):
+    return build_common_metadata(ROWS, block_size=4, num_blocks=32, encoder_rows=encoder_rows, num_seqs=3, **options)
+
+
+def test_encoder_fields_say_what_is_read_and_what_is_written():
+    step = build([EncoderRow([11, 12], 6, 6), EncoderRow([13], 4)])
+
+    encoder = step.encoder
+    assert encoder.encoder_seq_lens.tolist() == [6, 4, 0]
+    assert encoder.cross_block_tables.tolist() == [[11, 12], [13, 0], [0, 0]]
+    assert encoder.cross_slot_mapping.tolist() == [44, 45, 46, 47, 48, 49]
+    assert (encoder.num_encoder_tokens, encoder.max_encoder_seq_len) == (6, 6)
+    assert step.encoder_seq_lens is encoder.encoder_seq_lens
+    for value in (encoder.encoder_seq_lens, encoder.cross_block_tables, encoder.cross_slot_mapping):
+        assert np.shares_memory(value, step.packed)
+
+
+def test_encoder_fields_are_padded_to_their_layout():
+    layout = metadata_layout(
+        num_seqs=3,
+        num_tokens=4,
+        max_blocks=1,
+        extra=encoder_layout(num_seqs=3, num_encoder_tokens=8, max_encoder_blocks=3),
+    )
+
+    step = build([EncoderRow([11, 12], 6, 2), EncoderRow([13], 4)], layout=layout)
+
+    assert step.encoder.cross_slot_mapping.tolist() == [48, 49, -1, -1, -1, -1, -1, -1]
+    plain = step.unpadded().encoder
+    assert plain.cross_slot_mapping.tolist() == [48, 49]
+    assert plain.encoder_seq_lens.tolist() == [6, 4]
+
+
+ENCODER_MISTAKES = {
+    "one row only": (
+        [EncoderRow([11], 4)],
+        InvalidInput,
+        "encoder_rows has 1 entries; the step has 2 rows.",
+    ),
+    "no encoder token": (
+        [EncoderRow([11], 4), EncoderRow([], 0)],
+        InvalidInput,
+        (
+            "encoder_rows[1] has num_tokens 0 and num_new_tokens 0 for sequence 'b'; the first must be at least 1 "
+            "and the second from 0 to the first."
+        ),
+    ),
+    "more new tokens than tokens": (
+        [EncoderRow([11], 2, 3), EncoderRow([12], 1)],
+        InvalidInput,
+        (
+            "encoder_rows[0] has num_tokens 2 and num_new_tokens 3 for sequence 'a'; the first must be at least 1 "
+            "and the second from 0 to the first."
+        ),
+    ),
+    "an id outside the pool": (
+        [EncoderRow([11], 2), EncoderRow([32], 1)],
+        InvalidInput,
+        (
+            "block_tables[1, 0] is 32; valid ids are 1..31 (pool of 32 blocks, 0 is the null block). Sequence 'b' "
+            "has 1 tokens and needs 1 blocks."
+        ),
+    ),
+    "too few blocks": (
+        [EncoderRow([11], 5), EncoderRow([12], 1)],
+        InvalidInput,
+        "block_ids of sequence 'a' has 1 blocks; its 5 tokens need 2 blocks of 4. Allocate before building.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENCODER_MISTAKES)
+def test_encoder_mistakes_are_refused(name):
+    rows, error, message = ENCODER_MISTAKES[name]
+    with refuses(message, error):
+        build(rows)
+
+
+def test_encoder_rows_that_do_not_fit_their_layout_are_refused():
+    extra = encoder_layout(num_seqs=3, num_encoder_tokens=1, max_encoder_blocks=1)
+    layout = metadata_layout(num_seqs=3, num_tokens=4, max_blocks=1, extra=extra)
+    with refuses(
+        "encoder_seq_lens[0] is 6 (2 blocks of 4) but cross_block_tables has 1 columns for sequence 'a'.",
+        RequestTooLong,
+    ):
+        build([EncoderRow([11, 12], 6), EncoderRow([13], 4)], layout=layout)
+    with refuses(
+        "the step writes 3 encoder tokens, but cross_slot_mapping has 1 entries. Pad to a larger bucket.",
+        RequestTooLong,
+    ):
+        build([EncoderRow([11], 3, 3), EncoderRow([13], 4)], layout=layout)
+
+
+def test_a_layout_without_encoder_fields_is_refused():
+    layout = metadata_layout(num_seqs=3, num_tokens=4, max_blocks=1)
+    with pytest.raises(InvalidInput, match=r"^The packed layout has no field 'encoder_seq_lens'; it has query_start"):
+        build([EncoderRow([11], 3), EncoderRow([13], 4)], layout=layout)
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 16)])
+def test_every_token_lives_on_exactly_one_rank(world, interleave):
+    lens = np.arange(0, 100)
+    by_rank = [
+        get_dcp_local_seq_lens(lens, dcp_world_size=world, dcp_rank=rank, interleave_size=interleave)
+        for rank in range(world)
+    ]
+
+    assert (sum(by_rank) == lens).all()
+    for rank, local in enumerate(by_rank):
+        assert local.dtype == np.int32
+        assert local.tolist() == [sum(t // interleave % world == rank for t in range(n)) for n in lens]
+
+
+def test_slots_of_tokens_on_other_ranks_are_dropped():
+    slots, positions = np.array([40, 41, 42, 43], np.int32), np.arange(4)
+
+    mine = mask_slots_of_other_ranks(slots, positions, dcp_world_size=2, dcp_rank=1)
+
+    assert mine.tolist() == [-1, 41, -1, 43]
+    assert mine.dtype == np.int32
+
+
+def test_impossible_ranks_are_refused():
+    with refuses("dcp_rank is 2; it must be from 0 to 1."):
+        get_dcp_local_seq_lens(np.ones(1, int), dcp_world_size=2, dcp_rank=2)
+    with refuses("dcp_world_size is 0 and interleave_size 1; both must be at least 1."):
+        get_dcp_local_seq_lens(np.ones(1, int), dcp_world_size=0, dcp_rank=0)

@@ -1,0 +1,123 @@
+"""Cascade attention: finding the prefix that a whole batch shares, and deciding whether to attend it once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata.common import CommonAttentionMetadata
+
+__all__ = ["CascadeCosts", "common_prefix_length", "use_cascade_attention"]
+
+_MIN_PREFIX_TOKENS = 256
+_MIN_REQS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeCosts:
+    """What decides for or against cascade attention on one kind of device; from measurements, not from data sheets.
+
+    Attributes:
+        bytes_per_us: rate at which decode attention reads the cache.
+        flops_per_us_per_sm: rate of one multiprocessor in prefill attention.
+        tile_rows: query rows (tokens times query heads of one KV head) that one thread block takes.
+        overhead_us: what the second attention and the merge cost, however small they are.
+        margin: cascade is used when it should take at most this fraction of the plain time.
+    """
+
+    bytes_per_us: float = 3.6e6
+    flops_per_us_per_sm: float = 2.5e6
+    tile_rows: int = 128
+    overhead_us: float = 15.0
+    margin: float = 0.8
+
+
+def common_prefix_length(metadata: CommonAttentionMetadata) -> int:
+    """Returns how many leading tokens all sequences share block by block, and had computed before the step.
+
+    Blocks are equal when their ids are: sequences with equal text in different blocks share nothing. Only whole
+    blocks count, and no token of the step's own queries does, so that every query stands after the prefix.
+
+    Example:
+        >>> from torch_core.metadata import SequenceRow, build_common_metadata
+        >>> rows = [SequenceRow([5, 6, 7], 9, 1), SequenceRow([5, 6, 8], 8, 3)]
+        >>> common_prefix_length(build_common_metadata(rows, block_size=4, num_blocks=16))
+        8
+    """
+    reqs = metadata.num_reqs
+    if reqs < 2:
+        return 0
+    computed = metadata.seq_lens[:reqs] - metadata.query_lens[:reqs]
+    limit = int(computed.min()) // metadata.block_size
+    tables = metadata.block_tables[:reqs, :limit]
+    if limit == 0 or (tables[:, 0] != tables[0, 0]).any():
+        return 0
+    differs = (tables != tables[0]).any(axis=0)
+    shared = int(np.argmax(differs)) if differs.any() else limit
+    return shared * metadata.block_size
+
+
+def use_cascade_attention(
+    common_prefix_len: int,
+    query_lens: np.ndarray,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    bytes_per_element: float,
+    num_sms: int,
+    use_alibi: bool = False,
+    use_sliding_window: bool = False,
+    use_local_attention: bool = False,
+    dcp_world_size: int = 1,
+    costs: CascadeCosts | None = None,
+) -> bool:
+    """Returns whether attending the shared prefix once and merging should be faster than the plain way.
+
+    The plain way reads the prefix once per sequence. Cascade reads it once, as one long non-causal prefill whose time
+    is the number of rounds of thread blocks times the length of the prefix. It cannot serve masks that depend on the
+    distance to the query (ALiBi, windows, chunks), nor a prefix that is spread over ranks.
+
+    Args:
+        common_prefix_len: tokens of the prefix; see `common_prefix_length`.
+        query_lens: int[reqs], new tokens of each sequence.
+        num_query_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_size: elements of one head.
+        bytes_per_element: of the cache.
+        num_sms: multiprocessors of the device.
+        use_alibi: the layer uses ALiBi.
+        use_sliding_window: the layer has a sliding window.
+        use_local_attention: the layer has chunked local attention.
+        dcp_world_size: ranks that share each sequence.
+        costs: rates of the device; None for those of an H200.
+
+    Raises:
+        InvalidInput: the prefix is negative or the heads do not divide.
+
+    Example:
+        >>> shape = dict(num_query_heads=32, num_kv_heads=8, head_size=128, bytes_per_element=2, num_sms=132)
+        >>> use_cascade_attention(8192, np.ones(64), **shape), use_cascade_attention(512, np.ones(4), **shape)
+        (True, False)
+    """
+    if common_prefix_len < 0:
+        raise InvalidInput(f"common_prefix_len is {common_prefix_len}; it cannot be negative.")
+    if num_kv_heads < 1 or num_query_heads % num_kv_heads:
+        raise InvalidInput(
+            f"num_query_heads is {num_query_heads}; it must be a multiple of num_kv_heads, {num_kv_heads}."
+        )
+    if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
+        return False
+    if common_prefix_len < _MIN_PREFIX_TOKENS or len(query_lens) < _MIN_REQS:
+        return False
+    costs = costs or CascadeCosts()
+    prefix_bytes = 2 * common_prefix_len * num_kv_heads * head_size * bytes_per_element
+    plain = len(query_lens) * prefix_bytes / costs.bytes_per_us
+    rows = int(np.sum(query_lens)) * (num_query_heads // num_kv_heads)
+    blocks = num_kv_heads * -(-rows // costs.tile_rows)
+    rounds = -(-blocks // num_sms)
+    tile_flops = 4 * costs.tile_rows * common_prefix_len * head_size
+    once = max(rounds * tile_flops / costs.flops_per_us_per_sm, prefix_bytes / costs.bytes_per_us)
+    return once + costs.overhead_us <= costs.margin * plain

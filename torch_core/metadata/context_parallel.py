@@ -1,0 +1,70 @@
+"""Decode context parallelism: which tokens of a sequence live on which rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_core.errors import InvalidInput
+from torch_core.specs import PAD_SLOT_ID
+
+__all__ = ["get_dcp_local_seq_lens", "mask_slots_of_other_ranks"]
+
+
+def get_dcp_local_seq_lens(
+    seq_lens: np.ndarray, *, dcp_world_size: int, dcp_rank: int, interleave_size: int = 1
+) -> np.ndarray:
+    """Returns int32[S]: how many of each sequence's tokens this rank holds.
+
+    Tokens are dealt out in runs: token t lives on rank `t // interleave_size % dcp_world_size`.
+
+    Args:
+        seq_lens: int[S].
+        dcp_world_size: ranks.
+        dcp_rank: this rank.
+        interleave_size: tokens of a run.
+
+    Raises:
+        InvalidInput: a size or the rank is out of range.
+
+    Example:
+        >>> get_dcp_local_seq_lens(np.array([7]), dcp_world_size=2, dcp_rank=0, interleave_size=2).tolist()
+        [4]
+    """
+    _check_ranks(dcp_world_size, dcp_rank, interleave_size)
+    cycle = interleave_size * dcp_world_size
+    rest = seq_lens % cycle - dcp_rank * interleave_size
+    return (seq_lens // cycle * interleave_size + np.clip(rest, 0, interleave_size)).astype(np.int32)
+
+
+def mask_slots_of_other_ranks(
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    *,
+    dcp_world_size: int,
+    dcp_rank: int,
+    interleave_size: int = 1,
+) -> np.ndarray:
+    """Returns int32[T]: the slots of the tokens that live on this rank, PAD_SLOT_ID for the others.
+
+    Args:
+        slot_mapping: int32[T], each token's slot on whichever rank it lives.
+        positions: int32[T], its position in the sequence.
+        dcp_world_size: ranks.
+        dcp_rank: this rank.
+        interleave_size: as in `get_dcp_local_seq_lens`.
+
+    Raises:
+        InvalidInput: a size or the rank is out of range.
+    """
+    _check_ranks(dcp_world_size, dcp_rank, interleave_size)
+    mine = positions // interleave_size % dcp_world_size == dcp_rank
+    return np.where(mine, slot_mapping, np.int32(PAD_SLOT_ID))
+
+
+def _check_ranks(dcp_world_size: int, dcp_rank: int, interleave_size: int) -> None:
+    if dcp_world_size < 1 or interleave_size < 1:
+        raise InvalidInput(
+            f"dcp_world_size is {dcp_world_size} and interleave_size {interleave_size}; both must be at least 1."
+        )
+    if not 0 <= dcp_rank < dcp_world_size:
+        raise InvalidInput(f"dcp_rank is {dcp_rank}; it must be from 0 to {dcp_world_size - 1}.")

@@ -1,0 +1,144 @@
+"""The encoder side of a step: which encoder tokens each decoder sequence attends to, and which are written now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.metadata.check import block_tables_look_right, check_block_tables, check_written_blocks, row_name
+from torch_core.metadata.layout import PackedLayout
+from torch_core.metadata.slots import compute_positions, write_slots
+from torch_core.metadata.tables import write_tables
+
+__all__ = ["EncoderMetadata", "EncoderRow", "build_encoder_metadata", "encoder_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderRow:
+    """The encoder tokens of one sequence, as cross attention sees them in one step.
+
+    Attributes:
+        block_ids: the blocks of their keys and values, in order; of the cross-attention layers' cache group.
+        num_tokens: encoder tokens; at least 1.
+        num_new_tokens: how many of them, the last ones, get their keys and values in this step: all in the step that
+            ran the encoder, 0 afterwards.
+    """
+
+    block_ids: Sequence[int]
+    num_tokens: int
+    num_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderMetadata:
+    """The arrays of cross attention; int32, padded like the decoder's, read-only views of the step's packed buffer.
+
+    Attributes:
+        encoder_seq_lens: [S]; encoder tokens of each sequence, 0 for padding.
+        cross_block_tables: [S, max_encoder_blocks]; their blocks, 0 where unused.
+        cross_slot_mapping: [E]; the slot of each encoder token that is written now, -1 for padding.
+        num_encoder_tokens: real entries of `cross_slot_mapping`.
+        max_encoder_seq_len: an upper bound on `encoder_seq_lens`.
+    """
+
+    encoder_seq_lens: np.ndarray
+    cross_block_tables: np.ndarray
+    cross_slot_mapping: np.ndarray
+    num_encoder_tokens: int
+    max_encoder_seq_len: int
+
+
+def encoder_layout(*, num_seqs: int, num_encoder_tokens: int, max_encoder_blocks: int) -> list[tuple[str, tuple]]:
+    """Returns the names and shapes to pass as `extra` to `metadata_layout` for a step with cross attention."""
+    return [
+        ("encoder_seq_lens", (num_seqs,)),
+        ("cross_slot_mapping", (num_encoder_tokens,)),
+        ("cross_block_tables", (num_seqs, max_encoder_blocks)),
+    ]
+
+
+def build_encoder_metadata(
+    rows: Sequence[EncoderRow],
+    *,
+    layout: PackedLayout,
+    buffer: np.ndarray,
+    block_size: int,
+    num_blocks: int,
+    seq_ids: Sequence[str | None],
+) -> EncoderMetadata:
+    """Writes the encoder fields of a step into its buffer.
+
+    Args:
+        rows: one for each decoder row, in the same order.
+        layout: has the fields of `encoder_layout`.
+        buffer: the step's packed buffer.
+        block_size: tokens of one block of the encoder's cache group.
+        num_blocks: blocks of its pool.
+        seq_ids: names of the decoder rows, for messages.
+
+    Raises:
+        InvalidInput: the rows do not match the decoder's, or a length or block id is wrong.
+        RequestTooLong: the rows do not fit into the layout.
+    """
+    if len(rows) != len(seq_ids):
+        raise InvalidInput(f"encoder_rows has {len(rows)} entries; the step has {len(seq_ids)} rows.")
+    totals = np.array([row.num_tokens for row in rows], np.int64)
+    new = np.array([row.num_new_tokens for row in rows], np.int64)
+    _check_lengths(totals, new, seq_ids)
+    seq_lens = layout["encoder_seq_lens"].of(buffer)
+    tables = layout["cross_block_tables"].of(buffer)
+    slots = layout["cross_slot_mapping"].of(buffer)
+    live = -(-totals // block_size)
+    count = len(rows)
+    num_new = int(new.sum())
+    if live.max(initial=0) > tables.shape[1]:
+        index = int(np.argmax(live))
+        raise RequestTooLong(
+            f"encoder_seq_lens[{index}] is {totals[index]} ({live[index]} blocks of {block_size}) but "
+            f"cross_block_tables has {tables.shape[1]} columns for {row_name(index, seq_ids)}."
+        )
+    if num_new > slots.shape[0]:
+        raise RequestTooLong(
+            f"the step writes {num_new} encoder tokens, but cross_slot_mapping has {slots.shape[0]} entries. Pad to a "
+            "larger bucket."
+        )
+
+    seq_lens[:count] = totals
+    seq_lens[count:] = 0
+    write_tables(
+        [row.block_ids for row in rows],
+        tables[:count],
+        live,
+        totals,
+        block_size=block_size,
+        seq_ids=lambda: list(seq_ids),
+    )
+    tables[count:] = 0
+    if not block_tables_look_right(tables[:count], live, num_blocks):
+        check_block_tables(tables[:count], totals, new, block_size=block_size, num_blocks=num_blocks, seq_ids=seq_ids)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(new)])
+    positions = compute_positions(starts, totals - new)
+    write_slots(slots, positions, np.repeat(np.arange(count), new), tables, block_size=block_size)
+    check_written_blocks(slots[:num_new], new, block_size=block_size, seq_ids=lambda: seq_ids)
+    for view in (seq_lens, tables, slots):
+        view.setflags(write=False)
+    return EncoderMetadata(
+        encoder_seq_lens=seq_lens,
+        cross_block_tables=tables,
+        cross_slot_mapping=slots,
+        num_encoder_tokens=num_new,
+        max_encoder_seq_len=int(totals.max(initial=0)),
+    )
+
+
+def _check_lengths(totals: np.ndarray, new: np.ndarray, seq_ids: Sequence[str | None]) -> None:
+    bad = np.flatnonzero((totals < 1) | (new < 0) | (new > totals))
+    if bad.size:
+        index = int(bad[0])
+        raise InvalidInput(
+            f"encoder_rows[{index}] has num_tokens {totals[index]} and num_new_tokens {new[index]} for "
+            f"{row_name(index, seq_ids)}; the first must be at least 1 and the second from 0 to the first."
+        )

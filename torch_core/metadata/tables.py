@@ -1,0 +1,115 @@
+"""Writes the block ids of many rows into one int32 table, checking the type and the number of ids on the way."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata.check import SeqIds, row_name
+from torch_core.metadata.table_cache import BlockTableCache
+
+__all__ = ["seq_ids_of", "tables_of", "write_tables"]
+
+
+def write_tables(
+    tables: list,
+    out: np.ndarray,
+    live: np.ndarray,
+    totals: np.ndarray,
+    *,
+    block_size: int,
+    seq_ids: Callable[[], list[str | None]],
+    table_cache: BlockTableCache | None = None,
+) -> None:
+    """Writes the first `live` ids of each table, then zeros, to the rows of `out`.
+
+    Args:
+        tables: the block ids of each row.
+        out: int32[rows, columns], wide enough for the longest row.
+        live: int[rows], blocks in use.
+        totals: int[rows], tokens; for messages.
+        block_size: tokens of one block; for messages.
+        seq_ids: called for the names of the rows.
+        table_cache: converts the tables instead; its memory is of this call's rows afterwards.
+
+    Raises:
+        InvalidInput: a table is too short or holds something that is not an int32.
+    """
+    ready = False
+    if table_cache is not None:
+        try:
+            tables = list(table_cache.convert(seq_ids(), tables))
+            ready = True
+        except (TypeError, OverflowError):
+            # Some id is wrong; the row-by-row path below says which.
+            ready = False
+    needed = live.tolist()
+    if list(map(len, tables)) != needed or not (ready or _are_int32_arrays(tables)):
+        tables = [
+            _first_ids(index, ids, count, int(totals[index]), block_size, seq_ids)
+            for index, (ids, count) in enumerate(zip(tables, needed, strict=True))
+        ]
+    # Joining buffers costs 0.2 us a row, numpy's assignment 0.6 us, the conversion of a list 0.03 us an id.
+    zeros = bytes(4 * out.shape[1])
+    tails = {count: zeros[4 * count :] for count in set(needed)}
+    pieces: list = [None] * (2 * len(tables))
+    pieces[::2] = tables
+    pieces[1::2] = [tails[count] for count in needed]
+    out[:] = np.frombuffer(b"".join(pieces), np.int32).reshape(out.shape)
+
+
+def tables_of(rows: Sequence, cache_group: int | None) -> list[Sequence[int]]:
+    """Returns the tables of the rows, of one cache group when it is given.
+
+    Raises:
+        InvalidInput: the rows have no such group.
+    """
+    if cache_group is None:
+        return [row.block_ids for row in rows]
+    try:
+        return [row.group_block_ids[cache_group] for row in rows]
+    except (AttributeError, IndexError):
+        raise InvalidInput(
+            f"cache_group is {cache_group}, but a row has no group_block_ids[{cache_group}]; the rows come from an "
+            "allocator with fewer cache groups."
+        ) from None
+
+
+def seq_ids_of(rows: Sequence) -> list[str | None]:
+    """Returns the `seq_id` of each row, None for one without."""
+    try:
+        return [row.seq_id for row in rows]
+    except AttributeError:
+        return [getattr(row, "seq_id", None) for row in rows]
+
+
+def _are_int32_arrays(tables: list) -> bool:
+    return set(map(type, tables)) == {array} and {ids.typecode for ids in tables} == {"i"}
+
+
+def _first_ids(
+    index: int, ids: Sequence[int], needed: int, total: int, block_size: int, seq_ids: Callable[[], SeqIds]
+) -> np.ndarray | array:
+    if len(ids) < needed:
+        raise InvalidInput(
+            f"block_ids of {row_name(index, seq_ids())} has {len(ids)} blocks; its {total} tokens need {needed} blocks "
+            f"of {block_size}. Allocate before building."
+        )
+    if isinstance(ids, np.ndarray):
+        if ids.dtype != np.int32 or ids.ndim != 1:
+            raise InvalidInput(
+                f"block_ids of {row_name(index, seq_ids())} has dtype {ids.dtype} and rank {ids.ndim}; int32 of rank 1 "
+                "is required. Use block_ids.astype(np.int32)."
+            )
+        return np.ascontiguousarray(ids[:needed])
+    if isinstance(ids, array) and ids.typecode == "i":
+        return ids[:needed]
+    try:
+        return array("i", ids[:needed])
+    except (TypeError, OverflowError) as error:
+        raise InvalidInput(
+            f"block_ids of {row_name(index, seq_ids())} holds something that is not an int32 block id ({error})."
+        ) from None
