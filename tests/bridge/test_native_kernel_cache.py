@@ -1,0 +1,121 @@
+"""The kernel cache: compiled once, whole on disk, and only in a directory that nobody else can write."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from jattn.bridge.kernel_cache import KernelCache, default_directory
+from tests.support.sample_kernels import double_and_add
+from torch_core.errors import Unsupported
+from torch_core.plans.compile import kernel_variant
+
+
+@pytest.fixture(scope="module")
+def variants():
+    plan = double_and_add()
+    return [kernel_variant(launch, plan.specs) for launch in plan.launches]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "kernels"
+
+
+def test_a_kernel_is_compiled_once_in_a_process(variants):
+    cache = KernelCache(None)
+    assert cache.get(variants[0], 90) is cache.get(variants[0], 90)
+    assert cache.num_compiled == 1
+
+
+def test_a_kernel_on_disk_is_not_compiled_again(variants, directory):
+    first = KernelCache(directory)
+    images = [first.get(variant, 90) for variant in variants]
+    second = KernelCache(directory)
+    assert [second.get(variant, 90) for variant in variants] == images
+    assert (first.num_compiled, second.num_compiled) == (2, 0)
+
+
+def test_the_directory_and_its_files_are_private_and_whole(variants, directory):
+    cache = KernelCache(directory)
+    for variant in variants:
+        cache.get(variant, 90)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    files = list(directory.iterdir())
+    assert [file.suffix for file in files] == [".json", ".json"]
+    assert all(file.stat().st_mode & 0o077 == 0 for file in files)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "no json", "other fields"])
+def test_a_damaged_file_is_compiled_anew_and_replaced(variants, directory, damage):
+    image = KernelCache(directory).get(variants[0], 90)
+    (file,) = directory.iterdir()
+    text = file.read_text()
+    record = json.loads(text)
+    record["kernel"]["ptx"] += "\n// not ours"
+    damaged = {
+        "cut": text[: len(text) // 2],
+        "changed": json.dumps(record),
+        "no json": "kernel",
+        "other fields": json.dumps({"kernel": {}}),
+    }
+    file.write_text(damaged[damage])
+    again = KernelCache(directory)
+    assert again.get(variants[0], 90) == image
+    assert again.num_compiled == 1
+    assert file.read_text() == text
+
+
+def test_another_architecture_is_another_kernel(variants, directory):
+    cache = KernelCache(directory)
+    assert ".target sm_80" in cache.get(variants[0], 80).ptx
+    assert ".target sm_90a" in cache.get(variants[0], 90).ptx
+    assert len(list(directory.iterdir())) == 2
+
+
+def test_a_failed_write_leaves_no_file_behind(variants, directory, monkeypatch):
+    cache = KernelCache(directory)
+
+    def refuse(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        cache.get(variants[0], 90)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_directory_that_others_may_write_is_refused(directory):
+    directory.mkdir(mode=0o700)
+    directory.chmod(0o777)
+    with pytest.raises(Unsupported, match=rf"others may write the kernel cache .*; run: chmod go-w {directory}"):
+        KernelCache(directory)
+
+
+def test_a_symbolic_link_is_refused(tmp_path, directory):
+    directory.mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    with pytest.raises(Unsupported, match="is a symbolic link; name the directory itself"):
+        KernelCache(link)
+
+
+def test_a_parent_that_everybody_may_write_is_refused(tmp_path):
+    parent = tmp_path / "open"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(Unsupported, match=rf"everybody may replace the kernel cache .*; run: chmod o-w {parent}"):
+        KernelCache(parent / "kernels")
+
+
+def test_a_directory_of_another_user_is_refused(directory, monkeypatch):
+    KernelCache(directory)
+    monkeypatch.setattr(os, "getuid", lambda: directory.stat().st_uid + 1)
+    with pytest.raises(Unsupported, match=r"belongs to user \d+; use one of your own"):
+        KernelCache(directory)
+
+
+def test_the_default_directory_is_in_the_users_cache():
+    assert default_directory().parts[-3:] == (".cache", "jattn", "kernels")
