@@ -1,7 +1,7 @@
 """Runs a torch function inside a jitted JAX program on XLA's own buffers, in place and without a copy.
 
-This is the CPU path and, on CUDA, the debug and cross-check path: Python runs once for each call (on CUDA under graph
-capture once for each call site). The serving path on CUDA is `jattn.bridge.native`.
+This is the CPU path and, on CUDA, the debug and cross-check path: Python runs once for each call. The serving path on
+CUDA is `jattn.bridge.native`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import contextlib
 import itertools
 import re
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,12 +39,14 @@ def call_torch(
     wait for the device. An aliased output is the same memory as its input, so only the input is passed.
 
     Args:
-        function: a torch function that returns None.
+        function: a torch function that returns None. Outside jit, calls with equal functions compile once: pass a
+            module-level function or a frozen dataclass, not a new lambda each time.
         arguments: the JAX arrays it reads.
         outputs: shape and dtype of each array it writes.
         aliases: which argument index (key) is updated in place as which output index (value).
         num_threads: torch's thread count during the call on CPU; None leaves it. Small work wants 1: XLA's own
             threads wait on the same cores, and a team of OpenMP threads woken for microseconds costs far more.
+            A thread that first uses torch during the call starts with this count: torch hands down the latest one.
 
     Returns:
         The outputs, in order.
@@ -53,11 +57,9 @@ def call_torch(
     """
     aliases = dict(aliases or {})
     own_outputs = tuple(index for index in range(len(outputs)) if index not in aliases.values())
+    # Not command_buffer_compatible: a replayed graph would use scratch that torch has long given to somebody else.
     call = buffer_callback(
-        _TorchCallback(function, own_outputs, num_threads),
-        list(outputs),
-        input_output_aliases=aliases,
-        command_buffer_compatible=True,
+        _TorchCallback(function, own_outputs, num_threads), list(outputs), input_output_aliases=aliases
     )
     return call(*arguments)
 
@@ -74,35 +76,44 @@ def typed_errors() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        original = _recorded.take(str(error))
+        original = _recorded.find(str(error))
         if original is None:
             raise
         raise original from None
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _TorchCallback:
-    """One call site: turns buffers into tensors, runs the function where XLA expects it, keeps what it raised."""
+    """One call site: turns buffers into tensors, runs the function where XLA expects it, keeps what it raised.
 
-    def __init__(self, function: Callable[..., None], own_outputs: tuple[int, ...], num_threads: int | None) -> None:
-        self._function = function
-        self._own_outputs = own_outputs
-        self._num_threads = num_threads
+    Equal call sites compare equal, so that calls outside jit find their compiled program again.
+    """
+
+    function: Callable[..., None]
+    own_outputs: tuple[int, ...]
+    num_threads: int | None
 
     def __call__(self, context: Any, outputs: Sequence[Any], *arguments: Any) -> None:
         try:
-            # A capsule instead of the buffer itself: torch.from_dlpack asks the buffer for its device and stream
-            # first, which takes as long as the import and is ignored by XLA's buffers.
-            tensors = [from_dlpack(buffer.__dlpack__()) for buffer in arguments]
-            tensors += [from_dlpack(outputs[index].__dlpack__()) for index in self._own_outputs]
-            if tensors[0].is_cuda:
-                with torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device=tensors[0].device)):
-                    self._function(*tensors)
-            else:
-                _run_on_cpu(self._function, tensors, self._num_threads)
+            self._run(context, outputs, arguments)
         except BaseException as error:
+            # The frames of the traceback hold views of buffers that XLA takes back now.
+            del context, outputs, arguments
+            traceback.clear_frames(error.__traceback__)
             # XLA turns any exception into text, KeyboardInterrupt too; the key lets typed_errors find the object.
             key = _recorded.put(error)
             raise RuntimeError(f"{type(error).__name__}: {error} [{key}]") from error
+
+    def _run(self, context: Any, outputs: Sequence[Any], arguments: Sequence[Any]) -> None:
+        # A capsule instead of the buffer itself: torch.from_dlpack asks the buffer for its device and stream first,
+        # which takes as long as the import and is ignored by XLA's buffers.
+        tensors = [from_dlpack(buffer.__dlpack__()) for buffer in arguments]
+        tensors += [from_dlpack(outputs[index].__dlpack__()) for index in self.own_outputs]
+        if tensors[0].is_cuda:
+            with torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device=tensors[0].device)):
+                self.function(*tensors)
+        else:
+            _run_on_cpu(self.function, tensors, self.num_threads)
 
 
 def _run_on_cpu(function: Callable[..., None], tensors: list[torch.Tensor], num_threads: int | None) -> None:
@@ -135,11 +146,12 @@ class _RecordedErrors:
                 self._errors.popitem(last=False)
             return key
 
-    def take(self, text: str) -> BaseException | None:
+    def find(self, text: str) -> BaseException | None:
+        # Kept for the next look at the same failure: each output of a failed program raises the same text.
         with self._lock:
             for key in re.findall(r"jattn-callback-error-\d+", text):
                 if key in self._errors:
-                    return self._errors.pop(key)
+                    return self._errors[key]
         return None
 
 

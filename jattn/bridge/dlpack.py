@@ -81,7 +81,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         An array with the tensor's shape, dtype, device and data pointer.
 
     Raises:
-        InvalidInput: not a tensor, still tracked by autograd, not contiguous, or not aligned.
+        InvalidInput: not a tensor, still tracked by autograd, sparse, not contiguous, or not aligned.
         Unsupported: a dtype that JAX would convert (int64, float64) or does not know, or a foreign device.
 
     Example:
@@ -96,6 +96,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     if tensor.device.type not in _ALIGNMENT:
         raise Unsupported(f"tensor is on {tensor.device}; jattn shares memory on cpu and cuda only.")
     _check_dtype("tensor", str(tensor.dtype).removeprefix("torch."))
+    if tensor.layout is not torch.strided:
+        raise InvalidInput(f"tensor has layout {tensor.layout}; only a dense tensor has memory to share.")
     if not tensor.is_contiguous():
         raise InvalidInput(
             f"tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}; the row-major strides "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -50,7 +50,8 @@ def paged_attention(
     }
     function = launch.paged_attention_with_lse if with_lse else launch.paged_attention
     work = query.size * block_tables.shape[1] * kv_cache.shape[2]
-    return _attend(function, operands, query.shape, with_lse, work, spec=spec, max_query_len=max_query_len)
+    static = (("spec", spec), ("max_query_len", max_query_len))
+    return _attend(function, operands, query.shape, static, with_lse, work)
 
 
 def attention(
@@ -79,8 +80,8 @@ def attention(
     }
     function = launch.attention_with_lse if with_lse else launch.attention
     out_shape = (*query.shape[:2], value.shape[2])
-    static: dict[str, Any] = {"spec": spec, "max_query_len": max_query_len, "max_key_len": max_key_len}
-    return _attend(function, operands, out_shape, with_lse, query.size * max_key_len, **static)
+    static = (("spec", spec), ("max_query_len", max_query_len), ("max_key_len", max_key_len))
+    return _attend(function, operands, out_shape, static, with_lse, query.size * max_key_len)
 
 
 def write_kv_cache(
@@ -102,7 +103,7 @@ def write_kv_cache(
     }
     names, arrays = _present(operands)
     (cache,) = call_torch(
-        functools.partial(_write, names),
+        _Write(names),
         arrays,
         [jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype)],
         aliases={names.index("kv_cache"): 0},
@@ -122,37 +123,46 @@ def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: ja
     return out, lse
 
 
+# The functions that the callback runs are frozen records, not closures: equal ones share one compiled program.
+@dataclass(frozen=True, slots=True)
+class _Attend:
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...]
+    with_lse: bool
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        operands = dict(zip(self.names, tensors, strict=False))
+        operands.update(self.static)
+        if self.with_lse:
+            _, lse = self.function(**operands, out=tensors[-2])
+            tensors[-1].copy_(lse)
+        else:
+            self.function(**operands, out=tensors[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    names: tuple[str, ...]
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        launch.write_kv_cache(**dict(zip(self.names, tensors, strict=True)))
+
+
 def _attend(
     function: Callable[..., Any],
     operands: Mapping[str, jax.Array | None],
     out_shape: tuple[int, ...],
+    static: tuple[tuple[str, Any], ...],
     with_lse: bool,
     work: int,
-    **static: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     names, arrays = _present(operands)
     outputs = [jax.ShapeDtypeStruct(out_shape, arrays[0].dtype)]
     if with_lse:
         outputs.append(jax.ShapeDtypeStruct(out_shape[:2], jnp.float32))
-    run = functools.partial(_attend_with_lse if with_lse else _attend_only, function, names, static)
-    results = call_torch(run, arrays, outputs, num_threads=_threads(work))
+    results = call_torch(_Attend(function, names, static, with_lse), arrays, outputs, num_threads=_threads(work))
     return results[0], results[1] if with_lse else None
-
-
-def _attend_only(function: Callable[..., Any], names: tuple[str, ...], static: dict, *tensors: torch.Tensor) -> None:
-    function(**dict(zip(names, tensors, strict=False)), out=tensors[-1], **static)
-
-
-def _attend_with_lse(
-    function: Callable[..., Any], names: tuple[str, ...], static: dict, *tensors: torch.Tensor
-) -> None:
-    operands = dict(zip(names, tensors, strict=False))
-    _, lse = function(**operands, out=tensors[-2], **static)
-    tensors[-1].copy_(lse)
-
-
-def _write(names: tuple[str, ...], *tensors: torch.Tensor) -> None:
-    launch.write_kv_cache(**dict(zip(names, tensors, strict=True)))
 
 
 def _merge(*tensors: torch.Tensor) -> None:
