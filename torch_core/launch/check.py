@@ -7,6 +7,7 @@ is built. On the CPU those values are at hand, so they are checked here as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,9 +40,12 @@ def check_paged_attention(
     *,
     max_query_len: int,
     out: Tensor | None = None,
-    **options: Tensor | float | None,
+    causal: bool = True,
+    **options: Any,
 ) -> None:
     """Checks the arguments of `torch_core.launch.paged_attention`.
+
+    Without the causal mask a sequence may have more query rows than keys: cross attention to a short encoder input.
 
     Raises:
         InvalidInput: with the argument, its value, the limit, the first bad index and the fix.
@@ -71,7 +75,7 @@ def check_paged_attention(
     if (options.get("k_scale_cache") is None) != (options.get("v_scale_cache") is None):
         raise InvalidInput("k_scale_cache and v_scale_cache go together; give both or none.")
     query_lens = _check_starts("query_start_loc", query_start_loc, query.shape[0], "query", max_query_len)
-    _check_tables(block_tables, seq_lens, query_lens, num_blocks, block_size)
+    _check_tables(block_tables, seq_lens, query_lens if causal else np.zeros_like(query_lens), num_blocks, block_size)
 
 
 def check_attention(
@@ -84,7 +88,7 @@ def check_attention(
     max_query_len: int,
     max_key_len: int,
     out: Tensor | None = None,
-    **options: Tensor | float | None,
+    **options: Any,
 ) -> None:
     """Checks the arguments of `torch_core.launch.attention`; raises as `check_paged_attention`."""
     _check_query(query, _FLOATS)
@@ -276,7 +280,7 @@ def _check_out(out: Tensor | None, query: Tensor, value_head_size: int, out_scal
 
 
 def _check_options(
-    options: dict[str, Tensor | float | None],
+    options: dict[str, Any],
     known: tuple[str, ...],
     query: Tensor,
     num_seqs: int,
