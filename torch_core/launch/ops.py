@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -37,13 +38,13 @@ def paged_attention(
     v_scale: Tensor | float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    **options: Tensor | float | None,
+    **options: Any,
 ) -> Tensor:
     """Returns the output of `paged_attention_with_lse` alone; the arguments are the same."""
     arrays = (query, kv_cache, block_tables, seq_lens, query_start_loc)
     options.update(k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks)
     if query.device.type == "cpu":
-        check.check_paged_attention(*arrays, max_query_len=max_query_len, out=out, **options)
+        check.check_paged_attention(*arrays, max_query_len=max_query_len, out=out, causal=spec.causal, **options)
         return cpu.paged_attention(*arrays, spec=spec, out=out, **options)
     return _accelerated(query).paged_attention(*arrays, spec=spec, max_query_len=max_query_len, out=out, **options)
 
@@ -62,7 +63,7 @@ def paged_attention_with_lse(
     v_scale: Tensor | float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    **options: Tensor | float | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attends any mix of prefill, chunked prefill, speculative and decode rows over a paged cache.
 
@@ -111,7 +112,7 @@ def paged_attention_with_lse(
     arrays = (query, kv_cache, block_tables, seq_lens, query_start_loc)
     options.update(k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks)
     if query.device.type == "cpu":
-        check.check_paged_attention(*arrays, max_query_len=max_query_len, out=out, **options)
+        check.check_paged_attention(*arrays, max_query_len=max_query_len, out=out, causal=spec.causal, **options)
         return cpu.paged_attention_with_lse(*arrays, spec=spec, out=out, **options)
     accelerated = _accelerated(query)
     return accelerated.paged_attention_with_lse(*arrays, spec=spec, max_query_len=max_query_len, out=out, **options)
@@ -130,7 +131,7 @@ def attention(
     out: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    **options: Tensor | float | None,
+    **options: Any,
 ) -> Tensor:
     """Returns the output of `attention_with_lse` alone; the arguments are the same."""
     arrays = (query, key, value, query_start_loc, key_start_loc)
@@ -155,7 +156,7 @@ def attention_with_lse(
     out: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    **options: Tensor | float | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attends packed sequences of unequal length: encoders, cross attention, prefill without a cache.
 

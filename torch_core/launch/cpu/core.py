@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["attend", "fused_applies"]
 
 # F.scaled_dot_product_attention calls the same kernel but does not return the lse.
-_flash_attention = torch._scaled_dot_product_flash_attention_for_cpu
+_flash_attention = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
 
 
 def fused_applies(logits_soft_cap: float | None, head_size: int, value_head_size: int) -> bool:

@@ -40,9 +40,7 @@ def decode_group(
     block_tables: np.ndarray,
     lengths: list[tuple[int, int, int]],
     num_padded_blocks: int,
-    *,
     block_size: int,
-    num_kv_heads: int,
     scale: float,
     spec: AttentionSpec,
     alibi_slopes: np.ndarray | None,
@@ -54,13 +52,12 @@ def decode_group(
     fused kernel works on one sequence and head at a time, so that a row's result is the same in any group.
 
     Args:
-        query: float32 `[num_seqs, num_heads, head_size]`, contiguous.
+        query: float32 `[num_seqs, num_kv_heads, group_size, head_size]`.
         kv_cache: see `gather_blocks`.
         block_tables: int `[rows, max_blocks]`.
         lengths: for each sequence its row of `block_tables`, its first visible key, and its number of keys.
         num_padded_blocks: the common padded length.
         block_size: tokens of a block.
-        num_kv_heads: key/value heads.
         scale: factor on the scores, every other scale included.
         spec: the static options but for the scale.
         alibi_slopes: float32 `[num_heads]`.
@@ -69,7 +66,7 @@ def decode_group(
     Returns:
         float32 output `[num_seqs, num_kv_heads, group_size, head_size]` and lse without the last axis.
     """
-    num_seqs, num_heads, head_size = query.shape
+    num_seqs, num_kv_heads = query.shape[:2]
     length = num_padded_blocks * block_size
     blocks = np.zeros((num_seqs, num_padded_blocks), np.int64)
     mask = np.full((num_seqs, 1, 1, length), -np.inf, np.float32)
@@ -87,10 +84,4 @@ def decode_group(
         distance = np.arange(length, dtype=np.float32) - last
         form = -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance
         mask = mask + alibi_slopes.reshape(1, num_kv_heads, -1, 1) * form
-    return attend(
-        query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size),
-        key,
-        value,
-        scale=scale,
-        bias=torch.from_numpy(mask),
-    )
+    return attend(query, key, value, scale=scale, bias=torch.from_numpy(mask))

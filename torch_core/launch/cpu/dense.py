@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from torch_core.launch.cpu.masks import Extras, key_range
-from torch_core.launch.cpu.result import finish
+from torch_core.launch.cpu.result import open_results
 from torch_core.launch.cpu.rows import attend_rows
 from torch_core.specs import AttentionSpec
 
 __all__ = ["attention", "attention_with_lse"]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
-    """Returns only the output of `attention_with_lse`, whose arguments it takes."""
-    return attention_with_lse(query, key, value, *args, **kwargs)[0]
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    spec: AttentionSpec,
+    **options: Any,
+) -> Tensor:
+    """Returns only the output of `attention_with_lse`, whose arguments it takes, and computes no lse."""
+    return _attention(query, key, value, query_start_loc, key_start_loc, spec, False, **options)[0]
 
 
 def attention_with_lse(
@@ -26,6 +36,21 @@ def attention_with_lse(
     key_start_loc: Tensor,
     *,
     spec: AttentionSpec,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attends packed sequences one by one in float32; see `torch_core.launch`. Nothing is checked."""
+    return _attention(query, key, value, query_start_loc, key_start_loc, spec, True, **options)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    spec: AttentionSpec,
+    with_lse: bool,
+    *,
     max_query_len: int | None = None,
     max_key_len: int | None = None,
     out: Tensor | None = None,
@@ -35,42 +60,53 @@ def attention_with_lse(
     qq_bias: Tensor | None = None,
     seq_causal: Tensor | None = None,
     out_scale: Tensor | float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attends packed sequences one by one in float32; see `torch_core.launch`. Nothing is checked."""
-    num_tokens, num_heads, _ = query.shape
-    query_dtype = query.dtype
-    query, key, value = query.float().contiguous(), key.float(), value.float()
-    output = torch.zeros(num_tokens, num_heads, value.shape[-1])
-    lse = torch.full((num_tokens, num_heads), -torch.inf)
+) -> tuple[Tensor, Any]:
+    num_kv_heads = key.shape[1]
     query_starts, key_starts = query_start_loc.tolist(), key_start_loc.tolist()
+    seqs = [
+        seq
+        for seq in range(len(query_starts) - 1)
+        if query_starts[seq + 1] > query_starts[seq] and key_starts[seq + 1] > key_starts[seq]
+    ]
+    out, lse, results = open_results(
+        query,
+        num_kv_heads,
+        value.shape[-1],
+        num_stored=sum(query_starts[seq + 1] - query_starts[seq] for seq in seqs),
+        with_lse=with_lse,
+        out=out,
+        sinks=sinks,
+        v_scale=None,
+        out_scale=out_scale,
+    )
+    query, key, value = (x.float() if x.stride(2) == 1 else x.float().contiguous() for x in (query, key, value))
+    query = query.unflatten(1, (num_kv_heads, -1))
     slopes = None if alibi_slopes is None else alibi_slopes.float().numpy()
     bias = None if qq_bias is None else qq_bias.float().numpy()
-    for seq in range(len(query_starts) - 1):
-        rows = slice(query_starts[seq], query_starts[seq + 1])
-        key_len = key_starts[seq + 1] - key_starts[seq]
-        if rows.start == rows.stop or key_len == 0:
-            continue
+    for seq in seqs:
         extras = Extras(
             causal=None if seq_causal is None else bool(seq_causal[seq]),
             mm_ranges=None if mm_prefix_range is None else mm_prefix_range[seq].numpy(),
             qq_bias=bias,
             alibi_slopes=slopes,
         )
-        first_key = 0
+        rows = slice(query_starts[seq], query_starts[seq + 1])
+        first_key, key_len = 0, key_starts[seq + 1] - key_starts[seq]
         if mm_prefix_range is None:
             context_len = key_len - (rows.stop - rows.start)
             first_key = key_range(context_len, key_len - 1, key_len, extras.is_causal(spec), spec)[0]
         keys = slice(key_starts[seq] + first_key, key_starts[seq + 1])
-        attend_rows(
-            query[rows],
-            key[keys].transpose(0, 1),
-            value[keys].transpose(0, 1),
-            output[rows],
-            lse[rows],
-            first_key=first_key,
-            key_len=key_len,
-            scale=spec.scale,
-            spec=spec,
-            extras=extras,
+        results.store(
+            rows,
+            *attend_rows(
+                query[rows],
+                key[keys].transpose(0, 1),
+                value[keys].transpose(0, 1),
+                first_key=first_key,
+                key_len=key_len,
+                scale=spec.scale,
+                spec=spec,
+                extras=extras,
+            ),
         )
-    return finish(output, lse, query_dtype=query_dtype, out=out, sinks=sinks, out_scale=out_scale)
+    return out, lse

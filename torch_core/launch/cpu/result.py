@@ -1,48 +1,102 @@
-"""The last steps of an attention call: sinks, value scale, output scale, the output's dtype and place."""
+"""The last steps of an attention call: sinks, value and output scales, the output's dtype and place."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torch_core.launch.cpu.gather import scale_value
 
-__all__ = ["finish"]
+__all__ = ["ResultRows", "open_results"]
 
 
-def finish(
-    output: Tensor,
-    lse: Tensor,
+@dataclass(frozen=True, slots=True)
+class ResultRows:
+    """Where the rows of one call go, and what is done to them on the way.
+
+    Attributes:
+        out: `[num_tokens, num_kv_heads, group_size, value_head_size]`, a view of the output.
+        lse: float32 `[num_tokens, num_kv_heads, group_size]`, or None when nobody asked for it.
+        sinks: float32 `[num_kv_heads, group_size]`, or None.
+        factor: on every output row: value scale over output scale.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    factor: float
+
+    def store(self, rows: slice | Tensor | None, output: Tensor, lse: Tensor) -> None:
+        """Stores computed rows.
+
+        Args:
+            rows: which tokens; None for all.
+            output: float32 `[rows, num_kv_heads, group_size, value_head_size]`.
+            lse: float32 `[rows, num_kv_heads, group_size]`; -inf marks rows that saw no key, which sinks leave alone.
+        """
+        if self.sinks is not None:
+            output = output * torch.sigmoid(lse - self.sinks)[..., None]
+            lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, self.sinks))
+        if self.factor != 1.0:
+            output = output * self.factor
+        if self.out.dtype.itemsize == 1:
+            largest = torch.finfo(self.out.dtype).max
+            output = output.clamp(-largest, largest).to(self.out.dtype)
+        _assign(self.out, rows, output)
+        if self.lse is not None:
+            _assign(self.lse, rows, lse)
+
+
+def open_results(
+    query: Tensor,
+    num_kv_heads: int,
+    value_head_size: int,
     *,
-    query_dtype: torch.dtype,
+    num_stored: int,
+    with_lse: bool,
     out: Tensor | None,
-    sinks: Tensor | None = None,
-    v_scale: Tensor | float | None = None,
-    out_scale: Tensor | float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the final output and lse.
+    sinks: Tensor | None,
+    v_scale: Tensor | float | None,
+    out_scale: Tensor | float | None,
+) -> tuple[Tensor, Tensor | None, ResultRows]:
+    """Returns the output, the lse (None without `with_lse`), and the record to store rows with.
 
     Args:
-        output: float32 `[num_tokens, num_heads, head_size]` of real / v_scale.
-        lse: float32 `[num_tokens, num_heads]`.
-        query_dtype: the dtype of the result without `out`; bfloat16 instead of fp8.
-        out: where the result goes, or None.
-        sinks: `[num_heads]`: as if each softmax had had one more logit without a value. Rows that saw no key keep
-            zeros and -inf.
+        query: `[num_tokens, num_heads, head_size]`; its dtype is the output's (bfloat16 for fp8) when `out` is None.
+        num_kv_heads: key/value heads.
+        value_head_size: elements of a value head.
+        num_stored: rows that will be stored. When it is fewer than all, the rest is zeros and -inf.
+        with_lse: whether the lse is wanted.
+        out: where the output goes, or None.
+        sinks: `[num_heads]`: as if each softmax had had one more logit without a value.
         v_scale: factor on the output.
-        out_scale: divisor of the output, for an fp8 `out`.
+        out_scale: divisor of the output.
     """
-    if sinks is not None:
-        sinks = sinks.float()
-        output = output * torch.sigmoid(lse - sinks)[..., None]
-        lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks))
-    factor = scale_value(v_scale) / scale_value(out_scale)
-    if factor != 1.0:
-        output = output * factor
+    num_tokens, num_heads, _ = query.shape
     if out is None:
-        dtype = query_dtype if query_dtype.itemsize > 1 else torch.bfloat16
-        return (output if dtype is torch.float32 else output.to(dtype)), lse
-    if out.dtype.itemsize == 1:
-        largest = torch.finfo(out.dtype).max
-        output = output.clamp(-largest, largest)
-    return out.copy_(output), lse
+        dtype = query.dtype if query.dtype.itemsize > 1 else torch.bfloat16
+        out = torch.empty(num_tokens, num_heads, value_head_size, dtype=dtype)
+    lse = torch.empty(num_tokens, num_heads) if with_lse else None
+    if num_stored < num_tokens:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+    heads = (num_kv_heads, num_heads // num_kv_heads)
+    rows = ResultRows(
+        out.view(num_tokens, *heads, value_head_size),
+        None if lse is None else lse.view(num_tokens, *heads),
+        None if sinks is None else sinks.float().view(heads),
+        scale_value(v_scale) / scale_value(out_scale),
+    )
+    return out, lse, rows
+
+
+def _assign(place: Tensor, rows: slice | Tensor | None, new: Tensor) -> None:
+    if rows is None:
+        place.copy_(new)
+    elif place.dtype.itemsize == 1:
+        place.view(torch.uint8)[rows] = new.view(torch.uint8)
+    else:
+        place[rows] = new.to(place.dtype) if isinstance(rows, Tensor) else new

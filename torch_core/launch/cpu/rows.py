@@ -20,81 +20,85 @@ def attend_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
-    lse: Tensor,
     *,
     first_key: int,
     key_len: int,
     scale: float,
     spec: AttentionSpec,
     extras: Extras,
-) -> None:
-    """Computes one sequence into `output` and `lse`, which must hold zeros and -inf.
+) -> tuple[Tensor, Tensor]:
+    """Attends one sequence, in runs of rows whose masks or scores stay within a bound.
 
     Args:
-        query: float32 `[query_len, num_heads, head_size]`.
+        query: float32 `[query_len, num_kv_heads, group_size, head_size]`.
         key: float32 `[num_kv_heads, key_len - first_key, head_size]`.
         value: float32 `[num_kv_heads, key_len - first_key, value_head_size]`.
-        output: float32 `[query_len, num_heads, value_head_size]`, written.
-        lse: float32 `[query_len, num_heads]`, written.
         first_key: the keys before it were left out because no row sees them.
         key_len: keys of the sequence, those left out included.
         scale: factor on the scores, every other scale included.
         spec: the static options but for the scale.
         extras: what this sequence adds.
+
+    Returns:
+        float32 output `[query_len, num_kv_heads, group_size, value_head_size]` and lse without the last axis; zeros
+        and -inf for rows that see no key.
     """
-    query_len, num_heads, head_size = query.shape
-    num_kv_heads, _, value_head_size = value.shape
-    group_size = num_heads // num_kv_heads
+    query_len, *heads, head_size = query.shape
+    value_head_size = value.shape[-1]
     causal = extras.is_causal(spec)
     context_len = key_len - query_len
-    heads = (num_kv_heads, group_size)
-    query = query.view(query_len, *heads, head_size).permute(1, 2, 0, 3)
+    query = query.permute(1, 2, 0, 3)
     key = key[:, None].expand(*heads, -1, head_size)
     value = value[:, None].expand(*heads, -1, value_head_size)
-    output = output.view(query_len, *heads, value_head_size).permute(1, 2, 0, 3)
-    lse = lse.view(query_len, *heads).permute(1, 2, 0)
 
     irregular = extras.mm_ranges is not None or extras.qq_bias is not None
-    row = 0 if irregular else first_row_with_keys(query_len, key_len, causal, spec)
+    first_row = 0 if irregular else first_row_with_keys(query_len, key_len, causal, spec)
     fused = fused_applies(spec.logits_soft_cap, head_size, value_head_size)
-    unmasked = not irregular and extras.alibi_slopes is None and _sees_everything(row, query_len, key_len, causal, spec)
-    square = unmasked and causal and query_len - row == key_len
-    per_row = key_len * (1 if fused and extras.alibi_slopes is None else num_heads)
-    step = max(1, min(query_len, _MAX_SCORE_ELEMENTS // max(1, per_row)))
-    if fused and unmasked and (square or not causal):
-        step = max(1, query_len)
-    for start in range(row, query_len, step):
-        rows = slice(start, min(start + step, query_len))
-        positions = (context_len + rows.start, context_len + rows.stop)
+    plain = not irregular and extras.alibi_slopes is None
+    plain = plain and _sees_everything(first_row, query_len, key_len, causal, spec)
+    if fused and plain and (not causal or query_len - first_row == key_len):
+        step = query_len
+    else:
+        per_row = key_len * (1 if fused and extras.alibi_slopes is None else heads[0] * heads[1])
+        step = max(1, _MAX_SCORE_ELEMENTS // per_row)
+    parts = []
+    for start in range(first_row, query_len, step):
+        end = min(start + step, query_len)
+        positions = (context_len + start, context_len + end)
         keys = (0, key_len) if irregular else key_range(positions[0], positions[1] - 1, key_len, causal, spec)
         keys = (max(keys[0], first_key), keys[1])
-        part = slice(keys[0] - first_key, keys[1] - first_key)
-        is_causal = square and step == query_len
-        part_key, part_value, bias, seen = key[:, :, part], value[:, :, part], None, None
-        if not is_causal and (not unmasked or causal):
+        near = slice(keys[0] - first_key, keys[1] - first_key)
+        near_key, near_value, bias, seen = key[:, :, near], value[:, :, near], None, None
+        square = plain and causal and (positions[0], positions[1]) == keys
+        if not square and (not plain or (causal and end - start > 1)):
             mask = additive_mask(positions, keys, context_len, spec, extras)
             if irregular:
                 visible = mask[0] > -np.inf
                 seen = torch.from_numpy(visible.any(axis=1))
                 unseen = torch.from_numpy(~visible.any(axis=0))[:, None]
-                part_key, part_value = part_key.masked_fill(unseen, 0), part_value.masked_fill(unseen, 0)
+                near_key, near_value = near_key.masked_fill(unseen, 0), near_value.masked_fill(unseen, 0)
             bias = torch.from_numpy(mask)
             bias = bias.view(*heads, *mask.shape[1:]) if mask.shape[0] > 1 else bias[None]
-        part_output, part_lse = attend(
-            query[:, :, rows],
-            part_key,
-            part_value,
+        output, lse = attend(
+            query[:, :, start:end],
+            near_key,
+            near_value,
             scale=scale,
             logits_soft_cap=spec.logits_soft_cap,
             bias=bias,
-            is_causal=is_causal,
+            is_causal=square,
         )
         if seen is not None:
-            part_lse = torch.where(seen, part_lse, -torch.inf)
-            part_output = torch.where(seen[:, None], part_output, 0)
-        output[:, :, rows] = part_output
-        lse[:, :, rows] = part_lse
+            output, lse = torch.where(seen[:, None], output, 0), torch.where(seen, lse, -torch.inf)
+        parts.append((start, end, output, lse))
+    if len(parts) == 1 and first_row == 0:
+        return parts[0][2].permute(2, 0, 1, 3), parts[0][3].permute(2, 0, 1)
+    all_output = torch.zeros(query_len, *heads, value_head_size)
+    all_lse = torch.full((query_len, *heads), -torch.inf)
+    for start, end, output, lse in parts:
+        all_output[start:end] = output.permute(2, 0, 1, 3)
+        all_lse[start:end] = lse.permute(2, 0, 1)
+    return all_output, all_lse
 
 
 def _sees_everything(row: int, query_len: int, key_len: int, causal: bool, spec: AttentionSpec) -> bool:
