@@ -60,14 +60,20 @@ class StepPlan:
         blocks_needed: blocks that `commit` will take.
         version: the state of the manager that the plan was made on; a later state refuses it.
         owner: the manager's state; a plan of another manager is refused.
-        items: the manager's own working list, one entry for each sequence.
+        tables: the manager's own tables of the sequences; this and what follows is for `commit`.
+        counts: new tokens of each.
+        ends: tokens of each after the step.
+        growths: position in the work to the blocks that its table takes.
     """
 
     num_tokens: int
     blocks_needed: int
     version: int
     owner: Any
-    items: list[Any]
+    tables: list[Any]
+    counts: tuple[int, ...]
+    ends: list[int]
+    growths: dict[int, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

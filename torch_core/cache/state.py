@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from torch_core.cache.config import CacheConfig
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
-from torch_core.cache.table import Growth, SequenceState, SequenceTable
+from torch_core.cache.table import SequenceState, SequenceTable
 
-__all__ = ["CacheState", "Counters", "StepRecord", "WorkItem"]
-
-#: A table, its new tokens in one step, its tokens after that step, and the blocks it takes (None for none).
-WorkItem = tuple[SequenceTable, int, int, Growth | None]
+__all__ = ["CacheState", "Counters", "StepRecord"]
 
 
 @dataclass(slots=True)
@@ -34,7 +31,8 @@ class StepRecord:
     """A step in flight and everything that waits for it.
 
     Attributes:
-        items: one entry for each sequence of the step.
+        tables: the tables that the step uses.
+        ends: the tokens of each after the step.
         leaving: tables without a sequence; their blocks are released when the step retires.
         dropped: blocks that left a table (window drop); one hold each is released.
         pinned: sources of the step's copies; one pin each is released.
@@ -42,7 +40,8 @@ class StepRecord:
         seen: the step was retired, but an earlier one was not yet.
     """
 
-    items: list[WorkItem] = field(default_factory=list)
+    tables: list[SequenceTable] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     leaving: list[SequenceTable] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)
@@ -109,7 +108,7 @@ class CacheState:
 
     def close_step(self, record: StepRecord) -> None:
         """Settles a step that has left `steps`: progress, keys, and everything that waited for it."""
-        for table, _, end, _ in record.items:
+        for table, end in zip(record.tables, record.ends, strict=True):
             table.retired = end
             if end >= table.next_event:
                 self.advance(table)

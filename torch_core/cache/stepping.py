@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.records import BlockCopy, CommittedStep, SequenceRow, StepPlan
-from torch_core.cache.state import CacheState, StepRecord, WorkItem
+from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
 from torch_core.errors import InvalidInput, OutOfBlocks, RequestTooLong
 
@@ -15,33 +15,39 @@ __all__ = ["commit_plan", "deferred_hint", "plan_step", "retire_step"]
 
 def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
     """Works out what a step would take; see `CacheManager.plan`."""
-    items: list[WorkItem] = []
-    sequences = state.sequences
-    claimed: dict[int, int] = {}
-    needed = num_tokens = 0
+    # A decode step names hundreds of sequences and grows few of them: whole columns at a time, then only those few.
     try:
-        for seq_id, count in work:
-            sequence = sequences.get(seq_id)
-            table = None if sequence is None else sequence.table
-            if table is None or count.__class__ is not int or count < 1:
-                raise _bad_work(state, seq_id, count)
-            end = table.scheduled + count
-            growth = None
-            if end > table.limit:
-                growth = _checked_growth(state, table, end, claimed)
-                for fresh, copied in growth:
-                    needed += fresh + (copied != NULL_BLOCK)
-            num_tokens += count
-            items.append((table, count, end, growth))
+        seq_ids: tuple[str, ...]
+        counts: tuple[int, ...]
+        seq_ids, counts = zip(*work, strict=True) if work else ((), ())
+        sequences = list(map(state.sequences.get, seq_ids))
     except (TypeError, ValueError) as error:
-        if isinstance(error, InvalidInput):
-            raise
         raise InvalidInput("work must be a sequence of pairs (seq_id: str, num_new_tokens: int).") from error
-    if len({id(item[0]) for item in items}) != len(items):
-        raise _repeated(items)
+    tables = [sequence.table for sequence in sequences if sequence is not None and sequence.table is not None]
+    if len(tables) != len(counts) or (counts and (set(map(type, counts)) != {int} or min(counts) < 1)):
+        raise _bad_work(state, seq_ids, counts)
+    if len(set(seq_ids)) != len(seq_ids):
+        seq_id = next(seq_id for seq_id in seq_ids if seq_ids.count(seq_id) > 1)
+        raise InvalidInput(f"work names sequence {seq_id!r} twice; add its tokens up into one entry.")
+    ends = [table.scheduled + count for table, count in zip(tables, counts, strict=True)]
+    growths: dict[int, Growth] = {}
+    claimed: dict[int, int] = {}
+    for position, table in enumerate(tables):
+        if ends[position] > table.limit:
+            growths[position] = _checked_growth(state, table, ends[position], claimed)
+    needed = sum(fresh + (copied != NULL_BLOCK) for growth in growths.values() for fresh, copied in growth)
     if needed:
-        _check_room(state, items, needed)
-    return StepPlan(num_tokens=num_tokens, blocks_needed=needed, version=state.version, owner=state, items=items)
+        _check_room(state, [tables[position] for position in growths], needed)
+    return StepPlan(
+        num_tokens=sum(counts),
+        blocks_needed=needed,
+        version=state.version,
+        owner=state,
+        tables=tables,
+        counts=counts,
+        ends=ends,
+        growths=growths,
+    )
 
 
 def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
@@ -54,15 +60,18 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         )
     fresh = iter(state.pool.take(plan.blocks_needed))
     step_id, record = state.open_step()
-    record.items = plan.items
+    record.tables, record.ends = plan.tables, plan.ends
     copies: list[BlockCopy] = []
-    rows: list[SequenceRow] = []
+    for position, growth in plan.growths.items():
+        _grow(state, record, plan.tables[position], growth, fresh, copies)
     new_row = tuple.__new__
-    for table, count, end, growth in plan.items:
-        if growth is not None:
-            _grow(state, record, table, growth, fresh, copies)
-        blocks = table.rows or table.freeze()
-        rows.append(new_row(SequenceRow, (table.seq_id, blocks[0], table.scheduled, count, blocks)))
+    rows = [
+        new_row(
+            SequenceRow, (table.seq_id, (blocks := table.rows or table.freeze())[0], table.scheduled, count, blocks)
+        )
+        for table, count in zip(plan.tables, plan.counts, strict=True)
+    ]
+    for table, end in zip(plan.tables, plan.ends, strict=True):
         table.scheduled = end
         table.last_step = step_id
     state.counters.copies += len(copies)
@@ -124,11 +133,11 @@ def _checked_growth(state: CacheState, table: SequenceTable, end: int, claimed: 
     return growth
 
 
-def _check_room(state: CacheState, items: list[WorkItem], needed: int) -> None:
+def _check_room(state: CacheState, growing: list[SequenceTable], needed: int) -> None:
     pool = state.pool
     reserve = state.config.watermark_blocks
     if reserve:
-        starting = {id(table) for table, _, _, growth in items if growth is not None and table.last_step < 0}
+        starting = any(table.last_step < 0 for table in growing)
         running = any(
             sequence.table is not None and sequence.table.last_step >= 0 for sequence in state.sequences.values()
         )
@@ -136,7 +145,7 @@ def _check_room(state: CacheState, items: list[WorkItem], needed: int) -> None:
     if needed + reserve > pool.num_available:
         held_back = f" ({reserve} are kept for running sequences)" if reserve else ""
         raise OutOfBlocks(
-            f"the step of {len(items)} sequences needs {needed} blocks; {len(pool.free)} are free and "
+            f"the step needs {needed} blocks for {len(growing)} sequences; {len(pool.free)} are free and "
             f"{len(pool.cached)} evictable{held_back}.{deferred_hint(state)} Wait, or preempt a sequence.",
             needed=needed,
             free=len(pool.free),
@@ -144,23 +153,17 @@ def _check_room(state: CacheState, items: list[WorkItem], needed: int) -> None:
         )
 
 
-def _bad_work(state: CacheState, seq_id: object, count: object) -> InvalidInput:
-    sequence = state.sequences.get(seq_id) if isinstance(seq_id, str) else None
-    if sequence is None:
-        return InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
-    if sequence.table is None:
-        state_name, verb = ("swapped out", "swap_in") if sequence.swapped else ("preempted", "resume")
-        return InvalidInput(f"sequence {seq_id!r} is {state_name}; call {verb}({seq_id!r}) before it is planned.")
-    return InvalidInput(f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1.")
-
-
-def _repeated(items: list[WorkItem]) -> InvalidInput:
-    seen: set[str] = set()
-    for table, *_ in items:
-        if table.seq_id in seen:
-            return InvalidInput(f"work names sequence {table.seq_id!r} twice; add its tokens up into one entry.")
-        seen.add(table.seq_id)
-    return InvalidInput("work names a sequence twice.")
+def _bad_work(state: CacheState, seq_ids: Sequence[object], counts: Sequence[object]) -> InvalidInput:
+    for seq_id, count in zip(seq_ids, counts, strict=True):
+        sequence = state.sequences.get(seq_id) if isinstance(seq_id, str) else None
+        if sequence is None:
+            return InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
+        if sequence.table is None:
+            place, verb = ("swapped out", "swap_in") if sequence.swapped else ("preempted", "resume")
+            return InvalidInput(f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned.")
+        if type(count) is not int or count < 1:
+            return InvalidInput(f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1.")
+    return InvalidInput("work must be a sequence of pairs (seq_id: str, num_new_tokens: int).")
 
 
 def _step_list(state: CacheState) -> str:

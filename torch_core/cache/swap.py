@@ -70,7 +70,8 @@ def swap_in(state: CacheState, sequence: SequenceState, swapped: SwappedTable) -
     table.limit = min(len(column) * group.block_size for column, group in zip(blocks, state.groups, strict=True))
     step_id, record = state.open_step()
     table.last_step = step_id
-    record.items.append((table, 0, swapped.scheduled, None))
+    record.tables.append(table)
+    record.ends.append(swapped.scheduled)
     sequence.table = table
     sequence.swapped = None
     record.host_slots.extend(slot for column in swapped.slots for slot in column if slot is not None)

@@ -1,0 +1,151 @@
+"""The manager against the model of a device: random traces from hypothesis, long seeded traces, and the nightly run."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings, strategies
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from tests.cache.driver import Driver, draw_config
+from tests.cache.model import Model
+
+#: At least 20,000 checked moves in each run of the suite, with some to spare for traces that hypothesis ends early.
+HYPOTHESIS_EXAMPLES = 240
+HYPOTHESIS_STEPS = 100
+NUMBERS = strategies.integers(0, 2**40 - 1)
+SEEDED_TRACES = 30
+MOVES_OF_A_TRACE = 200
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Every verb is a rule; hypothesis picks the order and the numbers, and shrinks what fails."""
+
+    moves = 0
+
+    @initialize(number=NUMBERS)
+    def build(self, number):
+        self.driver = Driver(Model(draw_config(_draws(number))))
+
+    @rule(number=NUMBERS)
+    def add(self, number):
+        self.driver.add(_draws(number))
+
+    @rule(number=NUMBERS)
+    def grow(self, number):
+        self.driver.grow(_draws(number))
+
+    @rule(number=NUMBERS)
+    def batch(self, number):
+        self.driver.batch(_draws(number))
+
+    @rule(number=NUMBERS)
+    def reveal(self, number):
+        self.driver.reveal(_draws(number))
+
+    @rule(number=NUMBERS)
+    def sample(self, number):
+        self.driver.sample(_draws(number))
+
+    @rule(number=NUMBERS)
+    def retire_out_of_order_by_up_to_three(self, number):
+        self.driver.retire(_draws(number))
+
+    @rule(number=NUMBERS)
+    def finish_or_cancel(self, number):
+        self.driver.leave(_draws(number))
+
+    @rule(number=NUMBERS)
+    def fork(self, number):
+        self.driver.fork(_draws(number))
+
+    @rule(number=NUMBERS)
+    def preempt(self, number):
+        self.driver.preempt(_draws(number))
+
+    @rule(number=NUMBERS)
+    def resume(self, number):
+        self.driver.resume(_draws(number))
+
+    @rule(number=NUMBERS)
+    def swap(self, number):
+        self.driver.swap(_draws(number))
+
+    @rule(number=NUMBERS)
+    def reset_or_drain(self, number):
+        self.driver.rare(_draws(number))
+
+    @invariant()
+    def everything_holds(self):
+        if hasattr(self, "driver"):
+            self.driver.model.check()
+            CacheMachine.moves += 1
+
+    def teardown(self):
+        if hasattr(self, "driver"):
+            self.driver.model.drain()
+
+
+def _draws(number):
+    """Splits one number into as many small ones as a move asks for: a draw of hypothesis costs more than the move."""
+
+    def draw(most):
+        nonlocal number
+        number, digit = divmod(number, most + 1)
+        return digit
+
+    return draw
+
+
+def run_trace(seed: int, moves: int) -> Model:
+    """Makes `moves` random moves from one seed and drains; a failure names the seed and the move."""
+    source = random.Random(seed).random
+    driver = Driver(Model(draw_config(lambda most: int(source() * (most + 1)))))
+    try:
+        for _ in range(moves):
+            driver.move(lambda most: int(source() * (most + 1)))
+        driver.model.drain()
+    except Exception as error:
+        error.add_note(f"seed {seed}, {driver.model.config}")
+        raise
+    return driver.model
+
+
+def test_hypothesis_finds_no_trace_that_breaks_a_promise():
+    CacheMachine.moves = 0
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=HYPOTHESIS_EXAMPLES,
+            stateful_step_count=HYPOTHESIS_STEPS,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert CacheMachine.moves >= 20_000
+
+
+def test_seeded_traces_keep_every_promise_and_reach_every_verb(seed):
+    totals = dict.fromkeys(("hit_tokens", "evictions", "preemptions", "forks", "copies", "swapped_in"), 0)
+    refused = 0
+    for trace in range(SEEDED_TRACES):
+        model = run_trace(seed + trace, MOVES_OF_A_TRACE)
+        refused += model.refused
+        stats = model.cache.stats()
+        for name in totals:
+            totals[name] += getattr(stats, name)
+    assert refused > 100
+    assert min(totals.values()) > 20, totals
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shard", range(8))
+def test_ten_million_moves(shard, seed):
+    moves = int(os.environ.get("JATTN_NIGHTLY_MOVES", 10_000_000)) // 8
+    print(f"shard {shard}: seeds from {seed}, {moves} moves")
+    for trace in range(moves // 500):
+        run_trace(seed + trace, 500)
