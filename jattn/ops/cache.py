@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from jattn.bridge import torch_ops
 from jattn.ops import arguments, transforms, xla
-from jattn.ops.choose import choose
+from jattn.ops.choose import bridged, choose
 
 __all__ = ["write_kv_cache"]
 
@@ -54,4 +53,4 @@ def write_kv_cache(
     chosen = choose(implementation)
     if chosen == "xla":
         return xla.write_kv_cache(*operands)
-    return transforms.opaque(torch_ops.write_kv_cache, "write_kv_cache", chosen)(*operands)
+    return transforms.opaque(bridged(chosen).write_kv_cache, "write_kv_cache", chosen)(*operands)

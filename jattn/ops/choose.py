@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 import jax
 
+from jattn.bridge import native, native_ops, torch_ops
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["IMPLEMENTATIONS", "available_implementations", "choose"]
+__all__ = ["IMPLEMENTATIONS", "available_implementations", "bridged", "choose"]
 
 #: "triton": native XLA custom call (CUDA). "torch": a callback into the torch core. "xla": plain jnp.
 IMPLEMENTATIONS = ("triton", "torch", "xla")
@@ -36,6 +38,11 @@ def choose(implementation: str | None) -> str:
     return implementation
 
 
+def bridged(implementation: str) -> ModuleType:
+    """Returns the module that holds the ops of "triton" or "torch", under the same names and arguments."""
+    return native_ops if implementation == "triton" else torch_ops
+
+
 # The torch callback reads each sequence's own length, so its cost follows the tokens that are there; it was the
 # faster of the two for the embedded model in every row of `jattn bench generate` (README, "Measured").
 _CPU_DEFAULT = "torch"
@@ -51,6 +58,8 @@ def _availability(backend: str) -> tuple[tuple[str, str | None], ...]:
     triton = None
     if backend != "gpu":
         triton = f"it needs CUDA and JAX runs on {backend!r}; use implementation='torch' or 'xla'."
+    else:
+        triton = native.why_not()
     torch = None
     if backend == "gpu":
         import torch as torch_module

@@ -7,9 +7,8 @@ from typing import cast
 
 import jax
 
-from jattn.bridge import torch_ops
 from jattn.ops import arguments, transforms, xla
-from jattn.ops.choose import choose
+from jattn.ops.choose import bridged, choose
 from torch_core.specs import AttentionSpec
 
 __all__ = ["attention", "attention_with_lse"]
@@ -120,5 +119,5 @@ def _attend(
     chosen = choose(implementation)
     if chosen == "xla":
         return xla.attention(*operands, **static)
-    run = functools.partial(torch_ops.attention, **static, with_lse=with_lse)
+    run = functools.partial(bridged(chosen).attention, **static, with_lse=with_lse)
     return transforms.opaque(run, "attention", chosen)(*operands)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jattn.bridge import torch_ops
 from jattn.ops import arguments, transforms, xla
-from jattn.ops.choose import choose
+from jattn.ops.choose import bridged, choose
 from torch_core.errors import InvalidInput
 
 __all__ = ["merge_states"]
@@ -52,4 +51,4 @@ def merge_states(
     chosen = choose(implementation)
     if chosen == "xla":
         return xla.merge_states(out_a, lse_a, out_b, lse_b)
-    return transforms.opaque(torch_ops.merge_states, "merge_states", chosen)(out_a, lse_a, out_b, lse_b)
+    return transforms.opaque(bridged(chosen).merge_states, "merge_states", chosen)(out_a, lse_a, out_b, lse_b)

@@ -7,9 +7,8 @@ from typing import cast
 
 import jax
 
-from jattn.bridge import torch_ops
 from jattn.ops import arguments, transforms, xla
-from jattn.ops.choose import choose
+from jattn.ops.choose import bridged, choose
 from torch_core.specs import AttentionSpec
 
 __all__ = ["paged_attention", "paged_attention_with_lse"]
@@ -139,5 +138,5 @@ def _attend(
     chosen = choose(implementation)
     if chosen == "xla":
         return xla.paged_attention(*operands, spec=spec, max_query_len=max_query_len)
-    run = functools.partial(torch_ops.paged_attention, spec=spec, max_query_len=max_query_len, with_lse=with_lse)
+    run = functools.partial(bridged(chosen).paged_attention, spec=spec, max_query_len=max_query_len, with_lse=with_lse)
     return transforms.opaque(run, "paged_attention", chosen)(*operands)
