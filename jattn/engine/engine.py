@@ -18,7 +18,7 @@ from jattn.engine.scheduler import ScheduledStep, Scheduler
 from jattn.models import Decoder
 from jattn.pool import KVPool
 from torch_core.cache import CacheConfig, CacheManager, CacheStats
-from torch_core.errors import InvalidInput, PoolLost, RequestTooLong
+from torch_core.errors import CacheCorruption, InvalidInput, PoolLost, RequestTooLong
 from torch_core.specs import KVCacheSpec
 
 __all__ = ["Engine", "TokenDelta"]
@@ -200,6 +200,11 @@ class Engine:
             dispatched = self._dispatch()
         if self._in_flight and (not dispatched or len(self._in_flight) >= self._config.steps_in_flight):
             return self._read_oldest()
+        if not dispatched and self.num_unfinished:
+            raise CacheCorruption(
+                f"{self.num_unfinished} requests are unfinished, but none can run and no step is in flight: "
+                f"{self._cache.stats()}."
+            )
         return []
 
     def _dispatch(self) -> bool:

@@ -116,7 +116,6 @@ class Scheduler:
         rows: list[ScheduledRow] = []
         work: list[tuple[str, int]] = []
         admitted = 0
-        committed = None
         for request in [*(r for r in self._running if _remaining(r) > 1), *self._waiting]:
             is_new = request.state is not RequestState.RUNNING
             if budget == 0 or (is_new and len(self._running) + admitted >= self._config.max_num_seqs):
@@ -126,23 +125,28 @@ class Scheduler:
             num_new = min(budget, _remaining(request))
             work.append((request.request_id, num_new))
             try:
-                plan = self._cache.plan(work)
+                self._cache.plan(work)
             except OutOfBlocks:
                 work.pop()
+                if is_new:
+                    # A prefix that it holds while it waits could be what an older request is short of.
+                    self._cache.preempt(request.request_id)
+                    self._to_resume.add(request.request_id)
+                    request.num_computed_tokens = 0
                 break
-            committed = plan
             start = request.num_computed_tokens
             rows.append(ScheduledRow(request, start, num_new, start + num_new == request.num_tokens))
             budget -= num_new
             admitted += is_new
-        if committed is None:
+        if not rows:
             return None
+        committed = self._cache.step(work)
         for row in rows:
             if row.request.state is not RequestState.RUNNING:
                 self._waiting.remove(row.request)
                 self._running.append(row.request)
                 row.request.move(RequestState.RUNNING)
-        return ScheduledStep(tuple(rows), self._cache.commit(committed))
+        return ScheduledStep(tuple(rows), committed)
 
     def _schedule_decode(self) -> ScheduledStep | None:
         while rows := self._decodable():

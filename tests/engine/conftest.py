@@ -1,0 +1,29 @@
+"""A model small enough to compile in a second, shared by the engine's tests."""
+
+from __future__ import annotations
+
+import pytest
+from flax import nnx
+
+from jattn.models import Decoder, ModelConfig
+
+
+def tiny_decoder(**changes: object) -> Decoder:
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    }
+    implementation = changes.pop("implementation", "xla")
+    return Decoder(ModelConfig(**{**sizes, **changes}), rngs=nnx.Rngs(0), implementation=implementation)
+
+
+@pytest.fixture(scope="session")
+def decoder() -> Decoder:
+    return tiny_decoder()

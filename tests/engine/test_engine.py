@@ -1,0 +1,282 @@
+"""The engine: same tokens whatever the batching, typed refusals at the door, recovery from a lost pool."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.models import Decoder
+from torch_core.errors import InvalidInput, PoolLost, RequestTooLong
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    while engine.num_unfinished:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+def dense_greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens by running the whole sequence again for each, without any cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        tokens.append(int(jnp.argmax(decoder.forward_dense(jnp.asarray(padded))[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 97, length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def engine(decoder: Decoder) -> Engine:
+    return Engine(decoder, EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32))
+
+
+def test_cached_generation_equals_running_the_whole_sequence_again(engine, decoder, seed) -> None:
+    prompts = prompts_of(seed, 1, 3, 4, 5, 17)
+
+    assert run(engine, prompts) == [dense_greedy(decoder, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_batched_tokens": 4},
+        {"steps_in_flight": 2},
+        {"enable_prefix_caching": False},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 8},
+        {"block_size": 16},
+        # 11 usable blocks of 4: four requests of up to 8 blocks cannot all stay, so some are preempted.
+        {"num_blocks": 12},
+        {"num_blocks": 12, "steps_in_flight": 2},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_how_the_engine_batches(engine, decoder, changes, seed) -> None:
+    prompts = prompts_of(seed, 20, 2, 9, 14)
+    config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, **changes})
+    other = Engine(decoder, config)
+
+    assert run(other, prompts) == run(engine, prompts)
+    assert other.cache_stats().used == 0
+    if "num_blocks" in changes:
+        assert other.cache_stats().preemptions > 0
+
+
+def test_sampled_tokens_do_not_depend_on_neighbours(engine, seed) -> None:
+    prompts = prompts_of(seed, 6, 11, 3)
+    params = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, max_tokens=8, seed=5, ignore_eos=True)
+
+    together = run(engine, prompts, params)
+
+    assert [run(engine, [prompt], params)[0] for prompt in prompts] == together
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:
+    engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32))
+    (prompt,) = prompts_of(seed, 18)
+    first = run(engine, [prompt])
+
+    request = engine.add(prompt, GREEDY)
+    while engine.num_unfinished:
+        engine.step()
+
+    assert request.num_cached_tokens == 16
+    assert [request.output_token_ids] == first
+
+
+def test_requests_of_different_salts_share_nothing(decoder, seed) -> None:
+    engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32))
+    (prompt,) = prompts_of(seed, 18)
+    requests = []
+    for salt in (b"a", b"b", b"a"):
+        requests.append(engine.add(prompt, GREEDY, salt=salt))
+        while engine.num_unfinished:
+            engine.step()
+
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 16]
+
+
+def test_nothing_is_compiled_after_every_bucket_was_seen(engine, seed) -> None:
+    prompts = prompts_of(seed, 20, 2, 9, 14)
+    run(engine, prompts)
+    before = engine.programs
+
+    run(engine, prompts_of(seed + 1, 20, 2, 9, 14))
+
+    assert engine.programs == before
+
+
+def test_an_end_of_sequence_token_ends_the_request(engine, seed) -> None:
+    (prompt,) = prompts_of(seed, 5)
+    (tokens,) = run(engine, [prompt])
+
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(tokens[3],), ignore_eos=True)
+    (stopped,) = run(engine, [prompt], params)
+
+    assert stopped == tokens[: tokens.index(tokens[3]) + 1]
+
+
+def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
+    kept, dropped = (engine.add(prompt, GREEDY) for prompt in prompts_of(seed, 6, 9))
+    engine.step()
+    engine.step()
+
+    delta = engine.cancel(dropped.request_id)
+    while engine.num_unfinished:
+        engine.step()
+
+    assert delta.finish_reason == "cancelled"
+    assert len(kept.output_token_ids) == 12
+    assert engine.cache_stats().used == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "kind", "message"),
+    [
+        ([], {}, InvalidInput, "the prompt of 'r' is empty; it needs at least one token."),
+        ([1, 97], {}, InvalidInput, "prompt token 1 of 'r' is outside the vocabulary; ids are 0 to 96."),
+        ([-1], {}, InvalidInput, "prompt token 0 of 'r' is outside the vocabulary; ids are 0 to 96."),
+        (
+            [1.5],
+            {},
+            InvalidInput,
+            "the prompt of 'r' has dtype float64 and shape (1,); it must be a flat sequence of ints.",
+        ),
+        ([1], {"salt": b""}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
+        ([1], {"salt": "text"}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
+        ([1], {"request_id": ""}, InvalidInput, "request_id must be a string of 1 to 256 characters."),
+        (
+            [1] * 120,
+            {},
+            RequestTooLong,
+            "'r' needs 132 tokens (120 prompt + 12 new); this engine's max_model_len is 128. Shorten the prompt or "
+            "lower max_tokens.",
+        ),
+    ],
+)
+def test_a_bad_request_is_refused_at_the_door(engine, prompt, arguments, kind, message) -> None:
+    before = engine.cache_stats()
+
+    with pytest.raises(kind) as error:
+        engine.add(prompt, GREEDY, **{"request_id": "r", **arguments})
+
+    assert str(error.value) == message
+    assert engine.num_unfinished == 0
+    assert engine.cache_stats() == before
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(decoder) -> None:
+    engine = Engine(decoder, EngineConfig(block_size=4, num_blocks=6, max_num_batched_tokens=32))
+
+    with pytest.raises(
+        RequestTooLong, match=r"'big' needs 8 blocks \(20 prompt \+ 12 new tokens\); the pool can ever give 5"
+    ):
+        engine.add([1] * 20, GREEDY, request_id="big")
+
+
+def test_two_unfinished_requests_cannot_share_an_id(engine) -> None:
+    engine.add([1], GREEDY, request_id="twin")
+
+    with pytest.raises(InvalidInput, match="request_id 'twin' belongs to an unfinished request; ids must be unique"):
+        engine.add([2], GREEDY, request_id="twin")
+
+    engine.cancel("twin")
+
+
+def test_an_unknown_request_cannot_be_cancelled(engine) -> None:
+    with pytest.raises(InvalidInput, match="no unfinished request has the id 'nobody'"):
+        engine.cancel("nobody")
+
+
+class _FailingSteps:
+    """Makes the runner's n-th dispatch consume the pool and then fail, as a callback that raises does."""
+
+    def __init__(self, engine: Engine, *, failures: set[int]) -> None:
+        self._dispatch = engine._runner.dispatch
+        self._engine = engine
+        self._failures = failures
+        self._count = 0
+        engine._runner.dispatch = self
+
+    def __call__(self, step):
+        self._count += 1
+        tokens = self._dispatch(step)
+        if self._count in self._failures:
+            pool = self._engine._pool
+            with pool.guard():
+                for array in pool._arrays:
+                    array.delete()
+                raise RuntimeError("planted")
+        return tokens
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_failed_step_costs_time_and_no_answers(engine, decoder, in_flight, seed) -> None:
+    prompts = prompts_of(seed, 7, 12, 3)
+    config = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, steps_in_flight=in_flight)
+    other = Engine(decoder, config)
+    _FailingSteps(other, failures={1, 4, 9})
+
+    assert run(other, prompts) == run(engine, prompts)
+    assert other._pool.generation == 4
+    assert other.cache_stats().used == 0
+
+
+def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, engine, seed) -> None:
+    prompts = prompts_of(seed, 7)
+    other = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32))
+    _FailingSteps(other, failures={2, 3})
+    request = other.add(prompts[0], GREEDY)
+    other.step()
+    other.step()
+
+    with pytest.raises(PoolLost, match="planted"):
+        other.step()
+    while other.num_unfinished:
+        other.step()
+
+    assert [request.output_token_ids] == run(engine, prompts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 0}, "block_size is 0; it must be an int of at least 1."),
+        ({"num_blocks": 1}, "num_blocks is 1; it must be an int of at least 2."),
+        (
+            {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+            "max_num_batched_tokens is 4; it must be at least max_num_seqs (8), one token for each sequence of a decode step.",
+        ),
+        (
+            {"steps_in_flight": 3},
+            "steps_in_flight is 3; a step reads the tokens of the one before it on the device, so at most 2 can be in flight.",
+        ),
+        ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295."),
+    ],
+)
+def test_bad_engine_sizes_are_named(arguments, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        EngineConfig(**arguments)
+
+    assert str(error.value) == message
+
+
+def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
+    with pytest.raises(
+        InvalidInput, match="kv_cache_bytes is 4096 and holds 8 blocks; one sequence of 128 tokens needs 32"
+    ):
+        Engine(decoder, EngineConfig(block_size=4, kv_cache_bytes=4096))
+
+
+def test_a_length_beyond_the_models_is_refused(decoder) -> None:
+    with pytest.raises(InvalidInput, match="max_model_len is 4096; the model was made for 128 tokens at most"):
+        Engine(decoder, EngineConfig(max_model_len=4096))

@@ -1,0 +1,67 @@
+"""Sampling parameters and the states of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from jattn.engine.request import Request, RequestMetrics, RequestState, SamplingParams
+from torch_core.errors import InvalidInput
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1; it must be a finite number of at least 0."),
+        ({"temperature": float("nan")}, "temperature is nan; it must be a finite number of at least 0."),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a finite number of at least 0."),
+        ({"top_k": -2}, "top_k is -2; it must be an int from -1 to 1048576 (0 or -1 for all)."),
+        ({"top_k": True}, "top_k is True; it must be an int from -1 to 1048576 (0 or -1 for all)."),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1."),
+        ({"top_p": 1.5}, "top_p is 1.5; it must be above 0 and at most 1."),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be an int of at least 1."),
+        ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295, or None."),
+        ({"stop": "end"}, "stop is a string; pass a tuple of strings, as in stop=('\\n',)."),
+        ({"stop": ("",)}, "stop must hold at most 16 strings, none of them empty."),
+        ({"stop": ("x",) * 17}, "stop must hold at most 16 strings, none of them empty."),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids is (-1,); it must hold token ids of at least 0."),
+    ],
+)
+def test_sampling_parameters_out_of_range_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        SamplingParams(**arguments)
+
+    assert str(error.value) == message
+
+
+def request_of(prompt: tuple[int, ...], **params: int) -> Request:
+    return Request("r", prompt, SamplingParams(**params), 0, frozenset(), RequestMetrics(0.0))
+
+
+def test_a_request_moves_only_along_legal_moves() -> None:
+    request = request_of((1,))
+    request.move(RequestState.RUNNING)
+    request.move(RequestState.FINISHED)
+
+    with pytest.raises(InvalidInput, match="request 'r' is finished; it cannot become running"):
+        request.move(RequestState.RUNNING)
+
+
+def test_known_tokens_join_prompt_and_output_at_any_cut() -> None:
+    request = request_of((1, 2, 3))
+    request.output_token_ids += [4, 5]
+
+    assert [request.token_ids(start, stop) for start, stop in ((0, 5), (2, 4), (3, 5), (0, 2))] == [
+        [1, 2, 3, 4, 5],
+        [3, 4],
+        [4, 5],
+        [1, 2],
+    ]
+
+
+def test_pending_tokens_count_towards_the_limit() -> None:
+    request = request_of((1,), max_tokens=2)
+    request.output_token_ids.append(7)
+    request.num_pending_tokens = 1
+
+    assert not request.wants_tokens
+    assert (request.num_known_tokens, request.num_tokens) == (2, 3)
