@@ -36,7 +36,7 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | N
     Raises:
         InvalidInput: the name could leave the folder, leads out through a link, or is not a regular file.
     """
-    if not name or name in (".", "..") or any(character in name for character in "/\\\0:") or len(name) > 255:
+    if not name.isprintable() or name in ("", ".", "..") or any(mark in name for mark in "/\\:") or len(name) > 255:
         raise InvalidInput(f"file name {name!r} is not a plain name inside the model folder.")
     path = folder / name
     if not os.path.lexists(path):

@@ -1,0 +1,189 @@
+"""config.json: what is read, what is ignored by name, and how everything else is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jattn.load import parse_config, render_config
+from jattn.models import RopeScaling
+from tests.support.tiny_models import tiny_config
+from torch_core.errors import InvalidInput, Unsupported
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+NAMES = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"
+REFUSED = [
+    ({"architectures": None}, InvalidInput, "config.json: architectures is None; it must be a list of one name."),
+    ({"architectures": ["A", "B"]}, InvalidInput, "architectures is ['A', 'B']; it must be a list of one name."),
+    (
+        {"architectures": ["GPT2LMHeadModel"]},
+        Unsupported,
+        f"architectures[0] is 'GPT2LMHeadModel'; this build has {NAMES}.",
+    ),
+    ({"model_type": "qwen2"}, InvalidInput, "model_type is 'qwen2'; LlamaForCausalLM needs 'llama'."),
+    ({"auto_map": {}}, Unsupported, "config.json has auto_map; code from a model folder is never run."),
+    ({"quantization_config": {}}, Unsupported, "config.json has quantization_config; quantized weights are not read."),
+    ({"hidden_act": "gelu"}, Unsupported, "config.json: hidden_act is 'gelu'; this build has 'silu'."),
+    (
+        {"num_hidden_layers": 10**9},
+        InvalidInput,
+        "config.json: num_hidden_layers is 1000000000; it must be from 1 to 512.",
+    ),
+    ({"num_attention_heads": 4.0}, InvalidInput, "config.json: num_attention_heads is 4.0; it must be a positive int."),
+    (
+        {"hidden_size": 66},
+        InvalidInput,
+        "hidden_size is 66, not a multiple of num_attention_heads (4); give head_dim explicitly.",
+    ),
+    ({"head_dim": 15}, InvalidInput, "config.json: head_dim is 15; rotary embeddings need an even number."),
+    ({"rope_scaling": [2]}, InvalidInput, "config.json: rope_scaling is [2]; it must be an object or null."),
+    (
+        {"rope_scaling": {"rope_type": "yarn"}},
+        Unsupported,
+        "rope_scaling.rope_type is 'yarn'; this build has default, linear, llama3.",
+    ),
+    (
+        {"rope_scaling": {"type": "linear"}},
+        InvalidInput,
+        "rope_scaling of type 'linear' has the keys []; it needs ['factor'].",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": "2"}},
+        InvalidInput,
+        "config.json: rope_scaling.factor is '2'; it must be a finite number from 1 to 1e+06.",
+    ),
+    (
+        {"rope_scaling": {**LLAMA3_ROPE}, "rope_parameters": {**LLAMA3_ROPE}},
+        InvalidInput,
+        "config.json has both rope_scaling and rope_parameters; keep one.",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        InvalidInput,
+        "rope_parameters of type 'default' has the keys ['full_attention']; it needs [].",
+    ),
+    (
+        {"torch_dtype": "int8"},
+        Unsupported,
+        "config.json: torch_dtype is 'int8'; it must be one of float32, bfloat16, float16.",
+    ),
+    ({"torch_dtype": "float16", "dtype": "bfloat16"}, InvalidInput, "config.json: torch_dtype and dtype differ"),
+    ({"sliding_window": 128}, Unsupported, "sliding_window is 128; LlamaForCausalLM has none in this build."),
+    ({"use_sliding_window": True}, Unsupported, "use_sliding_window is True; this build has false."),
+    (
+        {"layer_types": ["sliding_attention"]},
+        Unsupported,
+        "layer_types is ['sliding_attention']; this build has all 'full_attention' here.",
+    ),
+    (
+        {"eos_token_id": "</s>"},
+        InvalidInput,
+        "config.json: eos_token_id is '</s>'; it must be a token id, a list of at most 64, or null.",
+    ),
+    (
+        {"eos_token_id": [1, 256]},
+        InvalidInput,
+        "config.json: eos_token_ids[1] is 256; it must be a token id from 0 to 255.",
+    ),
+    (
+        {"tie_word_embeddings": None},
+        InvalidInput,
+        "config.json: tie_word_embeddings is None; it must be true or false.",
+    ),
+    ({"attention_bias": "yes"}, InvalidInput, "config.json: attention_bias is 'yes'; it must be true or false."),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=[str(changes)[:60] for changes, *_ in REFUSED])
+def test_a_wrong_value_is_refused_with_the_key_the_value_and_the_limit(changes, error, message):
+    with pytest.raises(error, match=re.escape(message) + ("$" if message.endswith(".") else "")):
+        parse_config(LLAMA | changes)
+
+
+def test_an_unknown_key_is_named_together_with_the_keys_that_are_known():
+    with pytest.raises(InvalidInput) as caught:
+        parse_config(LLAMA | {"zeta": 1, "residual_multiplier": 2.0})
+    message = str(caught.value)
+    assert message.startswith("config.json has unknown keys: 'residual_multiplier', 'zeta'. Keys that are read: ")
+    assert "rope_theta" in message
+    assert "Keys that are ignored: " in message
+    assert "use_cache" in message
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(InvalidInput, match=r"^config\.json lacks hidden_size, num_hidden_layers\.$"):
+        parse_config({key: value for key, value in LLAMA.items() if key not in ("hidden_size", "num_hidden_layers")})
+
+
+def test_harmless_keys_of_hugging_face_are_ignored():
+    harmless = {"use_cache": True, "transformers_version": "4.51.0", "initializer_range": 0.02, "pretraining_tp": 1}
+    assert parse_config(LLAMA | harmless) == parse_config(LLAMA)
+
+
+def test_absent_options_take_the_defaults_of_hugging_face():
+    config = parse_config(LLAMA)
+    assert (config.head_dim, config.num_key_value_heads, config.rms_norm_eps) == (16, 4, 1e-6)
+    assert (config.rope_theta, config.rope_scaling, config.tie_word_embeddings) == (10000.0, None, False)
+    assert (config.dtype, config.bos_token_id, config.eos_token_ids) == ("float32", None, ())
+
+
+def test_the_old_and_the_new_spelling_of_rope_options_mean_the_same():
+    old = parse_config(LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE})
+    assert parse_config(LLAMA | {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}}) == old
+    assert old.rope_scaling == RopeScaling(**LLAMA3_ROPE)
+
+
+def test_the_legacy_name_of_the_rope_type_is_read():
+    config = parse_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
+    assert config.rope_scaling == RopeScaling(rope_type="linear", factor=2)
+
+
+def test_a_llama_bias_covers_all_four_projections_and_a_qwen2_bias_three():
+    llama = parse_config(LLAMA | {"attention_bias": True})
+    qwen2 = parse_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
+    assert (llama.attention_bias, llama.attention_output_bias) == (True, True)
+    assert (qwen2.attention_bias, qwen2.attention_output_bias) == (True, False)
+
+
+def test_a_mistral_window_is_read():
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}
+    assert parse_config(LLAMA | mistral).sliding_window == 128
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": RopeScaling(**LLAMA3_ROPE)},
+        {"attention_bias": True},
+        {"attention_bias": True, "attention_output_bias": True},
+        {"mlp_bias": True, "tie_word_embeddings": True},
+        {"sliding_window": 9, "head_dim": 32},
+        {"eos_token_ids": (1, 2), "bos_token_id": None},
+    ],
+    ids=str,
+)
+def test_a_rendered_config_parses_to_itself(changes):
+    config = tiny_config(dtype="bfloat16", **changes)
+    assert parse_config(render_config(config, dtype="bfloat16")) == config
+
+
+def test_a_combination_without_an_architecture_cannot_be_rendered():
+    with pytest.raises(Unsupported, match=f"no supported architecture of {NAMES} stores that"):
+        render_config(tiny_config(attention_bias=True, sliding_window=4), dtype="float32")

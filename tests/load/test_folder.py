@@ -1,0 +1,73 @@
+"""Names, links, sizes and kinds of the files in a model folder."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from jattn.load.folder import check_folder, member, read_json, read_text
+from torch_core.errors import InvalidInput
+
+
+@pytest.mark.parametrize(
+    "name", ["../a", "a/b", "/etc/passwd", "..", ".", "", "a\\b", "a\0", "\ud800", "c:a", "a" * 256]
+)
+def test_a_name_that_could_leave_the_folder_is_refused(name, tmp_path):
+    message = f"file name {name!r} is not a plain name inside the model folder."
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
+        member(tmp_path, name)
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "secret").write_text("x")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(InvalidInput, match=r"^config\.json is a link that leads out of the model folder; copy the"):
+        member(folder, "config.json")
+
+
+def test_a_link_within_the_folder_is_followed(tmp_path):
+    (tmp_path / "real").write_text("x")
+    (tmp_path / "config.json").symlink_to("real")
+    assert member(tmp_path, "config.json") == tmp_path / "real"
+
+
+def test_a_dangling_link_is_refused(tmp_path):
+    (tmp_path / "config.json").symlink_to("nowhere")
+    with pytest.raises(InvalidInput, match=r"^config\.json cannot be read: No such file or directory\.$"):
+        member(tmp_path, "config.json")
+
+
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InvalidInput, match=r"^config\.json is not a regular file\.$"):
+        member(tmp_path, "config.json")
+
+
+def test_a_file_over_its_limit_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("12345")
+    with pytest.raises(InvalidInput, match=r"^config\.json has 5 bytes; at most 4 are read\.$"):
+        member(tmp_path, "config.json", max_bytes=4)
+
+
+def test_an_absent_file_is_none(tmp_path):
+    assert member(tmp_path, "config.json") is None
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match=r"^folder is '.*/nowhere'; it is not an existing folder\.$"):
+        check_folder(tmp_path / "nowhere")
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"ab\xff")
+    with pytest.raises(InvalidInput, match=r"^a\.json is not UTF-8 text \(byte 2\)\.$"):
+        read_text(tmp_path / "a.json")
+
+
+def test_a_number_with_too_many_digits_is_refused():
+    with pytest.raises(InvalidInput, match=r"^a\.json is not valid JSON: "):
+        read_json('{"a": ' + "1" * 10_000 + "}", "a.json")

@@ -1,0 +1,161 @@
+"""load_model and save_model as a whole: round trips, dtypes, the tokenizer, token ids and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.load import load_model, load_tokenizer, save_model
+from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
+from torch_core.errors import InvalidInput, Unsupported
+
+
+def refused(folder, message, error=InvalidInput):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"num_key_value_heads": 4}], ids=str
+)
+def test_a_saved_model_loads_bit_for_bit(changes, tmp_path, seed):
+    config = tiny_config(**changes)
+    model = tiny_model(config, seed)
+    save_model(tmp_path, model, config, byte_tokenizer())
+    loaded, loaded_config, tokenizer = load_model(tmp_path)
+    assert loaded_config == config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
+
+
+def test_saving_twice_writes_the_same_bytes(tmp_path, seed):
+    config = tiny_config()
+    for name in ("first", "second"):
+        save_model(tmp_path / name, tiny_model(config, seed), config, byte_tokenizer())
+    names = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "second").iterdir())
+    assert all((tmp_path / "first" / n).read_bytes() == (tmp_path / "second" / n).read_bytes() for n in names)
+
+
+def test_a_bfloat16_file_is_computed_in_float32_on_a_cpu_by_default(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed, dtype="bfloat16")
+    model, config, _ = load_model(folder)
+    assert config.dtype == "float32"
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_explicit_dtype_is_the_dtype_of_every_parameter(dtype, tmp_path, seed):
+    model, config, _ = load_model(write_tiny_model(tmp_path, seed), dtype=dtype)
+    assert config.dtype == dtype
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))} == {dtype}
+
+
+def test_the_implementation_reaches_every_layer(tmp_path, seed):
+    model, _, _ = load_model(write_tiny_model(tmp_path, seed), implementation="xla")
+    assert {layer.self_attn.paged_attention.implementation for layer in model.layers} == {"xla"}
+
+
+def test_an_unknown_dtype_is_refused(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    with pytest.raises(InvalidInput, match=r"^dtype is 'float64'; it must be one of float32, bfloat16, float16, or"):
+        load_model(folder, dtype="float64")
+    with pytest.raises(InvalidInput, match=r"^dtype is 'int8'; it must be one of float32, bfloat16, float16, or None"):
+        save_model(folder, tiny_model(tiny_config(), seed), tiny_config(), dtype="int8")
+
+
+def test_end_of_text_ids_of_the_generation_config_win(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
+    assert load_model(folder)[1].eos_token_ids == (3, 4)
+    (folder / "generation_config.json").unlink()
+    assert load_model(folder)[1].eos_token_ids == (0,)
+
+
+def test_a_generation_config_with_an_impossible_id_is_refused(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 257}')
+    refused(folder, "generation_config.json: eos_token_ids[0] is 257; it must be a token id from 0 to 256.")
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    refused(tmp_path, "the folder has no config.json.")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    refused(folder, "tokenizer.json has token ids up to 257; vocab_size is 257.")
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    refused(folder, "tokenizer.json is not a tokenizer that this version of tokenizers reads: ")
+
+
+def test_a_sentencepiece_folder_is_told_what_to_do(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    refused(folder, "the folder has tokenizer.model but no tokenizer.json; save it once with", Unsupported)
+
+
+def test_a_model_can_be_loaded_without_its_tokenizer(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    (folder / "tokenizer.json").unlink()
+    assert load_model(folder, with_tokenizer=False)[2] is None
+
+
+def test_any_text_survives_the_byte_level_tokenizer(tmp_path):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "tabs\tand\nlines, ünïcode 漢字, emoji 🙂 and \x00"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.vocab_size == 257
+
+
+def test_a_model_saved_by_transformers_is_read(tmp_path, seed):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    config = tiny_config()
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=257,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=256,
+            rms_norm_eps=1e-5,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+    theirs.save_pretrained(tmp_path)
+    model, loaded, _ = load_model(tmp_path, with_tokenizer=False)
+    assert loaded == config
+    tokens = np.arange(20)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    np.testing.assert_allclose(dense_logits(model, tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_the_written_json_is_plain_and_complete(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed, dtype="bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["torch_dtype"] == "bfloat16"
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    assert described["eos_token"] == "<|endoftext|>"
+    assert not list(folder.glob("*.partial"))

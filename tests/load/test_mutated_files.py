@@ -1,0 +1,85 @@
+"""Property: whatever happens to the bytes of a model folder, loading it gives a model or one of our two errors."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from jattn.load.config import parse_config
+from jattn.load.folder import check_folder, read_json
+from jattn.load.plan import plan_parameters
+from jattn.load.weights import check_weights, find_weights, read_parameter
+from tests.support.tiny_models import tiny_config, write_tiny_model
+from torch_core.errors import InvalidInput, Unsupported
+
+MUTANTS = 300
+NASTY = ["null", "-1", "1e9", "4611686018427387904", '""', "[]", "{}", "true", '"F64"', "NaN", '"../x"', "0.5"]
+
+
+def mutate(random, data, header_end):
+    """Returns one broken variant of a safetensors file: most changes hit the header, where the danger is."""
+    kind = random.integers(6)
+    position = int(random.integers(header_end))
+    if kind == 0:
+        return data[:position] + bytes([random.integers(256)]) + data[position + 1 :]
+    if kind == 1:
+        return data[: int(random.integers(len(data)))]
+    if kind == 2:
+        return data[:position] + data[position + int(random.integers(1, 9)) :]
+    if kind == 3:
+        return data[:position] + random.bytes(int(random.integers(1, 9))) + data[position:]
+    if kind == 4:
+        return struct.pack("<Q", int(random.integers(1 << 62)) >> int(random.integers(62))) + data[8:]
+    header = bytearray(data[8:header_end])
+    digits = [index for index, byte in enumerate(header) if chr(byte).isdigit()]
+    at = digits[int(random.integers(len(digits)))]
+    header[at : at + 1] = NASTY[int(random.integers(len(NASTY)))].encode()
+    return struct.pack("<Q", len(header)) + bytes(header) + data[header_end:]
+
+
+def test_mutated_weights_only_ever_give_our_errors(tmp_path, seed):
+    folder = check_folder(write_tiny_model(tmp_path, seed, num_hidden_layers=1))
+    plan = plan_parameters(tiny_config(num_hidden_layers=1))
+    path = folder / "model.safetensors"
+    original = path.read_bytes()
+    header_end = 8 + struct.unpack("<Q", original[:8])[0]
+    random = np.random.default_rng(seed)
+    refused = 0
+    for _ in range(MUTANTS):
+        path.write_bytes(mutate(random, original, header_end))
+        try:
+            tensors = find_weights(folder)
+            check_weights(tensors, plan)
+            for parameter in plan:
+                read_parameter(tensors, parameter, np.dtype(np.float32))
+        except (InvalidInput, Unsupported):
+            refused += 1
+    assert refused > 0.8 * MUTANTS
+
+
+def test_mutated_configs_only_ever_give_our_errors(tmp_path, seed):
+    original = (write_tiny_model(tmp_path, seed) / "config.json").read_text()
+    random = np.random.default_rng(seed)
+    keys = list(json.loads(original))
+    refused = 0
+    for _ in range(MUTANTS):
+        key = keys[int(random.integers(len(keys)))]
+        before, _, rest = original.partition(f'"{key}": ')
+        value = NASTY[int(random.integers(len(NASTY)))]
+        text = before + f'"{key}": {value}' + rest[len(json.dumps(json.loads(original)[key])) :]
+        if random.random() < 0.3:
+            text = text[: int(random.integers(len(text)))]
+        try:
+            plan_parameters(parse_config(read_json(text, "config.json")))
+        except (InvalidInput, Unsupported):
+            refused += 1
+    assert refused > 0.6 * MUTANTS
+
+
+@pytest.mark.nightly
+def test_very_many_mutated_weights_only_ever_give_our_errors(tmp_path, seed):
+    for extra in range(100):
+        test_mutated_weights_only_ever_give_our_errors(tmp_path / str(extra), seed + extra)

@@ -1,0 +1,139 @@
+"""One safetensors file: every broken rule of the format has its own message."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jattn.load.safetensors_file import open_safetensors, read_tensor
+from torch_core.errors import InvalidInput, Unsupported
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def write(tmp_path, header, data=b"\0" * 8):
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+    return path
+
+
+def refused(path, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        open_safetensors(path)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+def test_a_file_of_the_library_is_read_back(dtype, tmp_path, seed):
+    value = np.random.default_rng(seed).normal(size=(3, 5)).astype(dtype)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors.numpy.save({"a": value, "empty": np.zeros((0, 4), dtype)}, {"format": "pt"}))
+    file = open_safetensors(path)
+    np.testing.assert_array_equal(read_tensor(file, "a"), value)
+    assert read_tensor(file, "empty").shape == (0, 4)
+
+
+HEADERS = [
+    (b"{}x", InvalidInput, "x.safetensors: the header is not valid JSON"),
+    (b"[1, 2]", InvalidInput, "x.safetensors: the header holds a JSON list; it must be an object."),
+    (b'{"\xff": 1}', InvalidInput, "x.safetensors: the header is not UTF-8 text (byte 10)."),
+    (b'{"a": NaN}', InvalidInput, "x.safetensors: the header contains NaN, which is not JSON."),
+    (b'{"a": 1, "a": 1}', InvalidInput, "x.safetensors: the header has the key 'a' more than once."),
+    (b"{" + b'"a":{' * 100_000, InvalidInput, "x.safetensors: the header is nested too deeply."),
+    ({"a": 3}, InvalidInput, "x.safetensors: tensor 'a' must have exactly dtype, shape and data_offsets."),
+    ({"a": F32 | {"x": 1}}, InvalidInput, "x.safetensors: tensor 'a' must have exactly dtype, shape and data_offsets."),
+    (
+        {"a": F32 | {"dtype": "I8"}},
+        Unsupported,
+        "x.safetensors: tensor 'a' has dtype 'I8'; weights may be F32, BF16, F16.",
+    ),
+    ({"a": F32 | {"dtype": ["F32"]}}, Unsupported, "x.safetensors: tensor 'a' has dtype ['F32']; weights may be"),
+    ({"a": F32 | {"shape": [-2]}}, InvalidInput, "x.safetensors: tensor 'a' has shape [-2]; it must be up to 8 sizes."),
+    (
+        {"a": F32 | {"shape": [2.0]}},
+        InvalidInput,
+        "x.safetensors: tensor 'a' has shape [2.0]; it must be up to 8 sizes.",
+    ),
+    (
+        {"a": F32 | {"shape": [1] * 9}},
+        InvalidInput,
+        "x.safetensors: tensor 'a' has shape [1, 1, 1, 1, 1, 1, 1, 1, 1]; it must",
+    ),
+    (
+        {"a": F32 | {"data_offsets": [0]}},
+        InvalidInput,
+        "x.safetensors: tensor 'a' has data_offsets [0]; they must be two",
+    ),
+    (
+        {"a": F32 | {"data_offsets": [8, 0]}},
+        InvalidInput,
+        "x.safetensors: tensor 'a' has -8 bytes for shape [2] of F32, not 8.",
+    ),
+    ({"a": F32 | {"shape": [3]}}, InvalidInput, "x.safetensors: tensor 'a' has 8 bytes for shape [3] of F32, not 12."),
+    ({"a": F32, "b": F32}, InvalidInput, "x.safetensors: tensor 'b' starts at 0, not 8; it overlaps another."),
+    (
+        {"a": F32 | {"data_offsets": [4, 12]}},
+        InvalidInput,
+        "x.safetensors: tensor 'a' starts at 4, not 0; it leaves a gap before it.",
+    ),
+    ({"a": F32, "b": F32 | {"data_offsets": [8, 16]}}, InvalidInput, "x.safetensors is truncated: it should have"),
+    ({}, InvalidInput, "x.safetensors is longer than its header says: it should have 10 bytes and has 18."),
+]
+
+
+@pytest.mark.parametrize(("header", "error", "message"), HEADERS, ids=[message[14:60] for *_, message in HEADERS])
+def test_a_broken_header_is_refused_with_the_rule_it_breaks(header, error, message, tmp_path):
+    refused(write(tmp_path, header), error, message)
+
+
+def test_an_absurd_header_length_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 63) + b"{")
+    refused(path, InvalidInput, "x.safetensors: the header length is 9223372036854775808; at most 16777216 are read.")
+
+
+def test_a_header_that_ends_behind_the_file_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 100) + b"{}")
+    refused(path, InvalidInput, "x.safetensors is truncated: the header ends at byte 108 of 10.")
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.touch()
+    refused(path, InvalidInput, "x.safetensors has 0 bytes; a safetensors file has at least 10.")
+
+
+def test_too_many_tensors_are_refused(tmp_path):
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = {str(index): entry for index in range(50_001)}
+    refused(write(tmp_path, header, b""), InvalidInput, "x.safetensors: the header lists 50001 tensors; at most 50000")
+
+
+@pytest.mark.parametrize(
+    "start", [b"PK\x03\x04", b"\x80\x02}q\x00", b"\x80\x05\x95"], ids=["zip", "pickle2", "pickle5"]
+)
+def test_a_pickle_in_disguise_is_refused_by_its_first_bytes(start, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(start + b"\0" * 64)
+    refused(path, InvalidInput, "x.safetensors is a pickle, whatever its name says; reading one can run code.")
+
+
+def test_a_header_length_that_looks_like_a_pickle_is_still_read(tmp_path):
+    header = json.dumps({"a": F32}).encode()
+    path = write(tmp_path, header + b" " * (0x0280 - len(header)))
+    assert set(open_safetensors(path).tensors) == {"a"}
+
+
+def test_a_file_that_shrinks_after_the_check_is_refused(tmp_path):
+    path = write(tmp_path, {"a": F32})
+    file = open_safetensors(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(InvalidInput, match=r"^x\.safetensors is truncated: tensor 'a' has 5 of 8 bytes\.$"):
+        read_tensor(file, "a")

@@ -1,0 +1,71 @@
+"""ModelConfig and RopeScaling: what they refuse, and in which words."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+from flax import nnx
+
+from jattn.models import Decoder, RopeScaling
+from tests.support.tiny_models import tiny_config
+from torch_core.errors import InvalidInput, Unsupported
+
+REFUSED = [
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 512."),
+    ({"vocab_size": 0}, "vocab_size is 0; it must be from 1 to 1048576."),
+    ({"hidden_size": 48.0}, "hidden_size is 48.0; it must be an int from 1 to 65536."),
+    ({"num_attention_heads": True}, "num_attention_heads is True; it must be an int from 1 to 1024."),
+    ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads (3)."),
+    ({"head_dim": 15}, "head_dim is 15; rotary embeddings need an even number."),
+    ({"head_dim": 512}, "head_dim is 512; it must be from 1 to 256."),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0; it must be from 1e-12 to 1."),
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a finite number from 1e-12 to 1."),
+    ({"rope_theta": float("nan")}, "rope_theta is nan; it must be a finite number from 1 to 1e+12."),
+    ({"rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}; it must be a RopeScaling or None."),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false."),
+    ({"sliding_window": 0}, "sliding_window is 0; it must be from 1 to 16777216."),
+    ({"dtype": "float64"}, "dtype is 'float64'; it must be one of float32, bfloat16, float16."),
+    ({"bos_token_id": 257}, "bos_token_id is 257; it must be a token id from 0 to 256."),
+    ({"eos_token_ids": (0, -1)}, "eos_token_ids[1] is -1; it must be a token id from 0 to 256."),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
+        tiny_config(**changes)
+
+
+def test_an_unknown_rope_type_is_unsupported():
+    message = "rope_type is 'yarn'; this build has default, linear, llama3."
+    with pytest.raises(Unsupported, match=f"^{re.escape(message)}$"):
+        RopeScaling(rope_type="yarn", factor=2.0)
+
+
+def test_llama3_frequency_factors_in_the_wrong_order_are_refused():
+    message = "rope_scaling.high_freq_factor is 1.0; it must be greater than low_freq_factor (4.0)."
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
+        RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0)
+
+
+def test_a_rope_factor_below_one_is_refused():
+    with pytest.raises(InvalidInput, match=re.escape("rope_scaling.factor is 0.5; it must be from 1 to 1e+06.")):
+        RopeScaling(rope_type="linear", factor=0.5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True},
+        {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    ],
+    ids=str,
+)
+def test_num_parameters_is_the_size_of_the_model_that_is_built(changes):
+    config = tiny_config(**changes)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    assert config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
