@@ -47,7 +47,12 @@ class KVPool:
     """
 
     def __init__(
-        self, spec: KVCacheSpec, *, num_layers: int, num_blocks: int, device: jax.Device | None = None
+        self,
+        spec: KVCacheSpec,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
     ) -> None:
         for name, value, low in (("num_layers", num_layers, 1), ("num_blocks", num_blocks, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -98,7 +103,7 @@ class KVPool:
 
         Raises:
             InvalidInput: a torch view of the pool is alive, or the step did not consume or return the caches. The
-                pool still holds what it held before.
+                pool stays usable; it holds what it held before unless the message says otherwise.
             PoolLost: the step failed after it had consumed the caches. The pool is allocated anew, filled with zeros
                 and of a higher generation; the cause is chained.
         """
@@ -106,18 +111,27 @@ class KVPool:
         before = self._arrays
         with self.guard():
             result, after = step(before, *args)
-        after = tuple(after)
-        if not all(array.is_deleted() for array in before):
-            raise InvalidInput(
-                "the step did not consume kv_caches, so XLA copied the whole pool: jit it with donate_argnums=0, and "
-                "drop every torch or numpy view of the arrays first."
-            )
-        shapes = [(array.shape, array.dtype.name) for array in after]
+            after = tuple(after)
+            shapes = [(array.shape, array.dtype.name) for array in after]
+        consumed = [array.is_deleted() for array in before]
         if shapes != [(self._spec.shape(self._num_blocks), self._spec.dtype)] * self._num_layers:
-            self._rebuild()
+            fate = "still holds what it held"
+            if any(consumed):
+                self._rebuild()
+                fate = f"was allocated anew, generation {self._generation}: compute every sequence again"
             raise InvalidInput(
                 f"the step returned kv_caches of {shapes}; it must return {self._num_layers} arrays of "
-                f"{self._spec.shape(self._num_blocks)} {self._spec.dtype}. The pool was allocated anew."
+                f"{self._spec.shape(self._num_blocks)} {self._spec.dtype}. The pool {fate}."
+            )
+        if not all(consumed):
+            fate = "still holds what it held"
+            if any(consumed):
+                # Only what came back is whole.
+                self._arrays, fate = after, "holds what the step returned"
+            raise InvalidInput(
+                f"the step did not consume kv_caches[{consumed.index(False)}], so XLA copied it: jit the step with "
+                "donate_argnums=0, and drop every torch or numpy view of the arrays first. "
+                f"The pool {fate}."
             )
         self._arrays = after
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import torch
+from jax.core import Tracer
 
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -39,7 +40,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         >>> to_torch(array).data_ptr() == array.unsafe_buffer_pointer()
         True
     """
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         raise InvalidInput(
             "array is a tracer: a function under jit has no memory to share. Call to_torch outside jit, or use "
             "jattn.bridge.call_torch inside."
@@ -50,18 +51,20 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         raise InvalidInput(
             "array was deleted (its buffer was donated to a jitted call); use the array that the call returned."
         )
-    if len(array.devices()) != 1:
+    device, *others = array.devices()
+    if others:
         raise InvalidInput(
-            f"array is spread over {len(array.devices())} devices; a torch tensor lives on one. Pass "
+            f"array is spread over {1 + len(others)} devices; a torch tensor lives on one. Pass "
             "array.addressable_shards[i].data."
         )
     _check_dtype("array", array.dtype.name)
-    platform = array.device.platform
-    if platform not in ("cpu", "gpu"):
-        raise Unsupported(f"array is on platform {platform!r}; torch shares memory with 'cpu' and 'gpu' (CUDA) only.")
+    if device.platform not in ("cpu", "gpu"):
+        raise Unsupported(
+            f"array is on platform {device.platform!r}; torch shares memory with 'cpu' and 'gpu' (CUDA) only."
+        )
     if array.size == 0:
-        device = "cpu" if platform == "cpu" else f"cuda:{array.device.local_hardware_id}"
-        return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device=device)
+        torch_device = "cpu" if device.platform == "cpu" else f"cuda:{device.local_hardware_id}"
+        return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device=torch_device)
     tensor = torch.from_dlpack(array)
     if tensor.data_ptr() != array.unsafe_buffer_pointer():
         raise Unsupported("array could not be viewed without a copy; its layout has no strided equivalent.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KV_CACHE_DTYPES, QUERY_DTYPES, AttentionSpec
@@ -222,7 +223,7 @@ def _check_int32(name: str, array: jax.Array) -> None:
 
 
 def _static_float(name: str, value: float) -> float:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise InvalidInput(f"{name} is a tracer; it must be a static float (mark it static, or multiply query by it).")
     return float(value)
 
