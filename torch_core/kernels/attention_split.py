@@ -13,7 +13,7 @@ from torch_core.kernels.attention_mask import visible_keys
 from torch_core.kernels.attention_softmax import finish_rows
 from torch_core.kernels.attention_step import attend_tile
 from torch_core.kernels.attention_store import as_multiplied, query_tile, store_rows, zero_rows
-from torch_core.kernels.attention_tiles import page_ids
+from torch_core.kernels.attention_tiles import page_ids, readable
 from torch_core.kernels.attention_work import chunk_span, locate_chunk
 
 __all__ = ["attention_split_kernel"]
@@ -80,108 +80,108 @@ def attention_split_kernel(
     LSE_STRIDES: tl.constexpr,
     SCALE_STRIDES: tl.constexpr,
 ):
-    """One program: every grid-size-th (chunk, key/value head) of the batch, with all the query rows of the head.
+    """One program: one chunk of one key/value head, with all the query rows of the head.
 
-    Grid: (any number of programs,). Sequences with more than MAX_QUERY query rows are left to another kernel. A
-    sequence with one chunk is finished here; the others leave normalised rows and a base-2 log-sum-exp in
-    partial_out[row, chunk, head, :] and partial_lse[row, chunk, head], row = sequence * MAX_QUERY + query row, for
-    attention_combine_kernel. With ZERO_PADDING, work items past the last chunk zero the rows of padded tokens.
+    Grid: (chunks of the batch by a static bound, plus padding, times head programs,). Sequences with more than
+    MAX_QUERY query rows are left to another kernel. A sequence with one chunk is finished here; the others leave
+    normalised rows and a base-2 log-sum-exp in partial_out[row, chunk, head, :] and partial_lse[row, chunk, head],
+    row = sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last
+    chunk zero the rows of padded tokens.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    _, _, total = locate_chunk(
-        0, query_start_loc, seq_lens, num_seqs, table_tokens, window_left, attention_chunk, BLOCK_SEQS, CHUNK, MAX_QUERY
-    )
-    padding = 0
-    used_tokens = tl.load(query_start_loc + num_seqs)
-    if ZERO_PADDING:
-        padding = (num_tokens - used_tokens + MAX_QUERY - 1) // MAX_QUERY
+    # The heads of a chunk are neighbours in memory and in the grid.
+    item = tl.program_id(0) // HEAD_PROGRAMS
+    kv_head = tl.program_id(0) % HEAD_PROGRAMS // HEAD_GROUPS
+    seq, index, total = locate_chunk(
+        item, query_start_loc, seq_lens, num_seqs, table_tokens, window_left, attention_chunk, BLOCK_SEQS, CHUNK,
+        MAX_QUERY,
+    )  # fmt: skip
+
+    rows = tl.arange(0, BLOCK_M)
+    in_group = tl.program_id(0) % HEAD_GROUPS * PACK + rows % PACK
+    heads = kv_head * GROUP + in_group
+    live_rows = (rows < MAX_QUERY * PACK) & (in_group < GROUP)
+
+    if item >= total:
+        if ZERO_PADDING:
+            padded = tl.load(query_start_loc + num_seqs) + (item - total) * MAX_QUERY + rows // PACK
+            live = live_rows & (padded < num_tokens)
+            zero_rows(out, lse, padded, heads, live, VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES)
+        return
+
     if q_scale is not None:
         scale *= tl.load(q_scale)
     if k_scale is not None:
         scale *= tl.load(k_scale)
-    rows = tl.arange(0, BLOCK_M)
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    seq_len = tl.load(seq_lens + seq)
+    num_keys = tl.minimum(seq_len, table_tokens)
+    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
+    tokens = rows // PACK
+    live = live_rows & (tokens < query_len)
+    context = seq_len - query_len
+    query_pos = context + tokens
+    q = query_tile(query, query_start + tokens, heads, live, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
+    q = as_multiplied(q, key_cache)
+    right = window_right
+    if causal_flags is not None:
+        right = tl.where(tl.load(causal_flags + seq) != 0, 0, window_right)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=live_rows, other=0.0).to(tl.float32)
+    key_scale_base = key_scales
+    value_scale_base = value_scales
+    if key_scales is not None:
+        key_scale_base = key_scales + kv_head * SCALE_STRIDES[2]
+        value_scale_base = value_scales + kv_head * SCALE_STRIDES[2]
+    block_table = block_tables + seq.to(tl.int64) * table_stride
+
+    # The compiler must see that tiles start at multiples of the chunk: it then finds the keys that share a
+    # block without arithmetic in the loop.
+    start = (first_chunk + index) * CHUNK
+    low, high = visible_keys(context, context + query_len - 1, num_keys, window_left, right, attention_chunk, 0)
+    high = tl.minimum(high, start + CHUNK)
+    first_key = None
+    if window_left is not None or attention_chunk is not None:
+        first_key = tl.maximum(low, start)
+        start = tl.multiple_of(first_key // BLOCK_N * BLOCK_N, BLOCK_N)
+    key_base = key_cache + kv_head * KEY_STRIDES[2]
+    value_base = value_cache + value_offset + kv_head * VALUE_STRIDES[2]
     columns = tl.arange(0, BLOCK_N)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
 
-    for work in range(tl.program_id(0), (total + padding) * HEAD_PROGRAMS, tl.num_programs(0)):
-        item = work // HEAD_PROGRAMS
-        kv_head = work % HEAD_PROGRAMS // HEAD_GROUPS
-        in_group = work % HEAD_GROUPS * PACK + rows % PACK
-        heads = kv_head * GROUP + in_group
-        live_rows = (rows < MAX_QUERY * PACK) & (in_group < GROUP)
-        if item >= total:
-            padded = used_tokens + (item - total) * MAX_QUERY + rows // PACK
-            live = live_rows & (padded < num_tokens)
-            zero_rows(out, lse, padded, heads, live, VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES)
+    pages = page_ids(block_table, start + columns, first_key, high, BLOCK_SIZE)
+    for position in tl.range(start, high, BLOCK_N, num_stages=STAGES):
+        keys = position + columns
+        if PREFETCH:
+            current = pages
+            pages = page_ids(block_table, keys + BLOCK_N, first_key, high, BLOCK_SIZE)
         else:
-            seq, index, _ = locate_chunk(
-                item, query_start_loc, seq_lens, num_seqs, table_tokens, window_left, attention_chunk, BLOCK_SEQS,
-                CHUNK, MAX_QUERY,
-            )  # fmt: skip
-            query_start = tl.load(query_start_loc + seq)
-            query_len = tl.load(query_start_loc + seq + 1) - query_start
-            seq_len = tl.load(seq_lens + seq)
-            num_keys = tl.minimum(seq_len, table_tokens)
-            first_chunk, chunks = chunk_span(
-                seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY
-            )
-            tokens = rows // PACK
-            live = live_rows & (tokens < query_len)
-            context = seq_len - query_len
-            query_pos = context + tokens
-            q = query_tile(query, query_start + tokens, heads, live, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
-            q = as_multiplied(q, key_cache)
-            right = window_right
-            if causal_flags is not None:
-                right = tl.where(tl.load(causal_flags + seq) != 0, 0, window_right)
-            slopes = None
-            if alibi_slopes is not None:
-                slopes = tl.load(alibi_slopes + heads, mask=live_rows, other=0.0).to(tl.float32)
-            key_scale_base = key_scales
-            value_scale_base = value_scales
-            if key_scales is not None:
-                key_scale_base = key_scales + kv_head * SCALE_STRIDES[2]
-                value_scale_base = value_scales + kv_head * SCALE_STRIDES[2]
-            block_table = block_tables + seq.to(tl.int64) * table_stride
+            current = page_ids(block_table, keys, first_key, high, BLOCK_SIZE)
+        acc, row_max, row_sum = attend_tile(
+            q, acc, row_max, row_sum, current, position, columns, readable(keys, first_key, high), query_pos,
+            num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
+            attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
+            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, True, ALIBI_SQRT,
+            0, True,
+        )  # fmt: skip
 
-            low, high = visible_keys(context, context + query_len - 1, num_keys, window_left, right, attention_chunk, 0)
-            low = tl.maximum(low, (first_chunk + index) * CHUNK)
-            high = tl.minimum(high, (first_chunk + index + 1) * CHUNK)
-            key_base = key_cache + kv_head * KEY_STRIDES[2]
-            value_base = value_cache + value_offset + kv_head * VALUE_STRIDES[2]
-            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
-
-            start = low // BLOCK_N * BLOCK_N
-            pages = page_ids(block_table, start + columns, low, high, BLOCK_SIZE)
-            for position in tl.range(start, high, BLOCK_N, num_stages=STAGES):
-                keys = position + columns
-                if PREFETCH:
-                    current = pages
-                    pages = page_ids(block_table, keys + BLOCK_N, low, high, BLOCK_SIZE)
-                else:
-                    current = page_ids(block_table, keys, low, high, BLOCK_SIZE)
-                acc, row_max, row_sum = attend_tile(
-                    q, acc, row_max, row_sum, current, position, columns, (keys >= low) & (keys < high), query_pos,
-                    num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
-                    attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
-                    VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, True, ALIBI_SQRT,
-                    0, True,
-                )  # fmt: skip
-
-            if chunks == 1:
-                inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows)
-                store_rows(
-                    out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale,
-                    out_factor, VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
-                )  # fmt: skip
-            elif partial_out is not None:
-                inverse, row_lse = finish_rows(row_max, row_sum, None, heads, live_rows)
-                row = seq.to(tl.int64) * MAX_QUERY + tokens
-                slots = (row * max_chunks + index) * NUM_HEADS + heads
-                dims = tl.arange(0, VALUE_PADDED)
-                mask = live[:, None] & (dims < VALUE_SIZE)[None, :]
-                tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], acc * inverse[:, None], mask=mask)
-                tl.store(partial_lse + slots, row_lse, mask=live)
+    if chunks == 1:
+        inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows)
+        store_rows(
+            out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale,
+            out_factor, VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
+        )  # fmt: skip
+    elif partial_out is not None:
+        inverse, row_lse = finish_rows(row_max, row_sum, None, heads, live_rows)
+        row = seq.to(tl.int64) * MAX_QUERY + tokens
+        slots = (row * max_chunks + index) * NUM_HEADS + heads
+        dims = tl.arange(0, VALUE_PADDED)
+        mask = live[:, None] & (dims < VALUE_SIZE)[None, :]
+        tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], acc * inverse[:, None], mask=mask)
+        tl.store(partial_lse + slots, row_lse, mask=live)

@@ -80,6 +80,8 @@ def attend_tile(
     if key_scales is not None:
         key_factors = token_head_scales(key_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)
     k = load_tile(key_base + key_start, key_rows, inside, HEAD_SIZE, HEAD_PADDED, MASKED).to(q.dtype)
+    # Before the softmax, so that widening 8-bit values overlaps the products.
+    v = load_tile(value_base + value_start, value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores, factor = tile_scores(
         products,
@@ -104,6 +106,5 @@ def attend_tile(
     weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum)
     if value_scales is not None:
         weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
-    v = load_tile(value_base + value_start, value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
     acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
     return acc, row_max, row_sum

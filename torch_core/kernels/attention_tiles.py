@@ -5,13 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["key_offsets", "load_tile", "page_ids", "token_head_scales"]
+__all__ = ["key_offsets", "load_tile", "page_ids", "readable", "token_head_scales"]
+
+
+@triton.jit
+def readable(keys, low, high):
+    """Which keys lie in [low, high); `low` is None where nothing is below it."""
+    inside = keys < high
+    if low is not None:
+        inside = inside & (keys >= low)
+    return inside
 
 
 @triton.jit
 def page_ids(block_table, keys, low, high, BLOCK_SIZE: tl.constexpr):
     """Block ids of the keys in [low, high); 0 for the others, whose table entries are not read."""
-    return tl.load(block_table + keys // BLOCK_SIZE, mask=(keys >= low) & (keys < high), other=0)
+    return tl.load(block_table + keys // BLOCK_SIZE, mask=readable(keys, low, high), other=0)
 
 
 @triton.jit

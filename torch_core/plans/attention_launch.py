@@ -18,8 +18,6 @@ __all__ = ["combine_launch", "max_chunks", "rows_launch", "split_launch"]
 _NO_BOUND = 1 << 30
 # Few sizes, so that few variants are compiled.
 _BLOCK_SEQS = (1, 32, 256, 1024)
-# Programs of the split kernel for each multiprocessor; what is left over is taken in turn.
-_PROGRAMS_PER_SM = 16
 _COMBINE_CHUNKS = 16
 
 
@@ -62,9 +60,9 @@ def split_launch(
     """Plans attention_split_kernel for the sequences with at most `max_query` query rows."""
     chunks = max_chunks(call, chunk, max_query)
     head_programs = call.num_kv_heads * ceil_div(call.group, pack)
-    items = call.num_seqs * chunks
-    if zero_padding:
-        items = max(items, ceil_div(call.num_tokens, max_query))
+    # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
+    padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
+    items = call.num_seqs * chunks + padding
     split = chunks > 1
     arguments = {
         **_common_arguments(call),
@@ -74,6 +72,10 @@ def split_launch(
         **_scalar_arguments(call),
         "max_chunks": _count(chunks),
     }
+    if max_query == 1:
+        # A single query row stands at the last key: nothing is to its right.
+        arguments["window_right"] = ABSENT
+        arguments["causal_flags"] = ABSENT
     constexprs = {
         **_common_constexprs(call),
         "BLOCK_M": tile.block_m,
@@ -87,8 +89,9 @@ def split_launch(
         "ZERO_PADDING": zero_padding,
     }
     writes = ("out", *(("lse",) if call.with_lse else ()), *(("partial_out", "partial_lse") if split else ()))
-    programs = max(1, min(items * head_programs, call.limits.num_sms * _PROGRAMS_PER_SM))
-    return _launch(attention_split_kernel, (programs,), arguments, constexprs, writes, tile, hot=_is_plain(call))
+    return _launch(
+        attention_split_kernel, (items * head_programs,), arguments, constexprs, writes, tile, hot=_is_plain(call)
+    )
 
 
 def combine_launch(call: AttentionCall, *, chunk: int, max_query: int) -> LaunchPlan:
