@@ -51,6 +51,9 @@ class Model:
     def __init__(self, config: CacheConfig, manager: type[CacheManager] = CacheManager) -> None:
         self.config = config
         self.groups = config.layouts
+        self.windows = [(g.sliding_window, g.attention_chunk) for g in config.groups] or [
+            (config.sliding_window, config.attention_chunk)
+        ]
         self.cache = manager(config)
         self.sequences: dict[str, ModelSequence] = {}
         self.memory: dict[tuple[int, int], Any] = {}
@@ -214,7 +217,7 @@ class Model:
             ids = sequence.blocks[number]
             if len(ids) != -(-end // size):
                 raise BrokenPromiseError(f"{name} has {len(ids)} blocks for {end} tokens")
-            first = group.first_needed_token(start)
+            first = self._first_visible(number, start)
             for position in range(first, end):
                 block, content = ids[position // size], sequence.content(number, position)
                 if not 0 < block < self.config.num_blocks:
@@ -226,6 +229,15 @@ class Model:
             for block in ids:
                 if block:
                     flight.writers.setdefault(block, set()).add(name)
+
+    def _first_visible(self, group: int, position: int) -> int:
+        window, chunk = self.windows[group]
+        visible = range(position + 1)
+        if window is not None:
+            visible = visible[-window:]
+        if chunk is not None:
+            visible = [p for p in visible if p // chunk == position // chunk]
+        return visible[0]
 
     def _check_writer(self, block: int, name: str) -> None:
         for flight in self.flights.values():
@@ -264,7 +276,7 @@ class Model:
         for number, group in enumerate(self.groups):
             if hit % (group.block_size):
                 raise BrokenPromiseError(f"{name} shares a partial block: {hit} tokens")
-            for position in range(group.first_needed_token(hit), hit):
+            for position in range(self._first_visible(number, hit), hit):
                 if sequence.content(number, position) not in self.complete:
                     raise BrokenPromiseError(f"{name} shares token {position}, which no retired step has written")
 

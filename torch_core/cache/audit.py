@@ -136,7 +136,8 @@ def _audit_index(state: CacheState) -> list[str]:
     named = [*chain.from_iterable(blocks.values() for blocks in index.blocks)]
     named.extend(chain.from_iterable(chain.from_iterable(twins.values() for twins in index.twins)))
     if len(named) != len(index.keys):
-        wrong.extend(set(named) - index.keys.keys() or named)
+        wrong.extend(set(named) - index.keys.keys())
+        wrong.extend(block for block, count in Counter(named).items() if count > 1)
     report = [f"Index and blocks disagree about the keys of blocks {_named(wrong)}."] if wrong else []
     if orphans:
         report.append(f"Keys without their parent's, which no lookup can reach: blocks {_named(orphans)}.")
@@ -195,7 +196,7 @@ def _audit_column(state: CacheState, table: SequenceTable, number: int, digests:
     if wrong:
         report.append(f"holds blocks whose key is not that of their tokens: {_named(wrong)}.")
     if table.limit > table.scheduled and table.scheduled % size and column:
-        tail = column[-1]
+        tail = column[-1] if column[-1] < pool.num_blocks else NULL_BLOCK
         if pool.refs[tail] - pool.pins.get(tail, 0) > 1 or (tail in keys and full < len(column)):
             report.append(f"may write into block {tail}, which is shared.")
     return [f"Sequence {table.seq_id!r}, group {group.name!r}, {text}" for text in report]

@@ -74,7 +74,7 @@ class CacheConfig:
             raise InvalidInput(
                 "groups and sliding_window or attention_chunk are both set; put the window into a group."
             )
-        names = [group.name for group in self.groups]
+        names = [layout.name for layout in self.layouts]
         if len(set(names)) != len(names):
             raise InvalidInput(f"groups has two groups of one name: {names}; give each its own.")
 

@@ -106,10 +106,13 @@ class PrefixIndex:
         first = self.blocks[group].get(digest)
         if first is None or not self.verify:
             return first
+        own = chain.nodes[position]
+        parent = chain.nodes[position - 1] if position else own.parent
         for block in (first, *self.twins[group].get(digest, ())):
-            if same_lineage(self.nodes[block], chain.nodes[position]):
-                # Adopting the node makes the comparison of the next block end after one step.
-                chain.nodes[position] = self.nodes[block]
+            node = self.nodes[block]
+            if node.tokens == own.tokens and same_lineage(node.parent, parent):
+                # Adopting the node makes the comparison of the next block's parent end at once.
+                chain.nodes[position] = node
                 return block
         return None
 
