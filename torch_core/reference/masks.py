@@ -78,7 +78,7 @@ def score_bias(
             the square root form, `-slope * sqrt(p - j)` for `j <= p` and nothing for later keys.
         qq_bias: float `[rows, rows]` with at least `query_len` rows, or None: the bias between the new tokens of a
             sequence, the same for every sequence (tree attention: 0 on ancestors, -inf elsewhere). Column 0 is the
-            first new token. It is added after the causal mask has been decided, so it hides keys and never shows one.
+            first new token. It is added after the mask has been decided: -inf hides a key, and nothing shows one.
         dtype: the dtype of the result.
 
     Returns:

@@ -52,6 +52,8 @@ def attend_sequence(
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     visible = visible_keys(query_len, key_len, spec=spec, causal=causal, mm_prefix_range=mm_prefix_range)
     bias = score_bias(query_len, key_len, spec=spec, alibi_slopes=alibi_slopes, qq_bias=qq_bias, dtype=lse_dtype)
+    if bias is not None:
+        visible = visible & (bias > -torch.inf).all(dim=0)
     hidden_from_all = ~visible.any(dim=0)
     key = key.masked_fill(hidden_from_all[:, None, None], 0)
     value = value.masked_fill(hidden_from_all[:, None, None], 0)
