@@ -1,0 +1,127 @@
+"""How the CUDA benchmarks take time, and the ceilings of the device that they are compared with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_core.errors import Unsupported
+
+__all__ = [
+    "copy_bytes_per_second",
+    "device_name",
+    "graph_us",
+    "jax_us",
+    "matmul_flops",
+    "num_pools",
+    "require_cuda",
+    "versions",
+]
+
+# Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
+_COLD_BYTES = 512 << 20
+_CALLS_PER_GRAPH = 16
+_MAX_POOLS = 64
+
+
+def require_cuda(name: str) -> None:
+    """Raises Unsupported unless torch and JAX both have a CUDA device."""
+    import jax
+
+    if not torch.cuda.is_available() or jax.default_backend() != "gpu":
+        raise Unsupported(
+            f"jattn bench {name} measures CUDA kernels and needs a CUDA device in torch and in JAX; torch has "
+            f"{'one' if torch.cuda.is_available() else 'none'} and JAX runs on {jax.default_backend()!r}. "
+            "`jattn bench generate` measures a CPU."
+        )
+
+
+def num_pools(pool_bytes: int) -> int:
+    """Returns how many pools of this size a rotation needs so that each is cold when its turn comes."""
+    return max(2, min(_MAX_POOLS, -(-_COLD_BYTES // max(1, pool_bytes))))
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], *, rounds: int = 9) -> float:
+    """Returns microseconds of one call under CUDA graph replay, median over rounds.
+
+    A graph holds whole rotations over `calls`, which differ in the memory that they touch. Launch gaps between the
+    nodes of a graph are counted, the host is not.
+
+    Args:
+        calls: the same work on different memory; each must be capturable.
+        rounds: replays to take the median over.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    rotations = max(1, _CALLS_PER_GRAPH // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rotations):
+            for call in calls:
+                call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times) / (rotations * len(calls))
+
+
+def jax_us(program: Callable[..., Any], arguments: Sequence[Any], *, calls: int, rounds: int = 9) -> float:
+    """Returns microseconds of one of the `calls` that a jitted program chains, median over rounds.
+
+    Args:
+        program: a jitted function; the dispatch of the whole chain is counted.
+        arguments: what it takes.
+        calls: how many calls of the measured operation it chains.
+        rounds: runs to take the median over.
+    """
+    import jax
+
+    # Three runs: compile, capture the command buffer, replay it.
+    for _ in range(3):
+        jax.block_until_ready(program(*arguments))
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e6 / calls
+
+
+def copy_bytes_per_second() -> float:
+    """Measures a large device-to-device copy; bytes read plus bytes written."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / graph_us([lambda: target.copy_(source)]) * 1e6
+
+
+def matmul_flops(size: int = 8192) -> float:
+    """Measures a large bfloat16 matrix product on random data; operations per second."""
+    left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(left)
+    return 2 * size**3 / graph_us([lambda: torch.mm(left, right, out=out)]) * 1e6
+
+
+def device_name() -> str:
+    """Returns the name of the current CUDA device."""
+    return torch.cuda.get_device_name()
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide the speed."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "triton", "jax")}

@@ -1,0 +1,177 @@
+"""What it costs to run the torch core's kernels from JAX: launches, kernel time, Python, addresses, compilations."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jattn.bench import measure
+from jattn.bench.report import Report, Row
+from torch_core import launch
+from torch_core.specs import AttentionSpec
+
+__all__ = ["main", "run"]
+
+_CHAIN = 64
+_HEADS, _KV_HEADS, _SIZE, _BLOCK = 32, 8, 128, 16
+_STEPS = 1000
+_WRITE_TOKENS = 8192
+
+
+def run() -> Report:
+    """Measures the native bridge against the torch launch of the same plans.
+
+    Values of the report: `native call us` (one of a chain of 64 tiny writes in one jitted program, default XLA flags),
+    `kernel in JAX / torch` (decode 32 x 4096, both captured), `bits that differ`, `Python calls in 1000 steps`,
+    `pool addresses in 1000 steps`, `programs in 1000 steps`, `write fraction of copy speed` (8192 tokens, 8 heads of
+    128, bfloat16).
+
+    Raises:
+        Unsupported: torch or JAX has no CUDA device.
+    """
+    measure.require_cuda("overhead")
+    copy = measure.copy_bytes_per_second()
+    in_torch, in_jax, differing = _decode_both_ways()
+    writes = _write_us()
+    moved = 2 * 2 * _WRITE_TOKENS * _KV_HEADS * _SIZE * 2
+    values = {
+        "native call us": _native_call_us(),
+        "kernel in JAX / torch": in_jax / in_torch,
+        "bits that differ": float(differing),
+        **_steady_steps(),
+        "write fraction of copy speed": moved / copy * 1e6 / writes,
+    }
+    rows = (
+        Row("decode 32 x 4096", 32 * 4096 * 2 * _KV_HEADS * _SIZE * 2 / copy * 1e6, {"torch": in_torch, "JAX": in_jax}),
+        Row(f"write {_WRITE_TOKENS}", moved / copy * 1e6, {"torch": writes}),
+    )
+    return Report(
+        name="overhead",
+        device=measure.device_name(),
+        versions=measure.versions(),
+        copy_bytes_per_second=copy,
+        matmul_flops=measure.matmul_flops(),
+        rows=rows,
+        values=values,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report; writes JSON where asked to. Returns 0."""
+    parser = argparse.ArgumentParser(prog="jattn bench overhead", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    report = run()
+    print(report.table())
+    report.write(json_path=options.json)
+    return 0
+
+
+def _native_call_us() -> float:
+    import jax
+    import jax.numpy as jnp
+
+    from jattn import ops
+
+    def chain(key: Any, kv_cache: Any, slots: Any) -> Any:
+        for _ in range(_CHAIN):
+            kv_cache = ops.write_kv_cache(key, key, kv_cache, slots, implementation="triton")
+        return kv_cache
+
+    key = jnp.ones((1, _KV_HEADS, _SIZE), jnp.bfloat16)
+    kv_cache = jnp.zeros((4, 2, _BLOCK, _KV_HEADS, _SIZE), jnp.bfloat16)
+    # Not donated, so that every run finds the same addresses; the one copy of the small cache is part of the chain.
+    return measure.jax_us(jax.jit(chain), (key, kv_cache, jnp.ones(1, jnp.int32)), calls=_CHAIN, rounds=51)
+
+
+def _decode_both_ways() -> tuple[float, float, int]:
+    """Returns microseconds of a decode call in torch and in JAX, and how many bytes of the results differ."""
+    import jax
+
+    from jattn import ops
+    from jattn.bridge import to_jax
+
+    num_seqs, tokens, repeats = 32, 4096, 64
+    blocks = num_seqs * tokens // _BLOCK
+    kv_cache = torch.randn(blocks, 2, _BLOCK, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(num_seqs, _HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+    metadata = (
+        torch.randperm(blocks, device="cuda").to(torch.int32).reshape(num_seqs, -1),
+        torch.full((num_seqs,), tokens, device="cuda", dtype=torch.int32),
+        torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32),
+    )
+    spec = AttentionSpec(scale=_SIZE**-0.5)
+
+    def chain_in_torch() -> torch.Tensor:
+        out = query
+        for _ in range(repeats):
+            out = launch.paged_attention(out, kv_cache, *metadata, spec=spec, max_query_len=1)
+        return out
+
+    def chain_in_jax(query: Any, kv_cache: Any, metadata: Any) -> Any:
+        for _ in range(repeats):
+            query = ops.paged_attention(query, kv_cache, *metadata, max_query_len=1, implementation="triton")
+        return query
+
+    arrays = (to_jax(query), to_jax(kv_cache), tuple(to_jax(tensor) for tensor in metadata))
+    program = jax.jit(chain_in_jax)
+    expected = chain_in_torch().view(torch.uint8).cpu().numpy()
+    differing = int((np.asarray(program(*arrays)).view(np.uint8) != expected).sum())
+    in_torch = measure.graph_us([chain_in_torch]) / repeats
+    return in_torch, measure.jax_us(program, arrays, calls=repeats, rounds=15), differing
+
+
+def _steady_steps() -> dict[str, float]:
+    """Counts what must not happen in a steady decode step: Python, new addresses, new programs."""
+    import jax
+    import jax.numpy as jnp
+
+    from jattn import ops
+
+    num_seqs, width = 8, 16
+    traced = []
+
+    def step(kv_cache: Any, key: Any, metadata: Any) -> Any:
+        traced.append(1)
+        tables, seq_lens, starts, slots = metadata
+        kv_cache = ops.write_kv_cache(key, key, kv_cache, slots, implementation="triton")
+        query = jnp.repeat(key, _HEADS // _KV_HEADS, axis=1)
+        out = ops.paged_attention(query, kv_cache, tables, seq_lens, starts, max_query_len=1, implementation="triton")
+        return kv_cache, out
+
+    jitted: Any = jax.jit(step, donate_argnums=0)
+    kv_cache = jnp.zeros((num_seqs * width + 1, 2, _BLOCK, _KV_HEADS, _SIZE), jnp.bfloat16)
+    key = jnp.ones((num_seqs, _KV_HEADS, _SIZE), jnp.bfloat16)
+    tables = jnp.arange(1, num_seqs * width + 1, dtype=jnp.int32).reshape(num_seqs, width)
+    addresses = set()
+    for position in range(_STEPS):
+        tokens = position % (width * _BLOCK) + 1
+        slots = tables[:, (tokens - 1) // _BLOCK] * _BLOCK + (tokens - 1) % _BLOCK
+        seq_lens = jnp.full((num_seqs,), tokens, jnp.int32)
+        starts = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+        kv_cache, _ = jitted(kv_cache, key, (tables, seq_lens, starts, slots))
+        addresses.add(kv_cache.unsafe_buffer_pointer())
+    return {
+        "Python calls in 1000 steps": float(len(traced) - 1),
+        "pool addresses in 1000 steps": float(len(addresses)),
+        "programs in 1000 steps": float(jitted._cache_size()),
+    }
+
+
+def _write_us() -> float:
+    blocks = _WRITE_TOKENS // _BLOCK
+
+    def pool() -> tuple[torch.Tensor, ...]:
+        key, value = torch.randn(2, _WRITE_TOKENS, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+        cache = torch.zeros(2 * blocks, 2, _BLOCK, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+        slots = (torch.randperm(2 * blocks, device="cuda")[:blocks, None] * _BLOCK).to(torch.int32)
+        slots = slots + torch.arange(_BLOCK, device="cuda", dtype=torch.int32)
+        return key, value, cache, slots.flatten().contiguous()
+
+    pools = [pool() for _ in range(measure.num_pools(2 * _WRITE_TOKENS * _KV_HEADS * _SIZE * 2))]
+    return measure.graph_us([lambda p=p: launch.write_kv_cache(*p) for p in pools])

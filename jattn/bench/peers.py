@@ -1,0 +1,60 @@
+"""The peers of the CUDA benchmarks as plain functions, where they can be imported; none of their code is here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_core.errors import InvalidInput
+
+__all__ = ["load_peers", "sdpa", "xla_gather"]
+
+
+def load_peers(directory: Path | None) -> Any:
+    """Imports `bench_peers.py` from a folder with FlashAttention-3 and vLLM's Triton operations; None without one.
+
+    The module has `fa3(q, k, v, ...)`, `vllm_unified(q, k, v, out, ...)` and `vllm_dense(q, k, v, out, ...)`.
+
+    Raises:
+        InvalidInput: the folder has no such module.
+    """
+    if directory is None:
+        return None
+    if not (directory / "bench_peers.py").is_file():
+        raise InvalidInput(f"--peers {directory}: there is no bench_peers.py in it; name the folder of the peers.")
+    sys.path.insert(0, str(directory.resolve()))
+    try:
+        return importlib.import_module("bench_peers")
+    finally:
+        sys.path.remove(str(directory.resolve()))
+
+
+def sdpa(backend: str) -> Callable[..., torch.Tensor]:
+    """Returns torch's scaled_dot_product_attention with one backend ("cudnn" or "flash"), on [batch, heads, n, d]."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        with sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=causal, enable_gqa=True
+            )
+
+    return call
+
+
+def xla_gather(query: Any, kv_cache: Any, block_tables: Any) -> Any:
+    """Decode as one writes it in jnp: gather the blocks of each (full) sequence, then dense attention."""
+    import jax
+
+    gathered = kv_cache[block_tables]
+    num_seqs = block_tables.shape[0]
+    key = gathered[:, :, 0].reshape(num_seqs, -1, *kv_cache.shape[3:])
+    value = gathered[:, :, 1].reshape(num_seqs, -1, *kv_cache.shape[3:])
+    return jax.nn.dot_product_attention(query[:, None], key, value)[:, 0]

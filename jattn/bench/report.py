@@ -1,0 +1,138 @@
+"""What a CUDA benchmark found: rows with one number for each implementation, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch_core.errors import Unsupported
+
+__all__ = ["OURS", "Report", "Row"]
+
+#: Names of the columns that are this project's start with it.
+OURS = "jattn"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured shape.
+
+    Attributes:
+        label: the shape in words.
+        bound_us: microseconds that the device's ceiling allows (bytes at copy speed, or operations at matmul speed).
+        us: microseconds by implementation; NaN where it failed.
+        unit: "us", or "TFLOP/s" to show rates instead.
+        operations: floating point operations, for the rates.
+    """
+
+    label: str
+    bound_us: float
+    us: dict[str, float]
+    unit: str = "us"
+    operations: float = 0.0
+
+    def shown(self, name: str) -> float:
+        """The number to show for an implementation, in `unit`."""
+        value = self.us.get(name, math.nan)
+        return self.operations / value / 1e6 if self.unit == "TFLOP/s" else value
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A benchmark's result.
+
+    Attributes:
+        name: the benchmark.
+        device: the GPU's name.
+        versions: of torch, triton and jax.
+        copy_bytes_per_second: the copy ceiling, measured in the same run.
+        matmul_flops: the bfloat16 matrix product ceiling, measured in the same run.
+        rows: the measurements.
+        notes: what could not be measured, and why.
+        values: single numbers that belong to no row.
+    """
+
+    name: str
+    device: str
+    versions: dict[str, str]
+    copy_bytes_per_second: float
+    matmul_flops: float
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    values: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every implementation that a row has, in order of first appearance."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.us))
+
+    def ratio(self, peer: str, ours: str = OURS) -> float:
+        """Geometric mean over the rows that have both of the peer's time over ours; NaN without such a row."""
+        logs = [
+            math.log(row.us[peer] / row.us[ours])
+            for row in self.rows
+            if math.isfinite(row.us.get(peer, math.nan)) and math.isfinite(row.us.get(ours, math.nan))
+        ]
+        return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+    def table(self) -> str:
+        """The rows as text, each number with the fraction of the ceiling that it reaches."""
+        width = max([len(row.label) for row in self.rows] + [5])
+        lines = [
+            f"{self.name} on {self.device}: copy {self.copy_bytes_per_second / 1e12:.2f} TB/s, bf16 matmul "
+            f"{self.matmul_flops / 1e12:.0f} TFLOP/s; " + ", ".join(f"{k} {v}" for k, v in self.versions.items())
+        ]
+        if self.rows:
+            columns = "".join(f"{name:>22}" for name in self.columns)
+            lines.append(f"{'shape':<{width}} {'bound us':>9}{columns}")
+        for row in self.rows:
+            cells = "".join(_cell(row, name) for name in self.columns)
+            lines.append(f"{row.label:<{width}} {row.bound_us:>9.1f}{cells}")
+        lines += [f"{key}: {value:.6g}" for key, value in self.values.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def write(self, *, json_path: Path | None = None, png_path: Path | None = None) -> None:
+        """Writes the report as JSON and as a picture.
+
+        Raises:
+            Unsupported: a picture is wanted and matplotlib is missing.
+        """
+        if json_path is not None:
+            json_path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        if png_path is not None:
+            _plot(self, png_path)
+
+
+def _cell(row: Row, name: str) -> str:
+    value = row.us.get(name, math.nan)
+    if not math.isfinite(value):
+        return f"{'-':>22}"
+    return f"{row.shown(name):>14.1f} ({row.bound_us / value:.2f})"
+
+
+def _plot(report: Report, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Unsupported("a picture needs matplotlib: pip install 'jattn[plot]', or leave --png out.") from error
+    figure = Figure(figsize=(max(6, 1.2 * len(report.rows)), 4.5), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(report.columns))
+    for index, name in enumerate(report.columns):
+        heights = [row.bound_us / row.us.get(name, math.nan) for row in report.rows]
+        positions = [place + index * width for place in range(len(report.rows))]
+        axes.bar(positions, _finite(heights), width, label=name)
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(report.rows))], [r.label for r in report.rows])
+    axes.tick_params(axis="x", rotation=30)
+    axes.set_ylabel("fraction of the device's ceiling")
+    axes.set_title(f"{report.name}, {report.device}")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value if math.isfinite(value) else 0.0 for value in values]
