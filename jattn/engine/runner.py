@@ -48,17 +48,15 @@ class ModelRunner:
             "new tokens of a step", config.max_num_batched_tokens, smallest=_SMALLEST_PREFILL
         )
         self._last_tokens = jnp.zeros(config.max_num_seqs, jnp.int32)
-        self._programs: list[str] = []
-        # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
-        self._step = jax.jit(
-            functools.partial(_step, self._programs, graph, treedef),
-            donate_argnums=0,
-            static_argnames=("layout", "max_query_len", "kind", "max_num_seqs"),
-        )
+        self._prefill_num_seqs = Buckets("sequences of a prefill step", tuple(sorted({1, config.max_num_seqs})))
+        self._step, self._programs = _jitted_step(graph, treedef)
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """The programs that were traced so far, one entry for each compilation; constant after warm-up."""
+        """The programs that were traced so far, one entry for each compilation; constant after warm-up.
+
+        Runners of equally built models share their programs.
+        """
         return tuple(self._programs)
 
     def dispatch(self, step: ScheduledStep) -> jax.Array:
@@ -96,12 +94,26 @@ class ModelRunner:
 
     def _bucket(self, step: ScheduledStep) -> tuple[PackedLayout, int]:
         longest = max(row.num_new_tokens for row in step.rows)
-        num_seqs = self._num_seqs.pad(len(step.rows))
         if longest == 1:
+            num_seqs = self._num_seqs.pad(len(step.rows))
             return _layout(num_seqs, num_seqs, self._plan.max_blocks), 1
-        return _layout(num_seqs, self._num_tokens.pad(step.num_tokens), self._plan.max_blocks), self._num_tokens.pad(
-            longest
-        )
+        # A padded row costs next to nothing in a prefill step, a program more costs seconds.
+        num_seqs = self._prefill_num_seqs.pad(len(step.rows))
+        num_tokens = self._num_tokens.pad(step.num_tokens)
+        return _layout(num_seqs, num_tokens, self._plan.max_blocks), self._num_tokens.pad(longest)
+
+
+@functools.lru_cache(maxsize=8)
+def _jitted_step(graph: Any, treedef: Any) -> tuple[Any, list[str]]:
+    """Returns the jitted step of one kind of model and the list of its traces."""
+    programs: list[str] = []
+    # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
+    step = jax.jit(
+        functools.partial(_step, programs, graph, treedef),
+        donate_argnums=0,
+        static_argnames=("layout", "max_query_len", "kind", "max_num_seqs"),
+    )
+    return step, programs
 
 
 @functools.lru_cache(maxsize=256)

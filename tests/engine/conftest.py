@@ -20,7 +20,7 @@ def tiny_decoder(**changes: object) -> Decoder:
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
     }
-    implementation = changes.pop("implementation", "xla")
+    implementation = changes.pop("implementation", "torch")
     return Decoder(ModelConfig(**{**sizes, **changes}), rngs=nnx.Rngs(0), implementation=implementation)
 
 

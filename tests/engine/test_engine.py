@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,10 +24,11 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREED
 def dense_greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens by running the whole sequence again for each, without any cache."""
     tokens = list(prompt)
+    forward = jax.jit(decoder.forward_dense)
     for _ in range(count):
         padded = np.zeros((1, 64), np.int32)
         padded[0, : len(tokens)] = tokens
-        tokens.append(int(jnp.argmax(decoder.forward_dense(jnp.asarray(padded))[0, len(tokens) - 1])))
+        tokens.append(int(jnp.argmax(forward(padded)[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 
@@ -254,11 +256,13 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
         ({"num_blocks": 1}, "num_blocks is 1; it must be an int of at least 2."),
         (
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},
-            "max_num_batched_tokens is 4; it must be at least max_num_seqs (8), one token for each sequence of a decode step.",
+            "max_num_batched_tokens is 4; it must be at least max_num_seqs (8), one token for each sequence of a decode "
+            "step.",
         ),
         (
             {"steps_in_flight": 3},
-            "steps_in_flight is 3; a step reads the tokens of the one before it on the device, so at most 2 can be in flight.",
+            "steps_in_flight is 3; a step reads the tokens of the one before it on the device, so at most 2 can be in "
+            "flight.",
         ),
         ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295."),
     ],
@@ -272,7 +276,7 @@ def test_bad_engine_sizes_are_named(arguments, message) -> None:
 
 def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
     with pytest.raises(
-        InvalidInput, match="kv_cache_bytes is 4096 and holds 8 blocks; one sequence of 128 tokens needs 32"
+        InvalidInput, match="kv_cache_bytes is 4096 and holds 4 blocks; one sequence of 128 tokens needs 32"
     ):
         Engine(decoder, EngineConfig(block_size=4, kv_cache_bytes=4096))
 
