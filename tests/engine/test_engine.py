@@ -259,15 +259,15 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
         (
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},
             (
-                "max_num_batched_tokens is 4; it must be at least max_num_seqs (8), one token for each sequence of a decode "
-                "step."
+                "max_num_batched_tokens is 4; it must be at least max_num_seqs (8), one token for each "
+                "sequence of a decode step."
             ),
         ),
         (
             {"steps_in_flight": 3},
             (
-                "steps_in_flight is 3; a step reads the tokens of the one before it on the device, so at most 2 can be in "
-                "flight."
+                "steps_in_flight is 3; a step reads the tokens of the one before it on the device, so at most 2 "
+                "can be in flight."
             ),
         ),
         ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295."),
