@@ -1,0 +1,213 @@
+"""The parts of the doctor that look without running anything: versions, devices, memory, environment, threads."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["compile_caches", "devices", "environment", "memory", "threads", "versions"]
+
+_PACKAGES = ("jattn", "jax", "jaxlib", "flax", "torch", "triton", "numpy", "safetensors", "tokenizers", "transformers")
+_OPTIONAL = {"transformers": "not installed (jattn crosscheck then uses its own torch decoder)"}
+#: The variables that change what jattn does or how much memory each side takes.
+_VARIABLES = (
+    "JAX_PLATFORMS",
+    "JAX_ENABLE_X64",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_COMPILATION_CACHE_DIR",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+)
+
+
+def versions() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields Python, the platform and every package that matters."""
+    yield "python", platform.python_version
+    yield "platform", platform.platform
+    for package in _PACKAGES:
+        yield package, functools.partial(_version, package)
+
+
+def _version(package: str) -> str:
+    if package in _OPTIONAL:
+        # Slow to import, and not needed for its version.
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return _OPTIONAL[package]
+    if package == "triton" and not sys.platform.startswith("linux"):
+        return "not installed (Linux only)"
+    return str(importlib.import_module(package).__version__)
+
+
+def devices() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields what JAX and torch each see."""
+    yield "jax", _jax_devices
+    yield "torch", _torch_devices
+    yield "together", _together
+
+
+def _jax_devices() -> str:
+    import jax
+
+    kinds = [f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices()]
+    return f"{', '.join(kinds)}; default backend {jax.default_backend()!r}"
+
+
+def _together() -> str:
+    import jax
+    import torch
+
+    jax_on_cuda, torch_on_cuda = jax.default_backend() == "gpu", torch.cuda.is_available()
+    if torch_on_cuda and not jax_on_cuda:
+        return "torch sees a GPU and JAX does not: pip install 'jattn[cuda13]', or look at JAX_PLATFORMS"
+    if jax_on_cuda and not torch_on_cuda:
+        return "JAX sees a GPU and torch does not: implementation='torch' and shared memory need a CUDA build of torch"
+    return f"both use the {'GPU' if jax_on_cuda else 'CPU'}"
+
+
+def _torch_devices() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "cpu (this torch was built without CUDA)"
+    if not torch.cuda.is_available():
+        return f"cpu (built for CUDA {torch.version.cuda}, but torch finds no usable driver or device)"
+    names = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        names.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, sm_{major}{minor})")
+    return f"{', '.join(names)}; built for CUDA {torch.version.cuda}"
+
+
+def memory() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields the host's memory, and on CUDA each side's share of every device."""
+    yield "host", _host_memory
+    import jax
+
+    if jax.default_backend() == "gpu":
+        for device in jax.local_devices():
+            yield f"cuda:{device.id} jax", functools.partial(_jax_memory, device)
+            yield f"cuda:{device.id} torch", functools.partial(_torch_memory, device.id)
+
+
+def _host_memory() -> str:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return f"{_gib(total)} in all"
+    return f"{_gib(_available_memory() or os.sysconf('SC_AVPHYS_PAGES') * page)} available of {_gib(total)}"
+
+
+def _available_memory() -> int | None:
+    """Returns what Linux would give to a new process without swapping, page cache included; None elsewhere."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def _jax_memory(device: Any) -> str:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return "the allocator gives no figures (XLA_PYTHON_CLIENT_ALLOCATOR=platform?)"
+    return (
+        f"{_gib(stats.get('bytes_in_use', 0))} in use, peak {_gib(stats.get('peak_bytes_in_use', 0))}, takes up to "
+        f"{_gib(stats['bytes_limit'])}"
+    )
+
+
+def _torch_memory(index: int) -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch has no CUDA"
+    free, total = torch.cuda.mem_get_info(index)
+    return f"{_gib(torch.cuda.memory_reserved(index))} reserved; {_gib(free)} of {_gib(total)} free for both"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def environment() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields the variables that are set and change what jattn does or how much memory each side takes."""
+    present = [name for name in _VARIABLES if name in os.environ]
+    for name in present:
+        yield name, functools.partial(os.environ.__getitem__, name)
+    if not present:
+        yield "variables", lambda: "none that matters here is set"
+
+
+def threads() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields cores and thread counts."""
+    yield "cores", _cores
+    yield "torch threads", _torch_threads
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{usable} usable of {os.cpu_count()}; XLA makes one thread for each usable core"
+
+
+def _torch_threads() -> str:
+    import torch
+
+    return f"{torch.get_num_threads()} within an operation, {torch.get_num_interop_threads()} between operations"
+
+
+def compile_caches() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields the folders where compiled programs and kernels are kept."""
+    yield "xla", _xla_cache
+    yield "triton", _triton_cache
+    yield "jattn kernels", _kernel_cache
+
+
+def _xla_cache() -> str:
+    import jax
+
+    folder: str | None = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    if folder is None:
+        return "off; set JAX_COMPILATION_CACHE_DIR to keep compiled programs between runs"
+    return _folder(Path(folder))
+
+
+def _triton_cache() -> str:
+    from triton import knobs
+
+    return _folder(Path(knobs.cache.dir))
+
+
+def _kernel_cache() -> str:
+    from jattn.bridge.kernel_cache import default_directory
+
+    return _folder(default_directory())
+
+
+def _folder(path: Path) -> str:
+    if not path.exists():
+        return f"{path} (not made yet)"
+    sizes = _file_sizes(path)
+    return f"{path} ({len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB)"
+
+
+def _file_sizes(path: Path) -> list[int]:
+    return [entry.stat().st_size for entry in path.rglob("*") if entry.is_file()]

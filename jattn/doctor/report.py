@@ -1,0 +1,97 @@
+"""collect: goes through every part of the machine and turns what it finds, failures included, into lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from jattn.doctor import machine, trials
+from torch_core.errors import JattnError
+
+__all__ = ["Check", "DoctorReport", "collect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        section: what it belongs to.
+        name: of the thing looked at.
+        text: what was found.
+        works: False when it is broken; a thing that is merely absent, or cannot run on this machine, is not.
+    """
+
+    section: str
+    name: str
+    text: str
+    works: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """Everything that was found, in order; `str(report)` is the text to show."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def broken(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if not check.works)
+
+    def __str__(self) -> str:
+        width = max((len(check.name) for check in self.checks), default=0)
+        lines: list[str] = []
+        section = None
+        for check in self.checks:
+            if check.section != section:
+                section = check.section
+                lines += ["", section] if lines else [section]
+            mark = "" if check.works else "BROKEN: "
+            lines.append(f"  {check.name.ljust(width)}  {mark}{check.text}")
+        count = len(self.broken)
+        return "\n".join([*lines, "", "all parts work" if count == 0 else f"{count} broken: see above"])
+
+
+#: A part's name and how to look at it; looking returns the text or raises what is broken.
+Part = tuple[str, Callable[[], str]]
+
+
+def collect() -> DoctorReport:
+    """Looks at every part, running small things where only that tells, and never raises for one that is broken.
+
+    On CUDA it allocates a few kilobytes on each side, which makes torch open the device.
+
+    Example:
+        >>> report = collect()
+        >>> report.checks[0].section, report.checks[0].name
+        ('versions', 'python')
+    """
+    sections: tuple[tuple[str, Callable[[], Iterable[Part]]], ...] = (
+        ("versions", machine.versions),
+        ("devices", machine.devices),
+        ("implementations", trials.implementations),
+        ("shared memory", trials.shared_memory),
+        ("memory", machine.memory),
+        ("environment", machine.environment),
+        ("threads", machine.threads),
+        ("compile caches", machine.compile_caches),
+    )
+    return DoctorReport(tuple(check for section, parts in sections for check in _checks(section, parts)))
+
+
+def _checks(section: str, parts: Callable[[], Iterable[Part]]) -> Iterator[Check]:
+    # Whatever a broken installation raises belongs in the report: that is what a doctor is for.
+    try:
+        for name, look in parts():
+            try:
+                yield Check(section, name, look())
+            except Exception as error:
+                yield Check(section, name, _described(error), works=False)
+    except Exception as error:
+        yield Check(section, section, _described(error), works=False)
+
+
+def _described(error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return first_line if isinstance(error, JattnError) else f"{type(error).__name__}: {first_line}"

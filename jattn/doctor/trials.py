@@ -1,0 +1,146 @@
+"""The parts of the doctor that run something: attention with each implementation, shared memory, the donated pool."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from torch_core.errors import JattnError
+
+__all__ = ["implementations", "shared_memory"]
+
+_POOL_STEPS = 10
+#: TF32 or a 16-bit product inside a kernel stays below, a wrong mask or block does not.
+_TOLERANCE = 1e-2
+
+
+def implementations() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields each implementation, tried, and the one that is used when none is named."""
+    from jattn.ops import available_implementations
+
+    for name, reason in available_implementations().items():
+        yield name, functools.partial(_try_implementation, name, reason)
+    yield "default", _default_implementation
+
+
+def _default_implementation() -> str:
+    from jattn.ops.choose import choose
+
+    return choose(None)
+
+
+def _try_implementation(name: str, reason: str | None) -> str:
+    if reason is not None:
+        return f"not here: {reason}"
+    difference = _attention_error(name)
+    if not difference <= _TOLERANCE:
+        raise JattnError(f"a small paged attention is off by {difference:.1e} from numpy")
+    return f"works (a small paged attention is {difference:.0e} from numpy)"
+
+
+def _attention_error(implementation: str) -> float:
+    """Writes two short sequences into a paged cache, attends, and returns the largest difference to numpy."""
+    import jax
+    import jax.numpy as jnp
+
+    from jattn.ops import paged_attention, write_kv_cache
+
+    # Sizes that the kernels serve too: 4 query heads over 2 heads of 64, blocks of 16, 20 and 3 tokens.
+    lengths, head_size, block_size = (20, 3), 64, 16
+    total = sum(lengths)
+    random = np.random.default_rng(0)
+    query = random.standard_normal((total, 4, head_size)).astype(np.float32)
+    key, value = random.standard_normal((2, total, 2, head_size)).astype(np.float32)
+    tables = np.array([[3, 1], [2, 0]], np.int32)
+    places = [
+        (tables[row, at // block_size], at % block_size) for row, size in enumerate(lengths) for at in range(size)
+    ]
+    slots = np.array([block * block_size + offset for block, offset in places], np.int32)
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+
+    @jax.jit
+    def attend(key: jax.Array, value: jax.Array, query: jax.Array) -> jax.Array:
+        cache = jnp.zeros((4, 2, block_size, 2, head_size), jnp.float32)
+        cache = write_kv_cache(key, value, cache, jnp.asarray(slots), implementation=implementation)
+        return paged_attention(
+            query,
+            cache,
+            jnp.asarray(tables),
+            jnp.asarray(lengths, jnp.int32),
+            jnp.asarray(starts),
+            max_query_len=max(lengths),
+            implementation=implementation,
+        )
+
+    found = np.asarray(attend(key, value, query), np.float64)
+    expected = [_attended(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(starts)]
+    return float(np.abs(found - np.concatenate(expected)).max())
+
+
+def _attended(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    query, key, value = (array.astype(np.float64) for array in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat(group, axis=1), value.repeat(group, axis=1)
+    scores = np.einsum("ihd,jhd->hij", query, key) * query.shape[2] ** -0.5
+    scores = np.where(np.tri(len(query), dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def shared_memory() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields whether arrays cross the bridge without a copy and the pool stays in place."""
+    yield "jax to torch", _view_in_torch
+    yield "torch to jax", _view_in_jax
+    yield "pool address", _pool_address
+
+
+def _view_in_torch() -> str:
+    import jax.numpy as jnp
+
+    from jattn.bridge import to_torch
+
+    array = jnp.arange(64.0)
+    view = to_torch(array)
+    if view.data_ptr() != array.unsafe_buffer_pointer():
+        raise JattnError("the view has another address: the data was copied")
+    return "zero-copy"
+
+
+def _view_in_jax() -> str:
+    import jax
+    import torch
+
+    from jattn.bridge import to_jax
+
+    on_cuda = jax.default_backend() == "gpu" and torch.cuda.is_available()
+    tensor = torch.zeros(64, device="cuda" if on_cuda else "cpu")
+    if to_jax(tensor).unsafe_buffer_pointer() != tensor.data_ptr():
+        raise JattnError("the view has another address: the data was copied")
+    return "zero-copy"
+
+
+def _pool_address() -> str:
+    import jax
+    import jax.numpy as jnp
+
+    from jattn.ops import write_kv_cache
+    from jattn.pool import KVPool
+    from torch_core.specs import KVCacheSpec
+
+    spec = KVCacheSpec(num_kv_heads=1, head_size=64, block_size=16, dtype="float32")
+    pool = KVPool(spec, num_layers=2, num_blocks=4)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(kv_caches: tuple[jax.Array, ...], token: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        return token, [write_kv_cache(token, token, cache, jnp.array([17], jnp.int32)) for cache in kv_caches]
+
+    token = jnp.ones((1, 1, 64))
+    before = pool.addresses()
+    for number in range(_POOL_STEPS):
+        pool.run(step, token)
+        if pool.addresses() != before:
+            raise JattnError(f"the donated pool moved in step {number}: XLA copies it instead of writing in place")
+    return f"the same after {_POOL_STEPS} donated steps"

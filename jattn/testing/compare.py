@@ -1,0 +1,268 @@
+"""compare_with_torch: the same weights and prompts through jattn's paged path and through torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import torch
+
+from jattn.load import TextTokenizer, embedded_model_folder, load_model, save_model
+from jattn.models import Decoder
+from jattn.ops import IMPLEMENTATIONS, available_implementations
+from jattn.testing.measure import Truth, compare_tokens, measure
+from jattn.testing.paged import PagedRun, engine_tokens, with_implementation
+from jattn.testing.report import Report, ReportRow
+from jattn.testing.torch_decoder import TorchDecoder
+from jattn.testing.torch_side import greedy_run, load_torch_side
+from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
+
+__all__ = ["compare_with_torch"]
+
+DEFAULT_PROMPTS = (
+    "The",
+    "A class definition",
+    "The for statement is used to iterate over the elements of a sequence",
+    (
+        "If an exception occurs during execution of the try clause, the rest of the clause is skipped. Then, if its "
+        "type matches the exception named after the except keyword, the except clause is executed, and then execution "
+        "continues after the try/except block."
+    ),
+)
+#: Lengths of the prompts for a model without a tokenizer.
+DEFAULT_PROMPT_LENS = (1, 7, 16, 45)
+
+
+def compare_with_torch(
+    model: str | os.PathLike[str] | Decoder | None = None,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    *,
+    torch_model: str | os.PathLike[str] | None = None,
+    implementations: Sequence[str] | None = None,
+    max_tokens: int = 32,
+    dtype: str | None = None,
+    torch_device: str = "cpu",
+) -> Report:
+    """Runs the same weights and prompts through jattn and torch and compares logits and greedy tokens.
+
+    torch (transformers where it is installed, `TorchDecoder` otherwise) generates greedily. jattn then computes the
+    logits of every position of the same tokens through its paged cache, once by prefill and once by decode steps, with
+    each implementation; and `LLM` generates on its own with the first of them. A float64 run says how much of a
+    difference is rounding: jattn passes if its error is at most 2 x (torch's own error + eps) and every greedy token
+    is torch's, or ties with it.
+
+    float32 products are computed in full float32 on both sides; on CUDA, JAX would use TF32 by default.
+
+    Args:
+        model: a Hugging Face folder, a `Decoder` (its weights are written to a temporary folder for torch), or None
+            for the embedded model.
+        prompts: texts or lists of token ids; a few of unequal length if None.
+        torch_model: the folder that torch loads, if it is not `model`: to check that weights in memory, or
+            converted ones, still are those of a checkpoint.
+        implementations: of jattn's attention ops; all that run here if None.
+        max_tokens: greedy tokens for each prompt.
+        dtype: of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
+        torch_device: where transformers runs.
+
+    Raises:
+        InvalidInput: nothing to compare: no prompts, an empty one, a token outside the vocabulary, an unknown
+            implementation, a dtype that is not the Decoder's, or a folder that cannot be loaded.
+        RequestTooLong: a prompt and its new tokens exceed the model's context.
+        Unsupported: a named implementation cannot run here.
+
+    Example:
+        >>> report = compare_with_torch("path/to/folder", ["Hello"])  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+        >>> report.passed  # doctest: +SKIP
+        True
+    """
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise InvalidInput(f"max_tokens is {max_tokens!r}; it must be an int of at least 1.")
+    chosen, skipped = _choose(implementations)
+    with contextlib.ExitStack() as stack:
+        subject = stack.enter_context(_subject(model, dtype))
+        tokens = _token_ids(prompts, subject, max_tokens)
+        torch_folder = subject.folder if torch_model is None else Path(torch_model)
+        config = subject.decoder.config
+        exact_decoder = TorchDecoder(
+            torch_folder, weight_dtype=getattr(torch, config.dtype), compute_dtype=torch.float64
+        )
+        if exact_decoder.config.vocab_size != config.vocab_size:
+            raise InvalidInput(
+                f"torch_model has vocab_size {exact_decoder.config.vocab_size} and the model {config.vocab_size}; the "
+                "two cannot be compared."
+            )
+        side = load_torch_side(torch_folder, dtype=config.dtype, device=torch_device)
+        torch_runs = [greedy_run(side, prompt, max_tokens) for prompt in tokens]
+        # The last new token is never fed, so a sequence has one position less than it has tokens.
+        sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(tokens, torch_runs, strict=True)]
+        exact = [exact_decoder(sequence)[0].numpy() for sequence in sequences]
+    eps = torch.finfo(getattr(torch, config.dtype)).eps
+    truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps)
+    expected = [new for new, _ in torch_runs]
+    rows: list[ReportRow] = []
+    with _full_precision(config.dtype):
+        for implementation in chosen:
+            decoder = with_implementation(subject.decoder, implementation)
+            if not rows:
+                # How requests are scheduled and blocks are allocated does not depend on the implementation.
+                rows.append(_engine_row(implementation, decoder, tokens, expected, truth))
+            rows += _logits_rows(implementation, decoder, tokens, sequences, expected, truth)
+    return Report(
+        model=subject.name,
+        dtype=config.dtype,
+        prompt_lens=tuple(map(len, tokens)),
+        max_tokens=max_tokens,
+        jax_side=f"jax {jax.__version__} on {jax.default_backend()}, through the paged cache",
+        torch_side=side.description,
+        torch_name=side.name,
+        torch_error=truth.torch_error,
+        torch_limit=math.sqrt(eps),
+        limit=truth.limit,
+        rows=tuple(rows),
+        skipped=skipped,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The model under test, and the folder of its weights."""
+
+    decoder: Decoder
+    tokenizer: TextTokenizer | None
+    folder: Path
+    name: str
+
+
+@contextlib.contextmanager
+def _subject(model: str | os.PathLike[str] | Decoder | None, dtype: str | None) -> Iterator[_Subject]:
+    if isinstance(model, Decoder):
+        config = model.config
+        if dtype is not None and dtype != config.dtype:
+            raise InvalidInput(f"dtype is {dtype!r} and the Decoder's is {config.dtype!r}; leave dtype out.")
+        with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
+            save_model(folder, model, config)
+            yield _Subject(model, None, Path(folder), f"Decoder ({config.num_parameters:,} parameters)")
+        return
+    folder = embedded_model_folder() if model is None else Path(model)
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    decoder, config, tokenizer = load_model(folder, dtype=dtype or "float32", with_tokenizer=has_tokenizer)
+    name = "embedded model" if model is None else folder.resolve().name
+    yield _Subject(decoder, tokenizer, folder, f"{name} ({config.num_parameters:,} parameters)")
+
+
+def _choose(implementations: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    reasons = available_implementations()
+    if implementations is None:
+        skipped = tuple((name, reason) for name, reason in reasons.items() if reason is not None)
+        return tuple(name for name, reason in reasons.items() if reason is None), skipped
+    chosen = (implementations,) if isinstance(implementations, str) else tuple(dict.fromkeys(implementations))
+    if not chosen:
+        raise InvalidInput(f"implementations is empty; name some of {', '.join(map(repr, IMPLEMENTATIONS))}.")
+    for name in chosen:
+        if name not in reasons:
+            raise InvalidInput(f"implementations has {name!r}; use {', '.join(map(repr, IMPLEMENTATIONS))}.")
+        if reasons[name] is not None:
+            raise Unsupported(f"implementation {name!r} cannot run here: {reasons[name]}")
+    return chosen, ()
+
+
+def _token_ids(
+    prompts: Sequence[str | Sequence[int]] | None, subject: _Subject, max_tokens: int
+) -> list[tuple[int, ...]]:
+    config, tokenizer = subject.decoder.config, subject.tokenizer
+    if prompts is None:
+        room = config.max_position_embeddings - max_tokens
+        if tokenizer is None:
+            random = np.random.default_rng(0)
+            prompts = [random.integers(config.vocab_size, size=length).tolist() for length in DEFAULT_PROMPT_LENS]
+        else:
+            prompts = [tokenizer.encode(prompt) for prompt in DEFAULT_PROMPTS]
+        prompts = [prompt[: max(room, 1)] for prompt in prompts]
+    if isinstance(prompts, str) or not prompts:
+        raise InvalidInput("prompts must be a list of at least one text or list of token ids.")
+    tokens = [_one_prompt(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
+    for index, prompt in enumerate(tokens):
+        if not prompt:
+            raise InvalidInput(f"prompts[{index}] is empty; it needs at least one token.")
+        outside = [place for place, token in enumerate(prompt) if not 0 <= token < config.vocab_size]
+        if outside:
+            raise InvalidInput(
+                f"prompts[{index}][{outside[0]}] is {prompt[outside[0]]}; token ids are 0 to {config.vocab_size - 1}."
+            )
+        if len(prompt) + max_tokens > config.max_position_embeddings:
+            raise RequestTooLong(
+                f"prompts[{index}] needs {len(prompt) + max_tokens} tokens ({len(prompt)} + {max_tokens} new); the "
+                f"model was made for {config.max_position_embeddings}. Shorten it or lower max_tokens."
+            )
+    return tokens
+
+
+def _one_prompt(index: int, prompt: str | Sequence[int], tokenizer: TextTokenizer | None) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidInput(f"prompts[{index}] is a text and there is no tokenizer; pass a list of token ids.")
+        return tuple(tokenizer.encode(prompt))
+    array = np.asarray(prompt)
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        raise InvalidInput(f"prompts[{index}] must be a text or a flat list of ints.")
+    return tuple(array.tolist())
+
+
+def _logits_rows(
+    implementation: str,
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[tuple[int, ...]],
+    truth: Truth,
+) -> Iterator[ReportRow]:
+    prompt_lens = [len(prompt) for prompt in prompts]
+    run = PagedRun(decoder, sequences)
+    for path, prefill_lens in (("prefill", [len(sequence) for sequence in sequences]), ("decode", prompt_lens)):
+        logits = run.logits(prefill_lens)
+        deviation = measure(logits, truth)
+        found = [each[length - 1 :].argmax(-1).tolist() for each, length in zip(logits, prompt_lens, strict=True)]
+        difference, ties = compare_tokens(expected, found, truth, prompt_lens, free_running=False)
+        yield ReportRow(
+            implementation=implementation,
+            path=path,
+            max_abs=deviation.max_abs,
+            error=deviation.error,
+            cosine=deviation.cosine,
+            kl=deviation.kl,
+            limit=truth.limit,
+            first_difference=difference,
+            ties=ties,
+        )
+
+
+def _engine_row(
+    implementation: str,
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[tuple[int, ...]],
+    truth: Truth,
+) -> ReportRow:
+    found = engine_tokens(decoder, prompts, len(expected[0]))
+    difference, ties = compare_tokens(expected, found, truth, [len(prompt) for prompt in prompts], free_running=True)
+    return ReportRow(
+        implementation=implementation, path="engine", limit=truth.limit, first_difference=difference, ties=ties
+    )
+
+
+@contextlib.contextmanager
+def _full_precision(dtype: str) -> Iterator[None]:
+    # On a CPU it would change nothing but the programs, which would not be those of generation any more.
+    if dtype == "float32" and jax.default_backend() != "cpu":
+        with jax.default_matmul_precision("highest"):
+            yield
+    else:
+        yield

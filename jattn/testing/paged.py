@@ -1,0 +1,153 @@
+"""jattn's side of the cross-check: logits of every position, and greedy tokens, through the paged cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.engine import LLM, EngineConfig, SamplingParams
+from jattn.metadata import AttentionMetadata
+from jattn.models import Decoder
+from jattn.pool import KVPool
+from torch_core.metadata import Buckets, SequenceRow, build_common_metadata
+from torch_core.specs import KVCacheSpec
+
+__all__ = ["PagedRun", "engine_tokens", "with_implementation"]
+
+_BLOCK_SIZE = 16
+_MAX_NEW_TOKENS = 512
+
+
+def with_implementation(model: Decoder, implementation: str) -> Decoder:
+    """Returns a decoder over the same parameters whose attention runs with `implementation`."""
+    abstract = nnx.eval_shape(lambda: Decoder(model.config, rngs=nnx.Rngs(0), implementation=implementation))
+    return nnx.merge(nnx.graphdef(abstract), nnx.state(model))
+
+
+def engine_tokens(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+    """Returns the greedy tokens that `jattn.engine.LLM` generates for all prompts at once, past any end of text."""
+    longest = max(map(len, prompts)) + max_tokens
+    llm = LLM(model, config=EngineConfig(max_model_len=longest))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate([list(prompt) for prompt in prompts], params)]
+
+
+class PagedRun:
+    """Computes the logits of sequences through a paged cache; sizes are padded as the engine pads them.
+
+    The sequences share one batch, and the blocks of each are scattered over the pool. The programs are compiled once
+    for all calls.
+
+    Args:
+        model: the decoder.
+        sequences: token ids of each sequence, at least one.
+    """
+
+    def __init__(self, model: Decoder, sequences: Sequence[Sequence[int]]) -> None:
+        config = model.config
+        self._sequences = [np.asarray(sequence, np.int32) for sequence in sequences]
+        widths = [-(-len(sequence) // _BLOCK_SIZE) for sequence in sequences]
+        order = 1 + np.random.default_rng(0).permutation(sum(widths)).astype(np.int32)
+        self._tables = [table.tolist() for table in np.split(order, np.cumsum(widths)[:-1])]
+        self._max_blocks = max(widths)
+        self._num_seqs = Buckets.powers_of_two("sequences of a step", 1 << (len(sequences) - 1).bit_length())
+        self._num_tokens = Buckets.powers_of_two("new tokens of a step", _MAX_NEW_TOKENS, smallest=_BLOCK_SIZE)
+        spec = KVCacheSpec(
+            num_kv_heads=config.num_key_value_heads,
+            head_size=config.head_dim,
+            block_size=_BLOCK_SIZE,
+            dtype=config.dtype,
+        )
+        self._pool = KVPool(spec, num_layers=config.num_hidden_layers, num_blocks=1 + sum(widths))
+        graph, self._state = nnx.split(model)
+        self._step = jax.jit(functools.partial(_step, graph), donate_argnums=0)
+
+    def logits(self, prefill_lens: Sequence[int]) -> list[np.ndarray]:
+        """Returns the logits after each token of every sequence, float32[tokens, vocab_size] each.
+
+        The first `prefill_lens[i]` tokens of sequence `i` are prefilled (in chunks beyond 512 tokens a step, as the
+        engine does), the others decoded one by one. The whole pool holds NaN before: what is read without having been
+        written shows.
+
+        Args:
+            prefill_lens: for each sequence 1 to its length.
+
+        Raises:
+            PoolLost: a step failed.
+        """
+        self._pool.run(_fill_with_nan)
+        lengths = [len(sequence) for sequence in self._sequences]
+        done = [0] * len(lengths)
+        pieces: list[list[np.ndarray]] = [[] for _ in lengths]
+        while done != lengths:
+            counts = _next_counts(done, prefill_lens, lengths)
+            for index, piece in self._run_step(done, counts):
+                pieces[index].append(piece)
+            done = [start + count for start, count in zip(done, counts, strict=True)]
+        return [np.concatenate(each) for each in pieces]
+
+    def _run_step(self, starts: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        active = [index for index, count in enumerate(counts) if count]
+        rows = [SequenceRow(self._tables[index], starts[index], counts[index]) for index in active]
+        longest, total = max(counts), sum(counts)
+        num_seqs = self._num_seqs.pad(len(rows))
+        num_tokens = num_seqs if longest == 1 else self._num_tokens.pad(total)
+        common = build_common_metadata(
+            rows,
+            block_size=_BLOCK_SIZE,
+            num_blocks=self._pool.num_blocks,
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_blocks=self._max_blocks,
+        )
+        metadata = AttentionMetadata(
+            block_tables=jnp.asarray(common.block_tables),
+            seq_lens=jnp.asarray(common.seq_lens),
+            query_start_loc=jnp.asarray(common.query_start_loc),
+            slot_mapping=jnp.asarray(common.slot_mapping),
+            max_query_len=1 if longest == 1 else num_tokens,
+        )
+        token_ids = np.zeros(num_tokens, np.int32)
+        token_ids[:total] = np.concatenate(
+            [self._sequences[index][starts[index] : starts[index] + counts[index]] for index in active]
+        )
+        result = self._pool.run(self._step, self._state, token_ids, common.positions, metadata)
+        with self._pool.guard():
+            logits = np.asarray(result)
+        ends = np.cumsum([counts[index] for index in active])
+        yield from zip(active, np.split(logits[:total], ends[:-1]), strict=True)
+
+
+def _next_counts(done: Sequence[int], prefill_lens: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Returns the new tokens of each sequence in the next step: prefill while there is any, then decode."""
+    counts, budget = [], _MAX_NEW_TOKENS
+    for start, stop in zip(done, prefill_lens, strict=True):
+        counts.append(max(min(stop - start, budget), 0))
+        budget -= counts[-1]
+    if any(counts):
+        return counts
+    return [int(start < length) for start, length in zip(done, lengths, strict=True)]
+
+
+def _step(
+    graph: nnx.GraphDef,
+    kv_caches: tuple[jax.Array, ...],
+    state: nnx.State,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    metadata: AttentionMetadata,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    model = nnx.merge(graph, state)
+    hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
+    return model.logits(hidden), kv_caches
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill_with_nan(kv_caches: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, ...]]:
+    # A product and not a constant: an argument that is never read would not be donated.
+    return None, tuple(cache * jnp.nan for cache in kv_caches)

@@ -1,0 +1,105 @@
+"""The torch side of the cross-check: transformers if it is installed, else our own decoder, and its greedy run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jattn.testing.torch_decoder import TorchDecoder
+
+__all__ = ["TorchSide", "greedy_run", "load_torch_side"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSide:
+    """A model on torch and how to name it in a report.
+
+    Attributes:
+        name: short, for a table.
+        description: one line with versions; says why transformers is not used when it is not.
+        forward: `(token_ids, past) -> (logits[tokens, vocab_size], past)`; past is None at the start.
+    """
+
+    name: str
+    description: str
+    forward: Callable[[Sequence[int], Any], tuple[torch.Tensor, Any]]
+
+
+def load_torch_side(folder: Path, *, dtype: str, device: str) -> TorchSide:
+    """Loads the folder with transformers, or with `TorchDecoder` where transformers cannot be imported.
+
+    Args:
+        folder: checked by `jattn.load` before.
+        dtype: of weights and computation, by name.
+        device: torch's name of the device for transformers; `TorchDecoder` runs on the CPU.
+    """
+    torch_dtype = getattr(torch, dtype)
+    try:
+        with _quiet():
+            import transformers
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+    except (ImportError, RuntimeError) as error:
+        reason = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
+        description = f"jattn.testing.TorchDecoder, torch {torch.__version__} on cpu (transformers {reason})"
+        decoder = TorchDecoder(folder, weight_dtype=torch_dtype, compute_dtype=torch_dtype)
+        return TorchSide("TorchDecoder", description, decoder)
+    with _quiet(), _without_progress_bar(logging):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True
+        )
+        model.to(device).eval()
+
+    @torch.no_grad()
+    def forward(token_ids: Sequence[int], past: Any) -> tuple[torch.Tensor, Any]:
+        with _quiet():
+            output = model(torch.tensor([list(token_ids)], device=device), past_key_values=past, use_cache=True)
+        return output.logits[0], output.past_key_values
+
+    description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
+    return TorchSide("transformers", f"{description} on {device}", forward)
+
+
+def greedy_run(side: TorchSide, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], np.ndarray]:
+    """Generates greedily with torch's own cache, past any end-of-sequence token.
+
+    Returns:
+        The new tokens, and the logits after each token of the prompt and of all new tokens but the last,
+        float32[len(prompt) + max_tokens - 1, vocab_size].
+    """
+    tokens: list[int] = []
+    pieces = []
+    new, past = list(prompt), None
+    for _ in range(max_tokens):
+        logits, past = side.forward(new, past)
+        pieces.append(logits.float().cpu().numpy())
+        new = [int(pieces[-1][-1].argmax())]
+        tokens += new
+    return tuple(tokens), np.concatenate(pieces)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides the warnings of transformers' own modules; everything else stays as it was."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(transformers|huggingface_hub)(\.|$)")
+        yield
+
+
+@contextlib.contextmanager
+def _without_progress_bar(logging: Any) -> Iterator[None]:
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
