@@ -9,7 +9,7 @@ from torch_core.kernels.attention_mask import fully_visible_keys, visible_keys
 from torch_core.kernels.attention_softmax import finish_rows
 from torch_core.kernels.attention_step import attend_tile
 from torch_core.kernels.attention_store import as_multiplied, query_tile, store_rows, zero_rows
-from torch_core.kernels.attention_tiles import page_ids
+from torch_core.kernels.attention_tiles import page_ids, readable
 from torch_core.kernels.attention_work import locate_tile
 
 __all__ = ["attention_rows_kernel"]
@@ -41,7 +41,6 @@ def attention_rows_kernel(
     num_seqs,
     table_stride,
     table_tokens,
-    value_offset,
     scale,
     out_factor,
     soft_cap,
@@ -69,6 +68,7 @@ def attention_rows_kernel(
     QUERY_STRIDES: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
     OUT_STRIDES: tl.constexpr,
     LSE_STRIDES: tl.constexpr,
     SCALE_STRIDES: tl.constexpr,
@@ -103,7 +103,7 @@ def attention_rows_kernel(
         num_keys = tl.minimum(seq_len, table_tokens)
         block_table = block_tables + seq.to(tl.int64) * table_stride
         key_base = key_cache + kv_head * KEY_STRIDES[2]
-        value_base = value_cache + value_offset + kv_head * VALUE_STRIDES[2]
+        value_base = value_cache + kv_head * VALUE_STRIDES[2]
     else:
         key_start = tl.load(key_start_loc + seq)
         seq_len = tl.load(key_start_loc + seq + 1) - key_start
@@ -150,6 +150,9 @@ def attention_rows_kernel(
     if NUM_RANGES > 0:
         body_start = start
         body_end = start
+    # Known to the compiler, multiples of the tile let it find the keys that share a block without arithmetic.
+    body_start = tl.multiple_of(body_start, BLOCK_N)
+    body_end = tl.multiple_of(body_end, BLOCK_N)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -157,36 +160,37 @@ def attention_rows_kernel(
     columns = tl.arange(0, BLOCK_N)
 
     # The ids of the next tile's pages travel through the loop: loaded in the iteration that needs them, the load
-    # would cost the software pipeline one of its buffers.
+    # would cost the software pipeline one of its buffers. After the last tile its own ids are loaded again.
     pages = columns
     if PAGED:
-        pages = page_ids(block_table, body_start + columns, body_start, body_end, BLOCK_SIZE)
+        pages = page_ids(block_table, body_start + columns, None, body_end, BLOCK_SIZE)
     for position in tl.range(body_start, body_end, BLOCK_N, num_stages=STAGES):
-        keys = position + columns
         current = pages
         if PAGED:
-            pages = page_ids(block_table, keys + BLOCK_N, body_start, body_end, BLOCK_SIZE)
+            following = tl.multiple_of(tl.minimum(position + BLOCK_N, body_end - BLOCK_N), BLOCK_N)
+            pages = tl.load(block_table + (following + columns) // BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, current, position, columns, keys < body_end, query_pos, num_keys, context,
+            q, acc, row_max, row_sum, current, position, columns, columns >= 0, query_pos, num_keys, context,
             key_base, value_base, key_scale_base, value_scale_base, window_left, window_right, attention_chunk, ranges,
             scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED,
-            KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT, NUM_RANGES, False,
+            KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT, NUM_RANGES, False,
         )  # fmt: skip
 
     left_tiles = (body_start - start) // BLOCK_N
     edge_tiles = left_tiles + (end - body_end) // BLOCK_N
     for i in tl.range(0, edge_tiles, num_stages=STAGES):
         position = tl.where(i < left_tiles, start, body_end - left_tiles * BLOCK_N) + i * BLOCK_N
+        position = tl.multiple_of(position, BLOCK_N)
         keys = position + columns
         pages = columns
         if PAGED:
             pages = page_ids(block_table, keys, low, high, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, pages, position, columns, (keys >= low) & (keys < high), query_pos, num_keys,
+            q, acc, row_max, row_sum, pages, position, columns, readable(keys, low, high), query_pos, num_keys,
             context, key_base, value_base, key_scale_base, value_scale_base, window_left, window_right,
             attention_chunk, ranges, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
-            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT,
-            NUM_RANGES, True,
+            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED,
+            ALIBI_SQRT, NUM_RANGES, True,
         )  # fmt: skip
 
     inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows)

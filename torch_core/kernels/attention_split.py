@@ -45,7 +45,6 @@ def attention_split_kernel(
     num_seqs,
     table_stride,
     table_tokens,
-    value_offset,
     scale,
     out_factor,
     soft_cap,
@@ -76,6 +75,7 @@ def attention_split_kernel(
     QUERY_STRIDES: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
     OUT_STRIDES: tl.constexpr,
     LSE_STRIDES: tl.constexpr,
     SCALE_STRIDES: tl.constexpr,
@@ -149,7 +149,7 @@ def attention_split_kernel(
         first_key = tl.maximum(low, start)
         start = tl.multiple_of(first_key // BLOCK_N * BLOCK_N, BLOCK_N)
     key_base = key_cache + kv_head * KEY_STRIDES[2]
-    value_base = value_cache + value_offset + kv_head * VALUE_STRIDES[2]
+    value_base = value_cache + kv_head * VALUE_STRIDES[2]
     columns = tl.arange(0, BLOCK_N)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -167,8 +167,8 @@ def attention_split_kernel(
             q, acc, row_max, row_sum, current, position, columns, readable(keys, first_key, high), query_pos,
             num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
             attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
-            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, BLOCK_SIZE, True, ALIBI_SQRT,
-            0, True,
+            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, True,
+            ALIBI_SQRT, 0, True,
         )  # fmt: skip
 
     if chunks == 1:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from torch_core.kernels.attention_mask import tile_scores
 from torch_core.kernels.attention_softmax import softmax_step
-from torch_core.kernels.attention_tiles import key_offsets, load_tile, token_head_scales
+from torch_core.kernels.attention_tiles import key_rows, load_tile, token_head_scales
 
 __all__ = ["attend_tile"]
 
@@ -44,6 +44,7 @@ def attend_tile(
     VALUE_PADDED: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
     SCALE_STRIDES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
@@ -67,21 +68,24 @@ def attend_tile(
         key_scales, value_scales: scales per token and head, at the sequence's head, or None.
         window_left, window_right, attention_chunk, ranges: bounds, None where there is none.
         scale, soft_cap, slopes, qq_bias, qq_bias_size: what is done to scores, None where nothing is.
+        VALUE_OFFSET: elements from a key row to its value row where both lie in one array, else 0.
 
     Returns:
         The new (acc, row_max, row_sum).
     """
     keys = position + columns
-    key_start, key_rows = key_offsets(pages, position, columns, KEY_STRIDES, BLOCK_SIZE, PAGED)
-    value_start, value_rows = key_start, key_rows
-    if KEY_STRIDES != VALUE_STRIDES:
-        value_start, value_rows = key_offsets(pages, position, columns, VALUE_STRIDES, BLOCK_SIZE, PAGED)
+    rows = key_rows(key_base, pages, position, columns, KEY_STRIDES, BLOCK_SIZE, PAGED)
+    if VALUE_OFFSET > 0:
+        # One constant apart from the keys: no address arithmetic of their own.
+        value_rows = rows + VALUE_OFFSET
+    else:
+        value_rows = key_rows(value_base, pages, position, columns, VALUE_STRIDES, BLOCK_SIZE, PAGED)
     key_factors = None
     if key_scales is not None:
         key_factors = token_head_scales(key_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)
-    k = load_tile(key_base + key_start, key_rows, inside, HEAD_SIZE, HEAD_PADDED, MASKED).to(q.dtype)
+    k = load_tile(rows, inside, HEAD_SIZE, HEAD_PADDED, MASKED).to(q.dtype)
     # Before the softmax, so that widening 8-bit values overlaps the products.
-    v = load_tile(value_base + value_start, value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
+    v = load_tile(value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores, factor = tile_scores(
         products,

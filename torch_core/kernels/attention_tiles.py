@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["key_offsets", "load_tile", "page_ids", "readable", "token_head_scales"]
+__all__ = ["key_rows", "load_tile", "page_ids", "readable", "token_head_scales"]
 
 
 @triton.jit
@@ -24,32 +24,28 @@ def page_ids(block_table, keys, low, high, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(pages, position, columns, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
-    """Where the keys position + columns lie, from the base of a cache or of a sequence's dense rows.
+def key_rows(base, pages, position, columns, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
+    """Pointers to the rows of the keys position + columns, from the base of a cache or of a sequence's dense rows.
 
-    STRIDES are those of (block, token, head); a dense array has no blocks.
-
-    Returns:
-        (offset of the tile; offsets of its rows). The block id is widened before it is multiplied: a pool may
-        have more than 2^31 elements.
+    STRIDES are those of (block, token, head); a dense array has no blocks. The block id is widened before it is
+    multiplied: a pool may have more than 2^31 elements.
     """
     if PAGED:
-        start = 0
-        rows = pages.to(tl.int64) * STRIDES[0] + ((position + columns) % BLOCK_SIZE) * STRIDES[1]
+        rows = base + (pages.to(tl.int64) * STRIDES[0] + ((position + columns) % BLOCK_SIZE) * STRIDES[1])
     else:
-        start = tl.cast(position, tl.int64) * STRIDES[1]
-        rows = columns * STRIDES[1]
-    return start, rows
+        rows = (base + tl.cast(position, tl.int64) * STRIDES[1]) + columns * STRIDES[1]
+    return rows
 
 
 @triton.jit
-def load_tile(base, offsets, inside, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Rows at base + offsets, padded to PADDED columns with 0; rows that are not `inside` are 0 and not read.
+def load_tile(rows, inside, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """The tile whose rows start at the pointers `rows`, padded to PADDED columns with 0.
 
-    A row of 0 matters for values: their weight is 0 there, but 0 * NaN of unwritten memory is NaN.
+    With MASKED, rows that are not `inside` are 0 and not read. That matters for values too: their weight is 0 there,
+    but 0 * NaN of unwritten memory is NaN.
     """
     dims = tl.arange(0, PADDED)
-    pointers = base + offsets[:, None] + dims[None, :]
+    pointers = rows[:, None] + dims[None, :]
     if MASKED:
         if SIZE == PADDED:
             tile = tl.load(pointers, mask=inside[:, None], other=0.0)
