@@ -1,0 +1,199 @@
+"""The block allocator's host time: a decode step, key hashing, a long look-up, the audit; vLLM's pool beside it.
+
+All of it is one thread that never waits, so its processor time is its latency on a machine with a core to spare, and
+other processes do not blur it as they would the wall clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from torch_core.cache import CacheConfig, CacheManager
+from torch_core.cache.keys import KeyChain, encode_root
+
+__all__ = ["AllocatorRow", "main", "run"]
+
+_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorRow:
+    """One measurement on the host.
+
+    Attributes:
+        name: what was timed.
+        unit: of the numbers.
+        median: over all repeats, in processor time of the thread.
+        best: the fastest repeat.
+        limit: the bar that the median is held to; None for information only.
+        vllm: median of the same work with vLLM's block pool; None if it has no such work or is not installed.
+    """
+
+    name: str
+    unit: str
+    median: float
+    best: float
+    limit: float | None = None
+    vllm: float | None = None
+
+
+def run(
+    *,
+    batch: int = 256,
+    context: int = 1024,
+    block_size: int = 16,
+    long_prompt: int = 131_072,
+    audit_blocks: int = 10_000,
+    repeats: int = 100,
+) -> list[AllocatorRow]:
+    """Measures the allocator.
+
+    Args:
+        batch: decoding sequences of a step.
+        context: most tokens that each has at the start; lengths are spread, so that block borders are crossed evenly.
+        block_size: tokens of a block.
+        long_prompt: tokens of the prompt that is hashed and looked up.
+        audit_blocks: held blocks of the pool that is audited.
+        repeats: repeats of the short measurements; the long ones take a tenth.
+    """
+    few = max(3, repeats // 10)
+    return [
+        *_decode_rows(batch, context, block_size, repeats),
+        *_prefix_rows(long_prompt, block_size, few),
+        *_audit_rows(audit_blocks, block_size, few),
+        _pool_row(batch, repeats),
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table, or JSON; returns 0."""
+    parser = argparse.ArgumentParser(prog="jattn bench allocator", description=__doc__)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--long-prompt", type=int, default=131_072)
+    parser.add_argument("--audit-blocks", type=int, default=10_000)
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--json", action="store_true")
+    arguments = vars(parser.parse_args(argv))
+    as_json = arguments.pop("json")
+    rows = run(**arguments)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return 0
+    print(f"{'measurement':<52} {'median':>8} {'best':>8} {'limit':>6} {'vLLM':>8}  unit")
+    for row in rows:
+        limit, peer = (f"{value:.0f}" if value is not None else "" for value in (row.limit, row.vllm))
+        print(f"{row.name:<52} {row.median:>8.1f} {row.best:>8.1f} {limit:>6} {peer:>8}  {row.unit}")
+    return 0
+
+
+def _decode_rows(batch: int, context: int, block_size: int, repeats: int) -> list[AllocatorRow]:
+    source = random.Random(0)
+    blocks = batch * -(-(context + repeats + 1) // block_size) + 1
+    cache = CacheManager(CacheConfig(num_blocks=blocks, block_size=block_size))
+    work = [(f"sequence {number}", 1) for number in range(batch)]
+    for seq_id, _ in work:
+        prompt = _tokens(source, source.randint(1 + context // 2, context))
+        cache.add(seq_id, prompt)
+        cache.retire(cache.step([(seq_id, len(prompt))]).step_id)
+        cache.append_tokens(seq_id, (1,))
+    steps, appends = [], []
+    for _ in range(repeats):
+        start = time.thread_time()
+        cache.retire(cache.commit(cache.plan(work)).step_id)
+        middle = time.thread_time()
+        for seq_id, _ in work:
+            cache.append_tokens(seq_id, (1,))
+        steps.append(middle - start)
+        appends.append(time.thread_time() - middle)
+    return [
+        _row(f"plan + commit + retire, {batch} decoding", "us", steps, 1e6, limit=500),
+        _row(f"append_tokens, {batch} times", "us", appends, 1e6),
+    ]
+
+
+def _prefix_rows(long_prompt: int, block_size: int, repeats: int) -> list[AllocatorRow]:
+    prompt = array("i", _tokens(random.Random(1), long_prompt))
+    root = encode_root(salt=None, model_fingerprint=b"", cache_dtype="bfloat16", block_size=block_size)
+    full = len(prompt) // block_size
+
+    def hash_all() -> None:
+        KeyChain(root, block_size).extend(prompt, full)
+
+    cache = CacheManager(CacheConfig(num_blocks=2 * full + 2, block_size=block_size, cache_dtype="bfloat16"))
+    cache.add("first", prompt)
+    cache.retire(cache.step([("first", len(prompt))]).step_id)
+    counter = iter(range(1 << 30))
+    return [
+        _row("key hashing", "ns per token", _times(hash_all, repeats), 1e9 / len(prompt), limit=100),
+        _row(
+            f"add with a cached prefix of {len(prompt) // 1024}k tokens",
+            "ms",
+            _times(lambda: cache.add(f"again {next(counter)}", prompt), repeats),
+            1e3,
+            limit=15,
+        ),
+    ]
+
+
+def _audit_rows(num_blocks: int, block_size: int, repeats: int) -> list[AllocatorRow]:
+    source = random.Random(2)
+    cache = CacheManager(CacheConfig(num_blocks=num_blocks + 1, block_size=block_size))
+    shares = min(10, num_blocks)
+    for number in range(shares):
+        prompt = _tokens(source, num_blocks // shares * block_size)
+        cache.add(str(number), prompt)
+        cache.retire(cache.step([(str(number), len(prompt))]).step_id)
+    return [
+        _row(
+            f"audit of {num_blocks:,} blocks", "ms", _times(lambda: cache.audit(rehash=False), repeats), 1e3, limit=10
+        ),
+        _row(f"audit of {num_blocks:,} blocks, keys hashed anew", "ms", _times(cache.audit, repeats), 1e3),
+    ]
+
+
+def _pool_row(batch: int, repeats: int) -> AllocatorRow:
+    cache = CacheManager(CacheConfig(num_blocks=4 * batch, block_size=16, enable_prefix_caching=False))
+    pool = cache._state.pool
+    times = _times(lambda: pool.release(pool.take(batch)), repeats)
+    return _row(f"take and release {batch} blocks of the pool", "us", times, 1e6, peer=_vllm_pool(batch, repeats))
+
+
+def _vllm_pool(batch: int, repeats: int) -> float | None:
+    try:
+        pool_class = importlib.import_module("vllm.v1.core.block_pool").BlockPool
+    except ImportError:
+        return None
+    options = {"num_gpu_blocks": 4 * batch, "enable_caching": False, "hash_block_size": 16}
+    accepted = inspect.signature(pool_class).parameters
+    pool = pool_class(**{name: value for name, value in options.items() if name in accepted})
+    return statistics.median(_times(lambda: pool.free_blocks(pool.get_new_blocks(batch)), repeats)) * 1e6
+
+
+def _tokens(source: random.Random, count: int) -> list[int]:
+    return [source.randrange(_VOCABULARY) for _ in range(count)]
+
+
+def _times(work: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        work()
+        times.append(time.thread_time() - start)
+    return times
+
+
+def _row(
+    name: str, unit: str, seconds: list[float], scale: float, *, limit: float | None = None, peer: float | None = None
+) -> AllocatorRow:
+    return AllocatorRow(name, unit, statistics.median(seconds) * scale, min(seconds) * scale, limit, peer)
