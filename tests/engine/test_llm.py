@@ -1,0 +1,120 @@
+"""Text in, text out, with a tiny model on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jattn.engine import LLM, EngineConfig, SamplingParams, generate
+from tests.support.tiny_models import write_tiny_model
+from torch_core.errors import InvalidInput, RequestTooLong
+
+CONFIG = EngineConfig(block_size=8, max_num_seqs=2, max_num_batched_tokens=32)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, config=CONFIG)
+
+
+def test_results_come_in_the_order_of_the_prompts(llm) -> None:
+    prompts = ["a longer prompt", "b", "third"]
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 2, 4)]
+
+    outputs = llm.generate(prompts, params)
+
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 2, 4]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
+
+
+def test_a_string_and_its_token_ids_give_the_same_tokens(llm) -> None:
+    ids = llm.tokenizer.encode("same")
+
+    by_text, by_ids = llm.generate("same", GREEDY), llm.generate(ids, GREEDY)
+
+    assert by_text[0].outputs == by_ids[0].outputs
+    assert by_ids[0].prompt is None
+
+
+def test_the_streamed_text_joins_to_the_result(llm) -> None:
+    deltas = list(llm.stream(["x", "yz"], GREEDY))
+
+    for index in range(2):
+        text = "".join(delta.text for delta in deltas if delta.index == index)
+        (output,) = [delta.output for delta in deltas if delta.index == index and delta.output is not None]
+        assert text == output.outputs[0].text
+
+
+def test_a_stop_string_ends_the_text_before_it(llm) -> None:
+    text = llm.generate("stop here", GREEDY)[0].outputs[0].text
+    stop = text[2]
+    params = SamplingParams(temperature=0.0, max_tokens=6, stop=(stop,), ignore_eos=True)
+
+    completion = llm.generate("stop here", params)[0].outputs[0]
+
+    assert completion.text == text[: text.index(stop)]
+    assert completion.finish_reason == "stop"
+
+
+def test_closing_a_stream_early_cancels_its_requests(llm) -> None:
+    stream = llm.stream(["x", "y"], GREEDY)
+    next(stream)
+    stream.close()
+
+    assert llm.engine.num_unfinished == 0
+    assert llm.engine.cache_stats().used == 0
+
+
+def test_one_bad_prompt_starts_none(llm) -> None:
+    with pytest.raises(InvalidInput, match="is empty; it needs at least one token"):
+        llm.generate(["fine", []], GREEDY)
+
+    assert llm.engine.num_unfinished == 0
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llm) -> None:
+    with pytest.raises(
+        RequestTooLong, match=r"needs 306 tokens \(300 prompt \+ 6 new\); this engine's max_model_len is 256"
+    ):
+        llm.generate([[1] * 300], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([], GREEDY, "prompts is empty; pass at least one."),
+        (["a", "b"], [GREEDY], "sampling_params has 1 entries and there are 2 prompts; pass one or 2."),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(llm, prompts, params, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        llm.generate(prompts, params)
+
+    assert str(error.value) == message
+
+
+def test_generate_takes_an_llm_a_decoder_or_a_folder(llm, folder) -> None:
+    expected = generate(llm, "abc", max_tokens=3)[0].outputs[0].token_ids
+
+    assert generate(str(folder), "abc", max_tokens=3)[0].outputs[0].token_ids == expected
+    assert generate(llm.model, [llm.tokenizer.encode("abc")], max_tokens=3)[0].outputs[0].token_ids == expected
+
+
+def test_a_decoder_brings_its_own_dtype(llm) -> None:
+    with pytest.raises(InvalidInput, match="dtype and implementation belong to the Decoder that was passed"):
+        LLM(llm.model, dtype="float32")
+
+
+def test_text_needs_a_tokenizer(llm) -> None:
+    bare = LLM(llm.model, config=CONFIG)
+
+    with pytest.raises(InvalidInput, match=r"no tokenizer.json; pass prompts as lists of token ids"):
+        bare.generate("text", GREEDY)

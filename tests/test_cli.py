@@ -1,0 +1,84 @@
+"""The commands as a shell sees them: output, exit codes, one clear line for an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jattn import cli
+from tests.support.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), 0)
+
+
+def test_generate_streams_text_and_reports_speed_on_stderr(folder, capsys) -> None:
+    code = cli.main(["generate", "--model", str(folder), "--prompt", "abc", "--max-tokens", "4"])
+
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert out.startswith("abc")
+    assert "4 tokens from 1 prompts; time to first token" in err
+    assert "tokens/s; cache " in err
+
+
+def test_generate_marks_the_lines_of_several_prompts(folder, capsys) -> None:
+    cli.main(["generate", "--model", str(folder), "--prompt", "a", "--prompt", "bc", "--max-tokens", "4"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert {line[:3] for line in lines if line.startswith("[")} == {"[0]", "[1]"}
+
+
+def test_generate_as_json_is_one_object(folder, capsys) -> None:
+    cli.main(["generate", "--model", str(folder), "--prompt", "a", "--prompt", "bc", "--max-tokens", "4", "--json"])
+
+    result = json.loads(capsys.readouterr().out)
+    assert [output["prompt"] for output in result["outputs"]] == ["a", "bc"]
+    assert all(len(output["token_ids"]) <= 4 for output in result["outputs"])
+    assert {"new_tokens", "tokens_per_second", "time_to_first_token_s", "peak_blocks"} <= set(result)
+
+
+def test_equal_seeds_give_equal_text(folder, capsys) -> None:
+    command = ["generate", "--model", str(folder), "--prompt", "a", "--max-tokens", "6", "--temperature", "1", "--json"]
+    texts = []
+    for seed in ("3", "3", "4"):
+        cli.main([*command, "--seed", seed])
+        texts.append(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"])
+
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--model", "/no/such/folder"], "jattn: "),
+        (["generate", "--temperature", "-1"], "jattn: temperature is -1.0; it must be a finite number of at least 0."),
+        (["generate", "--max-tokens", "0"], "jattn: max_tokens is 0; it must be an int of at least 1."),
+        (["bench", "nothing"], "jattn: bench 'nothing' does not exist; use one of generate, "),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(arguments, message, capsys) -> None:
+    code = cli.main(arguments)
+
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.startswith(message)
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_option_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "--wrong"])
+
+    assert stop.value.code == 2
+    assert "unrecognized arguments: --wrong" in capsys.readouterr().err
+
+
+def test_bench_without_a_name_lists_the_benchmarks(capsys) -> None:
+    assert cli.main(["bench"]) == 0
+    assert "generate,allocator,decode,prefill,overhead" in capsys.readouterr().out
