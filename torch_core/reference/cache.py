@@ -64,7 +64,8 @@ def write_kv_cache(
     slots = slot_mapping.tolist()
     if len(slots) > min(key.shape[0], value.shape[0]):
         raise InvalidInput(
-            f"slot_mapping has {len(slots)} rows; key and value have {key.shape[0]} and {value.shape[0]}."
+            f"slot_mapping has {len(slots)} entries; key has {key.shape[0]} tokens and value {value.shape[0]}; give at "
+            "most one slot per token."
         )
     for token, slot in enumerate(slots):
         if slot >= num_blocks * block_size:

@@ -11,7 +11,7 @@ __all__ = ["merge_states"]
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merges two partial attention results (FlashDecoding; section 3.1 of FlashInfer, arXiv 2501.01005).
 
-    With `lse = log(exp(lse_a) + exp(lse_b))` the output is `exp(lse_a - lse) out_a + exp(lse_b - lse) out_b`. A state
+    The lse is `log(exp(lse_a) + exp(lse_b))`, the output `exp(lse_a - lse) out_a + exp(lse_b - lse) out_b`. A state
     with lse -inf is empty: what its output holds is not read. +inf counts as empty too: FlashAttention-2 writes it
     for rows without keys. Two empty states give zeros and -inf. If both parts had the same sink, it counts twice:
     give sinks to one part only.
@@ -37,7 +37,10 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         part_lse = part_lse.to(dtype).masked_fill(part_lse == torch.inf, -torch.inf)
         parts.append((part_out.to(dtype).masked_fill((part_lse == -torch.inf)[..., None], 0), part_lse))
     (a, a_lse), (b, b_lse) = parts
-    lse = torch.logaddexp(a_lse, b_lse)
-    finite = lse.masked_fill(lse == -torch.inf, 0)
-    out = torch.exp(a_lse - finite)[..., None] * a + torch.exp(b_lse - finite)[..., None] * b
-    return out.to(out_a.dtype), lse.to(lse_a.dtype)
+    # The weights are taken relative to the larger lse: an lse of some thousands has too few digits to subtract from.
+    shift = torch.maximum(a_lse, b_lse)
+    shift = shift.masked_fill(shift == -torch.inf, 0)
+    a_weight, b_weight = torch.exp(a_lse - shift), torch.exp(b_lse - shift)
+    total = a_weight + b_weight
+    out = (a_weight[..., None] * a + b_weight[..., None] * b) / total.masked_fill(total == 0, 1)[..., None]
+    return out.to(out_a.dtype), (total.log() + shift).to(lse_a.dtype)

@@ -95,7 +95,8 @@ def paged_attention_with_lse(
     starts = start_offsets("query_start_loc", query_start_loc, query.shape[0], max_query_len)
     if seq_lens.shape[0] != len(starts) - 1:
         raise InvalidInput(
-            f"seq_lens has {seq_lens.shape[0]} rows and query_start_loc {len(starts)}; it must be one less."
+            f"seq_lens has {seq_lens.shape[0]} entries and query_start_loc {len(starts)}; they need num_seqs and "
+            "num_seqs + 1."
         )
     output, lse, compute_dtype = empty_results(query, value_cache.shape[-1], compute_dtype)
     for seq, seq_len in enumerate(seq_lens.tolist()):

@@ -112,16 +112,16 @@ def start_offsets(name: str, start_loc: Tensor, num_rows: int, max_len: int | No
     starts = start_loc.tolist()
     if not starts or starts[0] != 0:
         raise InvalidInput(f"{name} starts with {starts[:1]}; it must hold num_seqs + 1 offsets, the first one 0.")
+    if starts[-1] > num_rows:
+        raise InvalidInput(f"{name}[-1] is {starts[-1]}; the tensor that it divides has only {num_rows} rows.")
     for index in range(len(starts) - 1):
         length = starts[index + 1] - starts[index]
         if length < 0:
             raise InvalidInput(
-                f"{name}[{index + 1}] is {starts[index + 1]}, below {name}[{index}]; offsets never fall."
+                f"{name}[{index + 1}] is {starts[index + 1]}, less than {starts[index]} before it; offsets never fall."
             )
         if max_len is not None and length > max_len:
             raise InvalidInput(f"sequence {index} has {length} rows in {name}; the stated maximum is {max_len}.")
-    if starts[-1] > num_rows:
-        raise InvalidInput(f"{name}[-1] is {starts[-1]}; the tensor that it divides has only {num_rows} rows.")
     return starts
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.launch.cpu.gather import CachePair
+from torch_core.launch.cpu.gather import CachePair, raw_array
 
 __all__ = ["copy_blocks", "write_kv_cache"]
 
@@ -25,38 +26,22 @@ def write_kv_cache(
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
 ) -> None:
-    """Stores new keys and values, in place; see `torch_core.launch`. Nothing is checked but what torch checks."""
-    slots = slot_mapping.tolist()
-    tokens: slice | Tensor = slice(0, len(slots))
-    if slots and min(slots) < 0:
-        tokens = torch.tensor([token for token, slot in enumerate(slots) if slot >= 0])
-        slots = [slot for slot in slots if slot >= 0]
-    if not slots:
+    """Stores new keys and values, in place; see `torch_core.launch`. Nothing is checked but that blocks exist."""
+    slots = slot_mapping.numpy()
+    written: slice | np.ndarray = slice(0, len(slots))
+    if len(slots) == 0:
         return
+    if slots.min() < 0:
+        written = np.flatnonzero(slots >= 0)
+        slots = slots[written]
     if isinstance(kv_cache, Tensor):
-        block_size = kv_cache.shape[2]
-        caches = (kv_cache, kv_cache)
-        # Keys of block b start at row 2 b block_size of the flat cache, its values block_size rows later.
-        key_rows = [slot + slot // block_size * block_size for slot in slots]
-        rows = (key_rows, [row + block_size for row in key_rows])
+        both = raw_array(kv_cache)
+        key_cache, value_cache, cache_dtype = both[:, 0], both[:, 1], kv_cache.dtype
     else:
-        caches, rows = kv_cache, (slots, slots)
-    sources = (key, value)
-    scales = (k_scale, v_scale)
-    scale_caches = (k_scale_cache, v_scale_cache)
-    for new, cache, places, scale, scale_cache in zip(sources, caches, rows, scales, scale_caches, strict=True):
-        new = new[tokens]
-        if scale_cache is not None:
-            largest = _largest_code(cache.dtype)
-            scale = (new.float().abs().amax(-1) / largest).clamp_(min=_SMALLEST_SCALE)
-            scale_cache.view(-1, scale_cache.shape[-1])[torch.tensor(slots)] = scale
-            scale = scale[..., None]
-        codes = _encode(new, scale, cache.dtype)
-        flat = cache.view(-1, *cache.shape[-2:])
-        index = torch.tensor(places)
-        if flat.dtype.itemsize == 1:
-            flat, codes = flat.view(torch.uint8), codes.view(torch.uint8)
-        flat.index_copy_(0, index, codes)
+        key_cache, value_cache, cache_dtype = raw_array(kv_cache[0]), raw_array(kv_cache[1]), kv_cache[0].dtype
+    places = np.divmod(slots, key_cache.shape[1])
+    key_cache[places] = raw_array(_encode(key, k_scale, k_scale_cache, places, written, cache_dtype))[written]
+    value_cache[places] = raw_array(_encode(value, v_scale, v_scale_cache, places, written, cache_dtype))[written]
 
 
 def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> None:
@@ -70,9 +55,20 @@ def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> 
         raw.index_copy_(0, destinations, raw.index_select(0, sources))
 
 
-def _encode(real: Tensor, scale: Tensor | float | None, dtype: torch.dtype) -> Tensor:
-    """Returns `real / scale` as elements of the cache: fp8 and int8 saturate, int8 rounds to the nearest even."""
-    if real.dtype == dtype and dtype.itemsize == 1:
+def _encode(
+    real: Tensor,
+    scale: Tensor | float | None,
+    scale_cache: Tensor | None,
+    places: tuple[np.ndarray, np.ndarray],
+    written: slice | np.ndarray,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns `real / scale` as cache elements: fp8 and int8 saturate, int8 rounds to even; stores dynamic scales."""
+    if scale_cache is not None:
+        scale = (real.float().abs().amax(-1) / _largest_code(dtype)).clamp_(min=_SMALLEST_SCALE)
+        scale_cache.numpy()[places] = scale.numpy()[written]
+        scale = scale[..., None]
+    if real.dtype is dtype and (scale is None or dtype.itemsize == 1):
         return real
     if scale is not None:
         real = real.float() / scale
