@@ -162,7 +162,7 @@ class KVPool:
                 generation=lost,
             ) from error
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, ...]]) -> None:
         """Copies whole blocks in every layer, on the device and in the order of the steps: copy-on-write.
 
         Args:

@@ -158,7 +158,7 @@ def _transformers(folder: str) -> Generate:
         raise Unsupported(
             "peer 'transformers' is not installed; pip install 'jattn[crosscheck]', or leave --peer out."
         ) from None
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
