@@ -223,7 +223,7 @@ def test_a_layout_without_encoder_fields_is_refused():
 
 @pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 16)])
 def test_every_token_lives_on_exactly_one_rank(world, interleave):
-    lens = np.arange(0, 100)
+    lens = np.arange(0, 100, dtype=np.int32)
     by_rank = [
         get_dcp_local_seq_lens(lens, dcp_world_size=world, dcp_rank=rank, interleave_size=interleave)
         for rank in range(world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torch_core.errors import InvalidInput
@@ -10,15 +12,13 @@ from torch_core.specs import PAD_SLOT_ID
 __all__ = ["get_dcp_local_seq_lens", "mask_slots_of_other_ranks"]
 
 
-def get_dcp_local_seq_lens(
-    seq_lens: np.ndarray, *, dcp_world_size: int, dcp_rank: int, interleave_size: int = 1
-) -> np.ndarray:
-    """Returns int32[S]: how many of each sequence's tokens this rank holds.
+def get_dcp_local_seq_lens(seq_lens: Any, *, dcp_world_size: int, dcp_rank: int, interleave_size: int = 1) -> Any:
+    """Returns how many of each sequence's tokens this rank holds, in the type of `seq_lens`.
 
     Tokens are dealt out in runs: token t lives on rank `t // interleave_size % dcp_world_size`.
 
     Args:
-        seq_lens: int[S].
+        seq_lens: int32[S], a numpy array or a torch tensor on any device.
         dcp_world_size: ranks.
         dcp_rank: this rank.
         interleave_size: tokens of a run.
@@ -33,7 +33,7 @@ def get_dcp_local_seq_lens(
     _check_ranks(dcp_world_size, dcp_rank, interleave_size)
     cycle = interleave_size * dcp_world_size
     rest = seq_lens % cycle - dcp_rank * interleave_size
-    return (seq_lens // cycle * interleave_size + np.clip(rest, 0, interleave_size)).astype(np.int32)
+    return seq_lens // cycle * interleave_size + rest.clip(0, interleave_size)
 
 
 def mask_slots_of_other_ranks(

@@ -1,0 +1,64 @@
+"""The sizes of multi-head latent attention, read from a model's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_core.errors import InvalidInput
+
+__all__ = ["MLADims", "get_mla_dims"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLADims:
+    """The sizes of one layer; field names are those of a Hugging Face DeepSeek configuration.
+
+    Attributes:
+        q_lora_rank: width of the compressed query; None when queries are not compressed.
+        kv_lora_rank: width of the compressed keys and values.
+        qk_nope_head_dim: part of a query or key head without rotary embedding.
+        qk_rope_head_dim: part with it; stored once per token, for all heads.
+        v_head_dim: width of a value head.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a whole query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cache_head_size(self) -> int:
+        """Numbers that the cache holds for one token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+def get_mla_dims(config: Any) -> MLADims:
+    """Returns the sizes that a model configuration (any object with these attributes) states.
+
+    Raises:
+        InvalidInput: an attribute is missing or not a positive int.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> get_mla_dims(SimpleNamespace(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128,
+        ...                              qk_rope_head_dim=64, v_head_dim=128)).cache_head_size
+        576
+    """
+    sizes: dict[str, int] = {}
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        sizes[name] = _size(name, getattr(config, name, None))
+    rank = getattr(config, "q_lora_rank", None)
+    return MLADims(q_lora_rank=None if rank is None else _size("q_lora_rank", rank), **sizes)
+
+
+def _size(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInput(f"{name} of the model configuration is {value!r}; latent attention needs a positive int.")
+    return value

@@ -1,0 +1,219 @@
+"""The vocabulary of the backend contract: kinds of attention, graph support, devices, cache dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = [
+    "CACHE_DTYPES",
+    "FP8_STATIC_TENSOR",
+    "AttentionCGSupport",
+    "AttentionType",
+    "ContextParallel",
+    "DeviceCapability",
+    "DeviceInfo",
+    "KVCacheLayoutType",
+    "MultipleOf",
+    "QuantKey",
+    "is_quantized_kv_cache",
+    "is_valid_kv_cache_layout",
+    "kv_cache_torch_dtype",
+]
+
+#: The names of cache dtypes; "auto" is the model's own dtype.
+CACHE_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+
+#: The order of tokens and heads inside a block: tokens first (NHD) or heads first (HND).
+KVCacheLayoutType = Literal["NHD", "HND"]
+
+
+class AttentionType(StrEnum):
+    """What a layer attends to; compares equal to its name as a string.
+
+    `DECODER` attends to its own past through the cache, `ENCODER` (of an encoder-decoder model) and `ENCODER_ONLY` to
+    the whole of their own input without a cache, `ENCODER_DECODER` to the encoder's output through a cache.
+    """
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class AttentionCGSupport(Enum):
+    """Which batches a backend can replay from a CUDA graph; a larger value includes the smaller ones."""
+
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MultipleOf:
+    """Stands for every positive multiple of `base` in a list of block sizes.
+
+    Example:
+        >>> 48 in MultipleOf(16), 40 in MultipleOf(16)
+        (True, False)
+    """
+
+    base: int
+
+    def __contains__(self, size: int) -> bool:
+        return size > 0 and size % self.base == 0
+
+
+class DeviceCapability(NamedTuple):
+    """The compute capability of a CUDA device."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """What a backend is chosen by: the kind of device and what it can do.
+
+    Attributes:
+        type: "cpu" or "cuda".
+        capability: of a CUDA device; None otherwise.
+        num_sms: multiprocessors of a CUDA device; 0 otherwise.
+    """
+
+    type: str
+    capability: DeviceCapability | None = None
+    num_sms: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> DeviceInfo:
+        """Returns the facts of a device of this machine; creates a CUDA context when it is a CUDA device.
+
+        Raises:
+            Unsupported: there is no such device.
+
+        Example:
+            >>> DeviceInfo.of("cpu").type
+            'cpu'
+        """
+        device = torch.device(device)
+        if device.type != "cuda":
+            return cls(type=device.type)
+        if not torch.cuda.is_available():
+            raise Unsupported(f"device is {device}, but torch finds no CUDA device on this machine; use 'cpu'.")
+        properties = torch.cuda.get_device_properties(device)
+        capability = DeviceCapability(properties.major, properties.minor)
+        return cls(type="cuda", capability=capability, num_sms=properties.multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """This rank's place among those that share sequences; given to a layer explicitly, never looked up globally.
+
+    Attributes:
+        dcp_world_size: ranks that share the cached tokens of each sequence (decode context parallelism).
+        dcp_rank: this one.
+        pcp_world_size: ranks that share the tokens of a prompt (prefill context parallelism).
+        pcp_rank: this one.
+        interleave_size: consecutive tokens that live on one rank.
+
+    Raises:
+        InvalidInput: a rank is not below its world size.
+    """
+
+    dcp_world_size: int = 1
+    dcp_rank: int = 0
+    pcp_world_size: int = 1
+    pcp_rank: int = 0
+    interleave_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dcp", "pcp"):
+            size, rank = getattr(self, f"{name}_world_size"), getattr(self, f"{name}_rank")
+            if size < 1 or not 0 <= rank < size:
+                raise InvalidInput(f"{name}_rank is {rank} of {name}_world_size {size}; it must be from 0 to size - 1.")
+        if self.interleave_size < 1:
+            raise InvalidInput(f"interleave_size is {self.interleave_size}; it must be at least 1.")
+
+    @property
+    def total_cp_world_size(self) -> int:
+        """Ranks of both kinds together."""
+        return self.pcp_world_size * self.dcp_world_size
+
+    @property
+    def total_cp_rank(self) -> int:
+        """This rank's number among them."""
+        return self.pcp_rank * self.dcp_world_size + self.dcp_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantKey:
+    """A kind of output quantisation that may be fused into attention.
+
+    Attributes:
+        dtype: of the quantised output.
+        static: the scale is known before the step.
+        group: what one scale covers: "tensor", "token" or "block".
+    """
+
+    dtype: torch.dtype
+    static: bool
+    group: Literal["tensor", "token", "block"]
+
+
+#: One known scale for the whole output, e4m3: the kind that the kernels store directly. vLLM: `kFp8StaticTensorSym`.
+FP8_STATIC_TENSOR = QuantKey(dtype=torch.float8_e4m3fn, static=True, group="tensor")
+
+
+def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
+    """Returns whether a cache of this dtype holds scaled 8-bit numbers.
+
+    Example:
+        >>> is_quantized_kv_cache("fp8_e5m2"), is_quantized_kv_cache("auto")
+        (True, False)
+    """
+    dtype = CACHE_DTYPES.get(kv_cache_dtype)
+    return dtype is not None and dtype.itemsize == 1
+
+
+def kv_cache_torch_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """Returns the torch dtype of a cache; "auto" is the model's.
+
+    Raises:
+        InvalidInput: the name is unknown.
+
+    Example:
+        >>> kv_cache_torch_dtype("fp8", torch.bfloat16)
+        torch.float8_e4m3fn
+    """
+    if kv_cache_dtype not in CACHE_DTYPES:
+        raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
+    return CACHE_DTYPES[kv_cache_dtype] or model_dtype
+
+
+def is_valid_kv_cache_layout(value: str) -> bool:
+    """Returns whether a layout's name is known.
+
+    Example:
+        >>> is_valid_kv_cache_layout("NHD"), is_valid_kv_cache_layout("DHN")
+        (True, False)
+    """
+    return value in get_args(KVCacheLayoutType)

@@ -1,0 +1,107 @@
+"""The device side of a step's metadata: one host-to-device copy of the packed buffer, sliced into views."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata import CommonAttentionMetadata, PackedLayout, StagingRing
+
+__all__ = ["StepBuffers", "upload"]
+
+_ENCODER_FIELDS = ("encoder_seq_lens", "cross_block_tables", "cross_slot_mapping")
+_FIELDS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
+
+
+def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dict[str, Tensor]:
+    """Returns the arrays of a step as int32 tensors on `device`, by name.
+
+    One copy when the metadata has its packed buffer (the tensors are views of its image), one for each array
+    otherwise (derived metadata: `unpadded`, virtual batches). On the CPU the tensors are a copy too, so that the host
+    buffer may be used again.
+
+    Args:
+        metadata: the record of the step.
+        device: where to.
+
+    Example:
+        >>> from torch_core.metadata import SequenceRow, build_common_metadata
+        >>> upload(build_common_metadata([SequenceRow([3], 0, 2)], block_size=4, num_blocks=8), "cpu")["slot_mapping"]
+        tensor([12, 13], dtype=torch.int32)
+    """
+    if metadata.packed is not None and metadata.layout is not None:
+        return metadata.layout.unpack(_copied(metadata.packed, device))
+    arrays = {name: _copied(getattr(metadata, name), device) for name in _FIELDS}
+    if metadata.encoder is not None:
+        arrays.update({name: _copied(getattr(metadata.encoder, name), device) for name in _ENCODER_FIELDS})
+    return arrays
+
+
+class StepBuffers:
+    """Device tensors that keep their addresses from step to step, for CUDA graphs, and the host buffers to fill them.
+
+    A step takes a host buffer, builds its metadata into it, and uploads it: one asynchronous copy from pinned memory.
+    A host buffer is handed out again only after its copy has finished; the device buffer is overwritten in stream
+    order, so work of the step before that was launched on the same stream has read it by then.
+
+    Args:
+        layout: the fields of the step.
+        device: where the tensors live.
+        depth: host buffers; steps that the host may be ahead of the device.
+
+    Attributes:
+        layout: as given.
+        arrays: the device tensors by name; valid as long as this object.
+    """
+
+    def __init__(self, layout: PackedLayout, device: torch.device | str, *, depth: int = 2) -> None:
+        self.layout = layout
+        self._device_buffer = torch.zeros(layout.num_elements, dtype=torch.int32, device=device)
+        self.arrays: dict[str, Tensor] = layout.unpack(self._device_buffer)
+        self._on_cuda = self._device_buffer.device.type == "cuda"
+        pinned = [torch.zeros(layout.num_elements, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(depth)]
+        self._ring = StagingRing(layout, depth=depth, buffers=[tensor.numpy() for tensor in pinned])
+        self._pinned = {tensor.data_ptr(): tensor for tensor in pinned}
+        self._depth = depth
+        self._taken: dict[int, np.ndarray] = {}
+        self._copies: dict[int, torch.cuda.Event | None] = {}
+
+    def host_buffer(self, step: int) -> np.ndarray:
+        """Returns the int32 buffer of `step` to build its metadata in; waits for an earlier copy if it must.
+
+        Raises:
+            InvalidInput: the step has one already, or earlier steps took theirs and were never uploaded.
+        """
+        if len(self._taken) + len(self._copies) == self._depth and self._copies:
+            oldest = min(self._copies)
+            event = self._copies.pop(oldest)
+            if event is not None:
+                event.synchronize()
+            self._ring.retire(oldest)
+        self._taken[step] = self._ring.acquire(step)
+        return self._taken[step]
+
+    def upload(self, step: int) -> dict[str, Tensor]:
+        """Copies the buffer of `step` to the device, and returns `arrays`, which hold that step from now on.
+
+        Raises:
+            InvalidInput: the step took no buffer.
+        """
+        if step not in self._taken:
+            raise InvalidInput(f"Step {step} took no host buffer; call host_buffer({step}) and build into it first.")
+        buffer = self._taken.pop(step)
+        self._device_buffer.copy_(self._pinned[buffer.ctypes.data], non_blocking=True)
+        event = None
+        if self._on_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device_buffer.device))
+        self._copies[step] = event
+        return self.arrays
+
+
+def _copied(array: np.ndarray, device: torch.device | str) -> Tensor:
+    # A read-only array must not be wrapped; copying a small one is cheaper than explaining the warning.
+    source = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return source.clone() if torch.device(device).type == "cpu" else source.to(device)
