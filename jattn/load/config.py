@@ -92,14 +92,17 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     if raw.get("num_key_value_heads") is None:
         raw = {**raw, "num_key_value_heads": raw["num_attention_heads"]}
     rope_theta, rope_scaling = _rope(raw)
-    llama_bias = architecture == "LlamaForCausalLM" and raw.get("attention_bias", False)
+    for name in ("attention_bias", "mlp_bias"):
+        if architecture != "LlamaForCausalLM" and raw.get(name, False) is not False:
+            raise Unsupported(f"{_NAME}: {name} is {_short(raw[name])}; {architecture} has no such option.")
+    llama_bias = raw.get("attention_bias", False)
     options = {
         "sliding_window": _sliding_window(raw, architecture),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "attention_bias": True if architecture == "Qwen2ForCausalLM" else llama_bias,
         "attention_output_bias": llama_bias,
-        "mlp_bias": architecture == "LlamaForCausalLM" and raw.get("mlp_bias", False),
+        "mlp_bias": raw.get("mlp_bias", False),
         "dtype": _stored_dtype(raw),
         "bos_token_id": raw.get("bos_token_id"),
         "eos_token_ids": token_ids(raw.get("eos_token_id"), f"{_NAME}: eos_token_id"),

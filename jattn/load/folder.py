@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import stat
@@ -81,9 +82,8 @@ def read_json(text: str, name: str) -> dict[str, Any]:
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            repeated = next(key for key in keys if keys.count(key) > 1)
-            raise InvalidInput(f"{name} has the key {repeated!r} more than once.")
+            counts = collections.Counter(key for key, _ in pairs)
+            raise InvalidInput(f"{name} has the key {counts.most_common(1)[0][0]!r} more than once.")
         return result
 
     def refuse_constant(text: str) -> NoReturn:

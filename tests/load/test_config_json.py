@@ -107,6 +107,11 @@ REFUSED = [
         InvalidInput,
         "config.json: tie_word_embeddings is None; it must be true or false.",
     ),
+    (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "mlp_bias": True},
+        Unsupported,
+        "config.json: mlp_bias is True; MistralForCausalLM has no such option.",
+    ),
     ({"attention_bias": "yes"}, InvalidInput, "config.json: attention_bias is 'yes'; it must be true or false."),
 ]
 
