@@ -97,7 +97,7 @@ class ModelConfig:
         >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         ...                      num_attention_heads=4, num_key_value_heads=2, head_dim=16)
         >>> config.num_parameters
-        90432
+        106816
     """
 
     vocab_size: int
