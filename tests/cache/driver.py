@@ -64,6 +64,7 @@ class Driver:
             self.preempt,
             self.resume,
             self.swap,
+            self.refused,
             self.rare,
         )
 
@@ -131,6 +132,11 @@ class Driver:
             self.model.swap_in(name)
         elif self.model.config.num_host_blocks:
             self.model.swap_out(name)
+
+    def refused(self, draw: Draw) -> None:
+        name = self._pick(draw, "device", "host", "waiting")
+        if name is not None:
+            self.model.refuse(draw(9), name)
 
     def rare(self, draw: Draw) -> None:
         choice = draw(11)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.cache.snapshot import snapshot
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
-from torch_core.errors import OutOfBlocks
+from torch_core.errors import JattnError, OutOfBlocks
 
 
 class BrokenPromiseError(AssertionError):
@@ -186,6 +187,31 @@ class Model:
         self.host.clear()
         for sequence in self.sequences.values():
             sequence.place, sequence.blocks, sequence.computed = "waiting", (), 0
+
+    def refuse(self, choice: int, name: str) -> None:
+        """Makes a call that can be refused, and demands that a refused one leaves the state deeply equal."""
+        cache = self.cache
+        calls = (
+            lambda: cache.finish("nobody"),
+            lambda: cache.fork("nobody", "child"),
+            lambda: cache.fork(name, name),
+            lambda: cache.add(name, [1]),
+            lambda: cache.add("child", [1] * (2 + self.config.num_blocks * 4)),
+            lambda: cache.append_tokens(name, [1, -1]),
+            lambda: cache.plan([(name, self.config.num_blocks * 4)]),
+            lambda: cache.plan([(name, 1), (name, 1)]),
+            lambda: cache.step([(other, self.config.num_blocks * 4) for other in self.sequences]),
+            lambda: cache.retire(-1),
+        )
+        before = snapshot(cache)
+        try:
+            calls[choice]()
+        except JattnError as error:
+            self.refused += 1
+            if snapshot(cache) != before:
+                raise BrokenPromiseError(f"refused call {choice} changed the state: {error}") from error
+        else:
+            raise BrokenPromiseError(f"call {choice} of {name} was not refused")
 
     # Checks
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.cache.snapshot import snapshot
 from torch_core.cache import BlockCopy, CacheConfig, CacheGroup, CacheManager
+from torch_core.cache.groups import GroupLayout
 from torch_core.errors import OutOfBlocks
 
 
@@ -260,3 +263,23 @@ def test_statistics_add_up():
     stats = cache.stats()
     assert (stats.null, stats.free, stats.cached, stats.used, stats.deferred) == (1, 7, 0, 2, 0)
     assert (stats.queried_tokens, stats.hit_tokens, stats.hit_rate) == (10, 4, 0.4)
+
+
+def test_a_request_that_gives_its_prefix_back_before_it_ran_is_no_preemption():
+    cache = make()
+    prefill(cache, "a", [1, 2, 3, 4, 5])
+    cache.add("b", [1, 2, 3, 4, 6])
+    cache.preempt("b")
+    assert cache.stats().preemptions == 0
+    assert cache.resume("b") == 4
+
+
+def test_a_group_knows_when_it_can_forget():
+    full = GroupLayout(CacheGroup(name="full"), default_block_size=4)
+    window = GroupLayout(CacheGroup(name="window", sliding_window=3), default_block_size=4)
+    chunk = GroupLayout(CacheGroup(name="chunk", attention_chunk=8), default_block_size=4)
+    for layout in (full, window, chunk):
+        for num_tokens in range(1, 20):
+            frees = layout.position_that_frees(num_tokens)
+            assert all((layout.first_needed_token(p) >= num_tokens) == (p >= frees) for p in range(40))
+    assert full.position_that_frees(1) == math.inf

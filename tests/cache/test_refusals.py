@@ -51,7 +51,10 @@ REFUSED: list[tuple[str, Callable[[CacheManager], object], type[Exception], str]
     ("add a negative token", lambda c: c.add("a", [1, -2]), InvalidInput, r"token_ids\[1\] is negative; each must be"),
     ("add a huge token", lambda c: c.add("a", [1, 2**31]), InvalidInput, r"token_ids\[1\] does not fit into 32 bits"),
     ("add a float token", lambda c: c.add("a", [1.0]), InvalidInput, r"token_ids\[0\] is a float; each must be"),  # type: ignore[list-item]
-    ("add a text", lambda c: c.add("a", "abc"), InvalidInput, r"token_ids\[0\] is a str; each must be an int"),  # type: ignore[arg-type]
+    ("add a text", lambda c: c.add("a", "abc"), InvalidInput, "token_ids is a str; it must be a sequence of ints"),  # type: ignore[arg-type]
+    ("add bytes", lambda c: c.add("a", b"abcd"), InvalidInput, "token_ids is a bytes; it must be a sequence of ints"),
+    ("add texts", lambda c: c.add("a", ["b"]), InvalidInput, r"token_ids\[0\] is a str; each must be an int from 0"),  # type: ignore[list-item]
+    ("add a spent iterator", lambda c: c.add("a", iter(["b"])), InvalidInput, "is a list_iterator with a token of the"),  # type: ignore[arg-type]
     ("add an int", lambda c: c.add("a", 3), InvalidInput, "token_ids is a int; it must be a sequence of ints"),  # type: ignore[arg-type]
     ("add a bad salt", lambda c: c.add("a", [1], salt=b""), InvalidInput, "salt has 0 bytes"),
     ("add too much", lambda c: c.add("a", [1] * 40), RequestTooLong, "'a' needs 10 blocks .* table has 6 columns"),
@@ -220,6 +223,13 @@ def test_messages_never_show_tokens(cache):
         cache.add("a", [123456789, 987654321, -1])
     assert "123456789" not in str(caught.value)
     assert "987654321" not in str(caught.value)
+
+
+def test_the_pool_takes_all_or_nothing(cache):
+    before = snapshot(cache)
+    with pytest.raises(OutOfBlocks, match=r"3 blocks are needed; 2 are free and 0 evictable\."):
+        cache._state.pool.take(3)
+    assert snapshot(cache) == before
 
 
 def test_a_release_that_nobody_holds_is_corruption(cache):

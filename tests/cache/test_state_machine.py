@@ -13,7 +13,7 @@ from tests.cache.driver import Driver, draw_config
 from tests.cache.model import Model
 
 #: At least 20,000 checked moves in each run of the suite, with some to spare for traces that hypothesis ends early.
-HYPOTHESIS_EXAMPLES = 240
+HYPOTHESIS_EXAMPLES = 250
 HYPOTHESIS_STEPS = 100
 NUMBERS = strategies.integers(0, 2**40 - 1)
 SEEDED_TRACES = 30
@@ -72,6 +72,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS)
     def swap(self, number):
         self.driver.swap(_draws(number))
+
+    @rule(number=NUMBERS)
+    def make_a_call_that_is_refused(self, number):
+        self.driver.refused(_draws(number))
 
     @rule(number=NUMBERS)
     def reset_or_drain(self, number):

@@ -123,9 +123,10 @@ def fork(state: CacheState, parent_id: str, child_id: str) -> int:
 
 def preempt(state: CacheState, seq_id: str) -> None:
     """Takes a sequence's blocks away; see `CacheManager.preempt`."""
-    sequence, _ = running(state, seq_id, "preempted")
+    sequence, table = running(state, seq_id, "preempted")
     state.detach_table(sequence)
-    state.counters.preemptions += 1
+    # One that never ran only gives the cached prefix back that it held while it waited.
+    state.counters.preemptions += table.last_step >= 0
     state.version += 1
 
 
@@ -179,8 +180,9 @@ def _most_blocks(group: GroupLayout, total: int, max_step_tokens: int | None) ->
     everything = -(-total // size)
     if group.reach is None or max_step_tokens is None:
         return everything
-    # The window before a step and the step's own tokens can start and end inside a block.
-    return min(everything, (group.reach - 2 + max_step_tokens) // size + 2)
+    # What a step sees of the past and its own tokens can begin and end inside a block.
+    seen = group.reach - 1 + max_step_tokens
+    return min(everything, (seen - 2) // size + 2)
 
 
 def _check_new_id(state: CacheState, seq_id: object) -> None:
@@ -192,6 +194,9 @@ def _check_new_id(state: CacheState, seq_id: object) -> None:
 
 
 def _checked_tokens(token_ids: Sequence[int]) -> array[int]:
+    # An array takes text and bytes for its own memory.
+    if isinstance(token_ids, (str, bytes, bytearray)):
+        raise InvalidInput(f"token_ids is a {type(token_ids).__name__}; it must be a sequence of ints.")
     try:
         tokens = array("i", token_ids)
     except (TypeError, OverflowError) as error:
@@ -217,4 +222,4 @@ def _token_message(token_ids: object) -> str:
                 return f"token_ids[{position}] is negative; {wanted}."
     except TypeError:
         return f"token_ids is a {type(token_ids).__name__}; it must be a sequence of ints."
-    return f"token_ids has elements of the wrong type; {wanted}."
+    return f"token_ids is a {type(token_ids).__name__} with a token of the wrong type; {wanted}."

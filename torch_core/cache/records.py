@@ -110,7 +110,7 @@ class CacheStats:
         queried_tokens: prompt tokens that were looked up.
         hit_tokens: those of them that were found.
         evictions: cached blocks that lost their key to a new owner.
-        preemptions: sequences that were preempted.
+        preemptions: preemptions of sequences that had run.
         forks: sequences made by `fork`.
         copies: blocks copied on write.
         swapped_out: blocks copied to host memory.

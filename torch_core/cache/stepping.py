@@ -154,16 +154,20 @@ def _check_room(state: CacheState, growing: list[SequenceTable], needed: int) ->
 
 
 def _bad_work(state: CacheState, seq_ids: Sequence[object], counts: Sequence[object]) -> InvalidInput:
-    for seq_id, count in zip(seq_ids, counts, strict=True):
-        sequence = state.sequences.get(seq_id) if isinstance(seq_id, str) else None
-        if sequence is None:
-            return InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
-        if sequence.table is None:
-            place, verb = ("swapped out", "swap_in") if sequence.swapped else ("preempted", "resume")
-            return InvalidInput(f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned.")
-        if type(count) is not int or count < 1:
-            return InvalidInput(f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1.")
-    return InvalidInput("work must be a sequence of pairs (seq_id: str, num_new_tokens: int).")
+    problems = (_problem(state, seq_id, count) for seq_id, count in zip(seq_ids, counts, strict=True))
+    return InvalidInput(next(problem for problem in problems if problem))
+
+
+def _problem(state: CacheState, seq_id: object, count: object) -> str:
+    sequence = state.sequences.get(seq_id) if isinstance(seq_id, str) else None
+    if sequence is None:
+        return f"sequence {seq_id!r} is unknown: it was never added, or it has finished."
+    if sequence.table is None:
+        place, verb = ("swapped out", "swap_in") if sequence.swapped else ("preempted", "resume")
+        return f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned."
+    if type(count) is not int or count < 1:
+        return f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1."
+    return ""
 
 
 def _step_list(state: CacheState) -> str:

@@ -76,9 +76,8 @@ class SequenceTable:
         self.trusted = len(self.sequence.tokens)
 
     def freeze(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the tables as tuples, the same objects until a table changes."""
-        if self.rows is None:
-            self.rows = tuple(map(tuple, self.blocks))
+        """Renews `rows` after a change and returns it."""
+        self.rows = tuple(map(tuple, self.blocks))
         return self.rows
 
     def growth(self, end: int, groups: tuple[GroupLayout, ...], pool: BlockPool, claimed: dict[int, int]) -> Growth:
