@@ -18,6 +18,7 @@ class SoftmaxState(NamedTuple):
     maximum: jax.Array  # [..., queries]
     denominator: jax.Array  # [..., queries]
     numerator: jax.Array  # [..., queries, head_size]
+    seen: jax.Array  # bool[..., queries]: some key was visible; a sink alone does not count
 
 
 def visible(
@@ -80,15 +81,14 @@ def empty_state(shape: tuple[int, ...], head_size: int, dtype: jnp.dtype, sinks:
         dtype: the accumulation type.
         sinks: float that broadcasts to `shape`, or None.
     """
-    numerator = jnp.zeros((*shape, head_size), dtype)
+    numerator, seen = jnp.zeros((*shape, head_size), dtype), jnp.zeros(shape, bool)
     if sinks is None:
-        return SoftmaxState(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), numerator)
+        return SoftmaxState(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), numerator, seen)
     sinks = sinks.astype(dtype)
     # One in value; written so that the gradient reaches the sink although the maximum has none.
     denominator = jnp.exp(sinks - jax.lax.stop_gradient(sinks))
-    return SoftmaxState(
-        jnp.broadcast_to(jax.lax.stop_gradient(sinks), shape), jnp.broadcast_to(denominator, shape), numerator
-    )
+    maximum = jnp.broadcast_to(jax.lax.stop_gradient(sinks), shape)
+    return SoftmaxState(maximum, jnp.broadcast_to(denominator, shape), numerator, seen)
 
 
 def update(state: SoftmaxState, scores: jax.Array, weighted_values: str, values: jax.Array) -> SoftmaxState:
@@ -110,12 +110,12 @@ def update(state: SoftmaxState, scores: jax.Array, weighted_values: str, values:
         maximum,
         state.denominator * rescale + weights.sum(-1),
         state.numerator * rescale[..., None] + jnp.einsum(weighted_values, weights, values),
+        state.seen | (scores != -jnp.inf).any(-1),
     )
 
 
 def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
     """Returns output and natural-log LSE; a query that saw nothing gives zeros and -inf."""
-    seen = state.denominator > 0
-    denominator = jnp.where(seen, state.denominator, 1)
-    out = jnp.where(seen[..., None], state.numerator / denominator[..., None], 0)
-    return out, jnp.where(seen, state.maximum + jnp.log(denominator), -jnp.inf)
+    denominator = jnp.where(state.seen, state.denominator, 1)
+    out = jnp.where(state.seen[..., None], state.numerator / denominator[..., None], 0)
+    return out, jnp.where(state.seen, state.maximum + jnp.log(denominator), -jnp.inf)

@@ -1,7 +1,8 @@
 """The ops in plain jnp: differentiable, on any platform, and the JAX-side oracle of the other implementations.
 
-Keys are visited in runs of a fixed number of tokens, so the table's width costs nothing where no sequence reaches, and
-a sequence's bits depend neither on that width nor on its batch mates.
+Keys are visited in runs of a fixed number of tokens, so the table's width costs nothing where no sequence reaches. What
+batch mates, dead slots and table tails hold does not show in a single bit; another number of sequences or another
+`max_query_len` is another XLA program, which may round differently.
 """
 
 from __future__ import annotations
@@ -200,10 +201,15 @@ def _to_ragged(
 
 
 def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    if scale is None and jnp.dtype(dtype).itemsize > 1:
-        return x.astype(dtype)
-    x = x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) / scale
-    if jnp.dtype(dtype).itemsize == 1:
-        limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -limit, limit)
-    return x.astype(dtype)
+    """Returns `x / scale` as elements of the cache; one-byte types saturate, int8 rounds to the nearest even."""
+    one_byte = jnp.dtype(dtype).itemsize == 1
+    if x.dtype == dtype and one_byte:
+        return x
+    if scale is not None or one_byte:
+        x = x.astype(jnp.float32)
+    if scale is not None:
+        x = x / scale
+    if one_byte:
+        largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest)
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)

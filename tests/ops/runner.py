@@ -1,0 +1,65 @@
+"""Runs the cases of `tests.support.attention_cases` through the JAX operations, compiled once for each static part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jattn import ops
+from tests.support.attention_cases import AttentionCase, to_torch
+from torch_core.specs import AttentionSpec
+
+__all__ = ["IMPLEMENTATIONS", "arrays", "keywords", "operation", "run_case", "run_numpy"]
+
+#: What runs on this machine; "triton" needs CUDA.
+IMPLEMENTATIONS = ("torch", "xla")
+
+
+def keywords(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the keyword arguments of the JAX operations that say what `spec` says."""
+    return {
+        "scale": spec.scale,
+        "causal": spec.causal,
+        "sliding_window": (spec.window_left, spec.window_right),
+        "logits_soft_cap": spec.logits_soft_cap,
+        "attention_chunk": spec.attention_chunk,
+        "use_alibi_sqrt": spec.use_alibi_sqrt,
+    }
+
+
+def arrays(case: AttentionCase, **changes: Any) -> dict[str, jax.Array]:
+    """Returns the operands of a case as JAX arrays; `changes` replace some."""
+    return {name: jnp.asarray(x) for name, x in {**case.operands, **changes}.items()}
+
+
+def operation(case: AttentionCase, implementation: str, **limits: int) -> Callable[..., Any]:
+    """Returns the jitted operation of a case: `(operands, options) -> (output, lse)`; `limits` replace some."""
+    bounds = {name: max(1, size) for name, size in {**case.limits, **limits}.items()}
+    return _jitted(case.paged, case.spec, tuple(bounds.items()), implementation)
+
+
+def run_numpy(case: AttentionCase, implementation: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns output and lse of a case as numpy arrays; `changes` replace operands."""
+    output, lse = operation(case, implementation)(arrays(case, **changes), case.options)
+    return np.array(output), np.array(lse)
+
+
+def run_case(case: AttentionCase, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns output and lse of a case as torch tensors, for the comparison with the reference."""
+    output, lse = run_numpy(case, implementation)
+    return to_torch(output), to_torch(lse)
+
+
+@functools.cache
+def _jitted(
+    paged: bool, spec: AttentionSpec, limits: tuple[tuple[str, int], ...], implementation: str
+) -> Callable[..., Any]:
+    function = ops.paged_attention_with_lse if paged else ops.attention_with_lse
+    static = {**keywords(spec), **dict(limits), "implementation": implementation}
+    return jax.jit(lambda operands, options: function(**operands, **options, **static))
