@@ -120,19 +120,25 @@ class KeyChain:
         if num_blocks <= start:
             return
         size = self.block_size
+        stride = 4 * size
         data = _little_endian(tokens[start * size : num_blocks * size])
-        self._hash_blocks(data, digests)
+        sha256, header = _sha256, self._header
+        parent = digests[-1] if digests else self._root
+        for offset in range(0, len(data), stride):
+            parent = sha256(header + parent + data[offset : offset + stride]).digest()
+            digests.append(parent)
         if self._root_node is not None:
             node = self.nodes[-1] if self.nodes else self._root_node
-            for offset in range(0, len(data), 4 * size):
-                node = LineageNode(node, data[offset : offset + 4 * size])
+            for offset in range(0, len(data), stride):
+                node = LineageNode(node, data[offset : offset + stride])
                 self.nodes.append(node)
 
     def recomputed(self, tokens: array[int], num_blocks: int) -> list[bytes]:
         """Returns the first `num_blocks` keys computed anew, for the audit."""
-        digests: list[bytes] = []
-        self._hash_blocks(_little_endian(tokens[: num_blocks * self.block_size]), digests)
-        return digests
+        fresh = self.copy()
+        fresh.digests, fresh.nodes, fresh._root_node = [], [], None
+        fresh.extend(tokens, num_blocks)
+        return fresh.digests
 
     def copy(self) -> KeyChain:
         """Returns a chain of its own with the same keys, for a fork."""
@@ -141,14 +147,6 @@ class KeyChain:
         twin._root_node = self._root_node
         twin.digests, twin.nodes = self.digests.copy(), self.nodes.copy()
         return twin
-
-    def _hash_blocks(self, data: bytes, digests: list[bytes]) -> None:
-        sha256, header, append = _sha256, self._header, digests.append
-        stride = 4 * self.block_size
-        parent = digests[-1] if digests else self._root
-        for offset in range(0, len(data), stride):
-            parent = sha256(header + parent + data[offset : offset + stride]).digest()
-            append(parent)
 
 
 def _field(value: bytes) -> bytes:

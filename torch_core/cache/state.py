@@ -56,6 +56,7 @@ class CacheState:
         config: the sizes.
         groups: the cache groups with their block sizes.
         index: the prefix index.
+        publishing: the index, or None when prefixes are not shared.
         pool: the block pool.
         sequences: id to sequence.
         steps: step id to record, for the steps in flight, in order.
@@ -73,6 +74,7 @@ class CacheState:
         "index",
         "next_step",
         "pool",
+        "publishing",
         "sequences",
         "steps",
         "version",
@@ -90,14 +92,10 @@ class CacheState:
     def clear_blocks(self) -> None:
         """Makes every block and host slot free and forgets all keys and steps in flight."""
         self.index = PrefixIndex(len(self.groups), verify=self.config.verify_tokens)
+        self.publishing = self.index if self.config.enable_prefix_caching else None
         self.pool = BlockPool(self.config.num_blocks, self.index)
         self.steps: dict[int, StepRecord] = {}
         self.host_free = list(range(self.config.num_host_blocks - 1, -1, -1))
-
-    @property
-    def publishing(self) -> PrefixIndex | None:
-        """The index that full blocks go to, or None when prefixes are not shared."""
-        return self.index if self.config.enable_prefix_caching else None
 
     def open_step(self) -> tuple[int, StepRecord]:
         """Starts the record of the next step."""

@@ -123,9 +123,11 @@ def _grow(
 def _checked_growth(state: CacheState, table: SequenceTable, end: int, claimed: dict[int, int]) -> Growth:
     growth = table.growth(end, state.groups, state.pool, claimed)
     width = state.config.max_blocks_per_seq
+    if width is None:
+        return growth
     for number, (count, _) in enumerate(growth):
         columns = len(table.blocks[number]) + count
-        if width is not None and columns > width:
+        if columns > width:
             raise RequestTooLong(
                 f"sequence {table.seq_id!r} would have {end} tokens ({columns} blocks); its block table has "
                 f"{width} columns (max_blocks_per_seq). Finish it, or build the cache with a wider table."

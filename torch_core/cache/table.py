@@ -120,7 +120,10 @@ class SequenceTable:
             if index is not None:
                 count = ready // size
                 if count > self.published[number]:
-                    self._publish(number, count, index)
+                    chain = self.sequence.chains[number]
+                    chain.extend(self.sequence.tokens, count)
+                    index.publish(number, chain, self.blocks[number], self.published[number], count)
+                    self.published[number] = count
                 event = (self.published[number] + 1) * size
                 if event < next_event:
                     next_event = event
@@ -135,12 +138,6 @@ class SequenceTable:
                 next_event = min(next_event, group.position_that_frees((self.dropped[number] + 1) * size))
         self.next_event = next_event
         return gone
-
-    def _publish(self, number: int, count: int, index: PrefixIndex) -> None:
-        chain = self.sequence.chains[number]
-        chain.extend(self.sequence.tokens, count)
-        index.publish(number, chain, self.blocks[number], self.published[number], count)
-        self.published[number] = count
 
 
 #: For each group: the number of new blocks, and the tail block to copy first (the null block for none).
