@@ -66,7 +66,8 @@ class KernelCache:
     """Compiles each kernel variant once, for this process and for later ones.
 
     Files are code: whoever can write them decides what runs on the device. So a directory that others may write is
-    refused, a file is written whole or not at all, and one whose checksum does not hold is compiled anew.
+    refused, a file is written whole or not at all, and one whose checksum does not hold is compiled anew. A full or
+    read-only disk costs later processes a compilation and nothing else.
 
     Args:
         directory: where to keep the kernels; created with mode 700. None keeps them in memory only.
@@ -158,14 +159,16 @@ def _read(path: Path) -> KernelImage | None:
 
 def _write(path: Path, image: KernelImage) -> None:
     body = asdict(image)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    temporary: Path | None = None
     try:
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        temporary = Path(name)
         with os.fdopen(handle, "w") as file:
             json.dump({"checksum": _checksum(body), "kernel": body}, file)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    except OSError:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -109,10 +109,10 @@ def device_limits() -> DeviceLimits:
 
 @functools.cache
 def kernel_cache() -> KernelCache:
-    """Returns the process-wide kernel cache; in memory only where the home directory cannot be written."""
+    """Returns the process-wide kernel cache; in memory only where there is no home directory that can be written."""
     try:
         return KernelCache(default_directory())
-    except OSError:
+    except (OSError, RuntimeError):
         return KernelCache(None)
 
 

@@ -197,6 +197,18 @@ def test_a_spec_of_an_array_uses_the_names_of_the_specs():
         assert native.array_spec(jnp.zeros((2, 3), dtype)) == ArraySpec((2, 3), np.dtype(dtype).name)
 
 
+@pytest.mark.parametrize("error", [PermissionError("read-only"), RuntimeError("no home")])
+def test_without_a_writable_home_kernels_are_kept_in_memory(monkeypatch, error):
+    def refuse():
+        raise error
+
+    monkeypatch.setattr(native, "default_directory", refuse)
+    native.kernel_cache.cache_clear()
+    assert native.kernel_cache()._directory is None
+    native.kernel_cache.cache_clear()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one here")
 def test_without_a_cuda_device_the_limits_are_unknown():
     native.device_limits.cache_clear()
     with pytest.raises(Unsupported, match="need a CUDA device and JAX sees none; use implementation='torch' or 'xla'"):

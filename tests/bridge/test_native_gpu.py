@@ -165,3 +165,23 @@ def test_a_merge_and_dense_attention_run_natively_with_the_bits_of_the_callback(
 
     for found, expected in zip(jax.jit(program, static_argnums=0)("triton"), program("torch"), strict=True):
         np.testing.assert_array_equal(_bits(found), _bits(expected))
+
+
+def test_under_shard_map_each_device_writes_and_reads_its_own_heads(seed):
+    arrays = _step_arrays(seed, [1, 1, 1], [40, 7, 200])
+    whole = jax.jit(lambda a: _decode(a, a["kv_cache"], "triton", 1))(arrays)
+    devices = min(2, len(jax.devices()))
+    mesh = jax.make_mesh((devices,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    heads = jax.sharding.PartitionSpec(None, "tp")
+    cache = jax.sharding.PartitionSpec(None, None, None, "tp")
+    specs = {name: jax.sharding.PartitionSpec() for name in arrays}
+    specs |= {"query": heads, "key": heads, "value": heads, "kv_cache": cache}
+    step = jax.shard_map(
+        lambda a: _decode(a, a["kv_cache"], "triton", 1),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(heads, heads, cache),
+        check_vma=False,
+    )
+    for found, expected in zip(jax.jit(step)(arrays), whole, strict=True):
+        np.testing.assert_array_equal(_bits(found), _bits(expected))
