@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 
 from torch_core.cache import CacheConfig, CacheManager
 from torch_core.cache.keys import KeyChain, encode_root
+from torch_core.cache.pool import BlockPool
+from torch_core.cache.prefix import PrefixIndex
 
 __all__ = ["AllocatorRow", "main", "run"]
 
@@ -163,8 +165,7 @@ def _audit_rows(num_blocks: int, block_size: int, repeats: int) -> list[Allocato
 
 
 def _pool_row(batch: int, repeats: int) -> AllocatorRow:
-    cache = CacheManager(CacheConfig(num_blocks=4 * batch, block_size=16, enable_prefix_caching=False))
-    pool = cache._state.pool
+    pool = BlockPool(4 * batch, PrefixIndex(1, verify=False))
     times = _times(lambda: pool.release(pool.take(batch)), repeats)
     return _row(f"take and release {batch} blocks of the pool", "us", times, 1e6, peer=_vllm_pool(batch, repeats))
 
