@@ -69,14 +69,16 @@ def decode_group(
     num_seqs, num_kv_heads = query.shape[:2]
     length = num_padded_blocks * block_size
     blocks = np.zeros((num_seqs, num_padded_blocks), np.int64)
-    mask = np.full((num_seqs, 1, 1, length), -np.inf, np.float32)
+    mask = np.zeros((num_seqs, 1, 1, length), np.float32)
     live = []
     for index, (row, first_key, seq_len) in enumerate(lengths):
         first_block = first_key // block_size
         end_block = -(-seq_len // block_size)
         blocks[index, : end_block - first_block] = block_tables[row, first_block:end_block]
         first, end = first_key - first_block * block_size, seq_len - first_block * block_size
-        mask[index, 0, 0, first:end] = 0
+        mask[index, 0, 0, end:] = -np.inf
+        if first:
+            mask[index, 0, 0, :first] = -np.inf
         live.append((first, end))
     key, value = gather_blocks(kv_cache, blocks, live, scale_caches)
     if alibi_slopes is not None:

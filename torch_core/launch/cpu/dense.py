@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_core.launch.cpu.gather import raw_array
 from torch_core.launch.cpu.masks import Extras, key_range
 from torch_core.launch.cpu.result import open_results
 from torch_core.launch.cpu.rows import attend_rows
@@ -81,8 +82,8 @@ def _attention(
     )
     query, key, value = (x.float() if x.stride(2) == 1 else x.float().contiguous() for x in (query, key, value))
     query = query.unflatten(1, (num_kv_heads, -1))
-    slopes = None if alibi_slopes is None else alibi_slopes.float().numpy()
-    bias = None if qq_bias is None else qq_bias.float().numpy()
+    slopes = None if alibi_slopes is None else raw_array(alibi_slopes.float())
+    bias = None if qq_bias is None else raw_array(qq_bias.float())
     for seq in seqs:
         extras = Extras(
             causal=None if seq_causal is None else bool(seq_causal[seq]),

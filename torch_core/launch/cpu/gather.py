@@ -16,11 +16,13 @@ CachePair = Tensor | tuple[Tensor, Tensor]
 
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16}
 #: Above this many bytes torch's own gather, which uses all threads, is faster than numpy's.
-_MAX_NUMPY_BYTES = 4 << 20
+_MAX_NUMPY_BYTES = 2 << 20
 
 
 def raw_array(tensor: Tensor) -> np.ndarray:
     """Returns a tensor's memory as a numpy array of the same shape; dtypes that numpy lacks come as their bits."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype is torch.float32 or tensor.dtype is torch.float16:
         return tensor.numpy()
     return tensor.view(_RAW_DTYPES[tensor.dtype.itemsize]).numpy()
@@ -36,7 +38,7 @@ def gather_blocks(
 
     Args:
         kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_size]`, or a pair
-            `[num_blocks, block_size, num_kv_heads, size]`.
+            `[num_blocks, block_size, num_kv_heads, size]`; any strides.
         blocks: int64 `[num_seqs, blocks_per_seq]`, valid block ids; which one stands in unused places is irrelevant.
         live: for each sequence the first and last-plus-one row that is used; all others become zero, because
             0 x NaN is NaN.
@@ -46,21 +48,15 @@ def gather_blocks(
         Two tensors `[num_seqs, num_kv_heads, blocks_per_seq * block_size, size]`, strided views of rows that are
         contiguous by token.
     """
-    if isinstance(kv_cache, Tensor) and kv_cache.is_contiguous():
-        shape = kv_cache.shape
-        index = np.empty((2, *blocks.shape), np.int64)
-        np.multiply(blocks, 2, out=index[0])
-        np.add(index[0], 1, out=index[1])
-        flat = raw_array(kv_cache).reshape(shape[0] * 2, *shape[2:])
-        both = _take(flat, index.ravel()).reshape(2, blocks.shape[0], -1, *shape[3:])
-        _zero_unused(both, live)
-        key, value = _as_float32(both[0], kv_cache.dtype), _as_float32(both[1], kv_cache.dtype)
+    if isinstance(kv_cache, Tensor):
+        both = raw_array(kv_cache)
+        key = _gather(both[:, 0], kv_cache.dtype, blocks, live)
+        value = _gather(both[:, 1], kv_cache.dtype, blocks, live)
     else:
-        caches = kv_cache.unbind(1) if isinstance(kv_cache, Tensor) else kv_cache
-        key, value = (_gather_rows(cache, blocks, live) for cache in caches)
+        key, value = (_gather(raw_array(cache), cache.dtype, blocks, live) for cache in kv_cache)
     if scale_caches is not None:
-        key = key * _gather_rows(scale_caches[0][..., None], blocks, live)
-        value = value * _gather_rows(scale_caches[1][..., None], blocks, live)
+        scales = (_gather(cache.numpy()[..., None], torch.float32, blocks, live) for cache in scale_caches)
+        key, value = (rows * scale for rows, scale in zip((key, value), scales, strict=True))
     return key, value
 
 
@@ -71,30 +67,21 @@ def scale_value(scale: Tensor | float | None) -> float:
     return scale.item() if isinstance(scale, Tensor) else float(scale)
 
 
-def _gather_rows(cache: Tensor, blocks: np.ndarray, live: list[tuple[int, int]]) -> Tensor:
-    rows = _take(raw_array(cache), blocks.ravel()).reshape(1, blocks.shape[0], -1, *cache.shape[2:])
-    _zero_unused(rows, live)
-    return _as_float32(rows[0], cache.dtype)
-
-
-def _take(rows: np.ndarray, index: np.ndarray) -> np.ndarray:
-    if index.size * rows[0].nbytes > _MAX_NUMPY_BYTES:
-        return torch.from_numpy(rows).index_select(0, torch.from_numpy(index)).numpy()
-    # take would first copy the whole array when it is a strided view.
-    return rows.take(index, axis=0) if rows.flags.c_contiguous else rows[index]
-
-
-def _zero_unused(rows: np.ndarray, live: list[tuple[int, int]]) -> None:
-    length = rows.shape[2]
+def _gather(cache: np.ndarray, dtype: torch.dtype, blocks: np.ndarray, live: list[tuple[int, int]]) -> Tensor:
+    """Returns float32 `[num_seqs, num_kv_heads, tokens, size]` from one raw cache `[num_blocks, block_size, ...]`."""
+    num_seqs = len(blocks)
+    _, block_size, num_kv_heads, size = cache.shape
+    if blocks.size * block_size * num_kv_heads * size * cache.itemsize > _MAX_NUMPY_BYTES:
+        rows = torch.from_numpy(cache).index_select(0, torch.from_numpy(blocks.ravel())).numpy()
+    else:
+        rows = cache[blocks]
+    rows = rows.reshape(num_seqs, -1, num_kv_heads, size)
+    length = rows.shape[1]
     for seq, (first, end) in enumerate(live):
         if first:
-            rows[:, seq, :first] = 0
+            rows[seq, :first] = 0
         if end < length:
-            rows[:, seq, end:] = 0
-
-
-def _as_float32(rows: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Returns `[num_seqs, tokens, heads, size]` raw rows as `[num_seqs, heads, tokens, size]` float32."""
+            rows[seq, end:] = 0
     tensor = torch.from_numpy(rows.transpose(0, 2, 1, 3))
     if dtype is torch.float32:
         return tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_core.launch.cpu.core import fused_applies
 from torch_core.launch.cpu.decode import decode_group, first_key_of_decode, padded_blocks
-from torch_core.launch.cpu.gather import CachePair, gather_blocks, scale_value
+from torch_core.launch.cpu.gather import CachePair, gather_blocks, raw_array, scale_value
 from torch_core.launch.cpu.masks import Extras, key_range
 from torch_core.launch.cpu.result import open_results
 from torch_core.launch.cpu.rows import attend_rows
@@ -119,7 +119,7 @@ def _paged_attention(
     )
     query = _as_heads(query, num_kv_heads)
     tables = block_tables.numpy()
-    slopes = None if alibi_slopes is None else alibi_slopes.float().numpy()
+    slopes = None if alibi_slopes is None else raw_array(alibi_slopes.float())
     scale = spec.scale * scale_value(k_scale) * scale_value(q_scale)
     scale_caches = None
     if k_scale_cache is not None and v_scale_cache is not None:
@@ -137,7 +137,7 @@ def _paged_attention(
                 ),
             )
 
-    bias = None if qq_bias is None else qq_bias.float().numpy()
+    bias = None if qq_bias is None else raw_array(qq_bias.float())
     for seq in single:
         extras = Extras(
             causal=None if seq_causal is None else bool(seq_causal[seq]),

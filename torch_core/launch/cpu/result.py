@@ -75,20 +75,21 @@ def open_results(
         out_scale: divisor of the output.
     """
     num_tokens, num_heads, _ = query.shape
+    heads = (num_kv_heads, num_heads // num_kv_heads)
     if out is None:
         dtype = query.dtype if query.dtype.itemsize > 1 else torch.bfloat16
         out = torch.empty(num_tokens, num_heads, value_head_size, dtype=dtype)
-    lse = torch.empty(num_tokens, num_heads) if with_lse else None
     if num_stored < num_tokens:
         out.zero_()
-        if lse is not None:
-            lse.fill_(-torch.inf)
-    heads = (num_kv_heads, num_heads // num_kv_heads)
+    lse = lse_by_head = None
+    if with_lse:
+        lse = torch.full((num_tokens, num_heads), -torch.inf)
+        lse_by_head = lse.view(num_tokens, *heads)
     rows = ResultRows(
         out.view(num_tokens, *heads, value_head_size),
-        None if lse is None else lse.view(num_tokens, *heads),
+        lse_by_head,
         None if sinks is None else sinks.float().view(heads),
-        scale_value(v_scale) / scale_value(out_scale),
+        1.0 if v_scale is None and out_scale is None else scale_value(v_scale) / scale_value(out_scale),
     )
     return out, lse, rows
 
