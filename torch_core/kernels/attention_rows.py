@@ -160,15 +160,14 @@ def attention_rows_kernel(
     columns = tl.arange(0, BLOCK_N)
 
     # The ids of the next tile's pages travel through the loop: loaded in the iteration that needs them, the load
-    # would cost the software pipeline one of its buffers. After the last tile its own ids are loaded again.
+    # would cost the software pipeline one of its buffers.
     pages = columns
     if PAGED:
         pages = page_ids(block_table, body_start + columns, None, body_end, BLOCK_SIZE)
     for position in tl.range(body_start, body_end, BLOCK_N, num_stages=STAGES):
         current = pages
         if PAGED:
-            following = tl.multiple_of(tl.minimum(position + BLOCK_N, body_end - BLOCK_N), BLOCK_N)
-            pages = tl.load(block_table + (following + columns) // BLOCK_SIZE)
+            pages = page_ids(block_table, position + BLOCK_N + columns, None, body_end, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
             q, acc, row_max, row_sum, current, position, columns, columns >= 0, query_pos, num_keys, context,
             key_base, value_base, key_scale_base, value_scale_base, window_left, window_right, attention_chunk, ranges,

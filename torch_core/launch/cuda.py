@@ -201,7 +201,7 @@ def _dense(
         "key_start_loc": key_start_loc,
     }
     plan = plan_attention(
-        *(array_spec(tensor) for tensor in tensors.values()),
+        *[array_spec(tensor) for tensor in tensors.values()],
         spec=spec,
         max_query_len=max_query_len,
         with_lse=with_lse,

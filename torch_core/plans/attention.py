@@ -233,11 +233,11 @@ def _rows(call: AttentionCall, *, min_query: int) -> LaunchPlan:
     pack = call.group if call.group <= 64 else 1
     tile = rows_tile(
         rows=max(1, call.max_query_len) * pack,
+        max_query_len=call.max_query_len,
         head_padded=max(call.head_padded, call.value_padded),
         key_bytes=DTYPE_BYTES[call.key.dtype],
         query_bytes=DTYPE_BYTES[call.query.dtype],
         paged=call.paged,
-        edges=call.mm_prefix_range is not None,
     )
     return rows_launch(call, tile, pack=min(pack, tile.block_m), min_query=min_query)
 
@@ -246,8 +246,11 @@ def _split(
     call: AttentionCall, *, max_query: int, zero_padding: bool
 ) -> tuple[list[LaunchPlan], tuple[tuple[str, ArraySpec], ...]]:
     pack = _split_pack(call)
+    head_programs = call.num_kv_heads * ceil_div(call.group, pack)
     tile = split_tile(
         rows=max_query * pack,
+        programs=call.num_seqs * head_programs,
+        table_tokens=call.table_tokens,
         head_padded=max(call.head_padded, call.value_padded),
         key_bytes=DTYPE_BYTES[call.key.dtype],
         query_bytes=DTYPE_BYTES[call.query.dtype],
@@ -255,7 +258,8 @@ def _split(
     chunk = chunk_size(
         num_seqs=call.num_seqs,
         table_tokens=max(1, call.table_tokens),
-        head_programs=call.num_kv_heads * ceil_div(call.group, pack),
+        head_programs=head_programs,
+        key_bytes=DTYPE_BYTES[call.key.dtype],
     )
     launches = [split_launch(call, tile, pack=pack, chunk=chunk, max_query=max_query, zero_padding=zero_padding)]
     chunks = max_chunks(call, chunk, max_query)

@@ -50,7 +50,7 @@ def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: in
         constexprs,
         ("out", "lse") if call.with_lse else ("out",),
         tile,
-        hot=_is_plain(call),
+        hot=_is_plain(call) and tile.maxnreg is None,
     )
 
 

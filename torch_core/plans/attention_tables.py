@@ -9,9 +9,15 @@ from torch_core.plans.operands import ceil_div, power_of_two
 __all__ = ["RowsTile", "SplitTile", "chunk_size", "rows_tile", "split_tile"]
 
 _MIN_CHUNK = 128
-# Chunks times head programs that a full batch should be cut into: a few for each multiprocessor, so that the last ones
-# end together, but not so many that merging them costs more than it balances.
-_TARGET_ITEMS = 1024
+_MAX_CHUNK = 4096
+# Chunks times head programs that a batch is cut into: one or two full waves of the device. More of them cost more to
+# merge than they balance. Small batches get half as many, because each program starts with a chain of cold loads.
+_TARGET_PROGRAMS = {1: 512, 2: 256, 4: 256}
+_SMALL_WORK = 1 << 17
+_SMALL_TARGET = {1: 256, 2: 128, 4: 128}
+# Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
+# the table is wide, and leave after about a microsecond.
+_MAX_PROGRAMS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +58,80 @@ class SplitTile:
     prefetch: bool = True
 
 
-def rows_tile(*, rows: int, head_padded: int, key_bytes: int, query_bytes: int, paged: bool, edges: bool) -> RowsTile:
+def rows_tile(
+    *, rows: int, max_query_len: int, head_padded: int, key_bytes: int, query_bytes: int, paged: bool
+) -> RowsTile:
     """Returns the tile for long queries.
 
     Args:
         rows: an upper bound on the rows of one sequence and key/value head (query tokens times packed heads).
+        max_query_len: an upper bound on the query length.
         head_padded: the larger padded head size of key and value.
-        key_bytes: bytes of an element of the cache.
+        key_bytes: bytes of an element of the keys.
         query_bytes: bytes of an element of the query.
         paged: keys are found through a block table.
-        edges: every tile is masked (bidirectional ranges).
     """
     block_m = max(16, min(128, power_of_two(rows)))
     if query_bytes == 4:
         # fp32 products are not done by the matrix units: registers hold both operands, so the tiles are small.
         return RowsTile(16 if head_padded > 128 else min(block_m, 32), 32, 2, 4)
+    if block_m < 128:
+        return RowsTile(block_m, 32 if head_padded > 128 else 64, 3, 4)
     if head_padded > 128:
-        return RowsTile(min(block_m, 128), 32 if key_bytes == 1 else 64, 2, 8)
-    if block_m < 64:
-        return RowsTile(block_m, 64, 3, 4)
-    if block_m == 64:
-        return RowsTile(64, 64, 3, 4)
-    return RowsTile(128, 64, 3, 8)
+        return RowsTile(128, 32, 3, 8) if paged else RowsTile(128, 64, 2, 8)
+    if key_bytes == 1:
+        return RowsTile(128, 64, 3, 8)
+    # A cap of 128 registers lets two programs share a multiprocessor: one multiplies while the other takes
+    # exponentials. It is worth the few spills that it costs.
+    if head_padded <= 64:
+        return RowsTile(128, 128, 2, 8, 128) if paged else RowsTile(128, 64, 3, 8, 128)
+    if max_query_len <= 1024:
+        return RowsTile(128, 32, 3, 8, 128)
+    return RowsTile(128, 64, 2, 8, 128) if paged else RowsTile(128, 64, 3, 8)
 
 
-def split_tile(*, rows: int, head_padded: int, key_bytes: int, query_bytes: int) -> SplitTile:
-    """Returns the tile for short queries; arguments as in `rows_tile`."""
+def split_tile(
+    *, rows: int, programs: int, table_tokens: int, head_padded: int, key_bytes: int, query_bytes: int
+) -> SplitTile:
+    """Returns the tile for short queries.
+
+    Args:
+        rows: query tokens times packed heads of one program.
+        programs: sequences times head programs.
+        table_tokens: tokens that one row of the block table can hold.
+        head_padded: the larger padded head size of key and value.
+        key_bytes: bytes of an element of the keys.
+        query_bytes: bytes of an element of the query.
+    """
     block_m = max(16, power_of_two(rows))
     if query_bytes == 4:
         return SplitTile(block_m, 16 if head_padded > 128 else 32, 3, 4)
-    if block_m > 32:
-        return SplitTile(block_m, 32 if head_padded > 128 else 64, 3, 4)
     if head_padded > 128:
         return SplitTile(block_m, 32, 3, 4)
+    if block_m > 16:
+        return SplitTile(block_m, 64, 3, 4)
+    many = programs >= 512
     if key_bytes == 1:
-        return SplitTile(block_m, 64, 3, 2)
-    return SplitTile(block_m, 64, 3, 4)
+        return SplitTile(16, 32, 3, 1) if many and (programs >= 1024) else SplitTile(16, 64, 3, 2)
+    if not many:
+        return SplitTile(16, 64, 3, 4)
+    return SplitTile(16, 64, 4, 4) if table_tokens >= 4096 else SplitTile(16, 32, 4, 2)
 
 
-def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int) -> int:
+def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_bytes: int) -> int:
     """Returns the keys of one chunk, a power of two: from the padded batch and the table's width, never from lengths.
 
     Args:
         num_seqs: rows of the block table, padding included.
         table_tokens: tokens that one row of the block table can hold.
         head_programs: programs that one chunk of keys needs.
+        key_bytes: bytes of an element of the keys.
 
     Example:
-        >>> chunk_size(num_seqs=1, table_tokens=65536, head_programs=8)
-        512
+        >>> chunk_size(num_seqs=1, table_tokens=65536, head_programs=8, key_bytes=2)
+        2048
     """
-    items = num_seqs * table_tokens * head_programs
-    return max(_MIN_CHUNK, power_of_two(ceil_div(items, _TARGET_ITEMS)))
+    work = num_seqs * table_tokens * head_programs
+    target = (_SMALL_TARGET if work <= _SMALL_WORK else _TARGET_PROGRAMS)[key_bytes]
+    chunk = max(_MIN_CHUNK, min(_MAX_CHUNK, power_of_two(ceil_div(work, target))))
+    return max(chunk, power_of_two(ceil_div(work, _MAX_PROGRAMS)))
