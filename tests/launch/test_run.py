@@ -112,3 +112,11 @@ def test_an_operation_runs_on_cuda_and_is_captured_in_a_graph():
     graph.replay()
     assert torch.equal(total, 9 * x)
     assert torch.equal(results["copy"], total)
+
+
+@pytest.mark.gpu
+def test_an_array_on_another_device_is_named():
+    with pytest.raises(
+        InvalidInput, match="double_and_add: total is on cpu and the first input on cuda:0; move it there"
+    ):
+        run_operation(double_and_add(), {"x": torch.zeros(16, device="cuda"), "total": torch.zeros(16)})

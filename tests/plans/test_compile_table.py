@@ -19,9 +19,14 @@ def test_a_variant_in_use_fits_a_block_and_a_hot_one_does_not_spill(label):
     assert resources.shared_memory <= DeviceLimits().shared_memory
     if hot:
         assert resources.spilled == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("label", VARIANTS)
+def test_the_recorded_resources_are_those_of_the_kernel(label):
     version, recorded = read_table()
     if version == triton.__version__:
-        assert resources == recorded[label], "the kernel changed: run `jattn bench tune --compile-table`"
+        assert measure(VARIANTS[label][0]) == recorded[label], "run `jattn bench tune --compile-table`"
 
 
 def test_the_recorded_table_has_a_row_for_every_variant_in_use():

@@ -7,6 +7,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 from torch_core.errors import InvalidInput
 from torch_core.launch.interpret import run_interpreted
@@ -59,12 +61,11 @@ def run_operation(
     for name, spec in plan.scratch:
         buffers[name] = _empty(spec, device)
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            for compiled, template, slots, grid in _prepared(plan, device.index):
-                arguments = list(template)
-                for index, name, descriptor in slots:
-                    arguments[index] = _pointer(plan.name, name, buffers[name], descriptor)
-                compiled[grid](*arguments)
+        if torch.cuda.current_device() == device.index:
+            _launch_all(plan, buffers, device)
+        else:
+            with torch.cuda.device(device):
+                _launch_all(plan, buffers, device)
     else:
         for launch in plan.launches:
             run_interpreted(launch.kernel, launch.grid, _interpreter_arguments(launch, buffers))
@@ -115,6 +116,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def _launch_all(plan: OperationPlan, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    for compiled, template, slots, grid in _prepared(plan, device.index):
+        arguments = list(template)
+        for index, argument in slots:
+            arguments[index] = _address(plan.name, argument, buffers[argument.buffer], device)
+        if knobs.runtime.launch_enter_hook is None and knobs.runtime.launch_exit_hook is None:
+            # What compiled[grid] does, without building a closure and looking up the device on every call.
+            stream = driver.active.get_current_stream(device.index)
+            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        else:
+            compiled[grid](*arguments)
+
+
 @lru_cache(maxsize=4096)
 def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
     # One entry per device: a loaded CUDA function belongs to one context.
@@ -131,8 +145,10 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
             argument = arguments[name]
             template.append(_constant(argument))
             if isinstance(argument, (Pointer, Descriptor)):
-                slots.append((index, argument.buffer, argument))
+                slots.append((index, argument))
         grid = launch.grid + (1,) * (3 - len(launch.grid))
+        # Loads the code onto the device, so that a later capture does not.
+        compiled._init_handles()
         prepared.append((compiled, tuple(template), tuple(slots), grid))
     return tuple(prepared)
 
@@ -143,14 +159,21 @@ def _constant(argument: Any) -> Any:
     return None if isinstance(argument, Absent) else argument
 
 
-def _pointer(operation: str, name: str, tensor: torch.Tensor, argument: Pointer | Descriptor) -> Any:
+def _address(operation: str, argument: Pointer | Descriptor, tensor: torch.Tensor, device: torch.device) -> Any:
+    if tensor.device != device:
+        raise InvalidInput(
+            f"{operation}: {argument.buffer} is on {tensor.device} and the first input on {device}; move it there."
+        )
     if isinstance(argument, Pointer):
-        return tensor
+        # A number, not the tensor: for a tensor the launcher asks the driver about the address on every call.
+        return tensor.data_ptr()
     # Imported here: only Gluon plans need it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if tensor.data_ptr() % 16:
-        raise InvalidInput(f"{operation}: {name} starts at an address that is not a multiple of 16; TMA needs that.")
+        raise InvalidInput(
+            f"{operation}: {argument.buffer} starts at an address that is not a multiple of 16; TMA needs that."
+        )
     return TensorDescriptor(tensor, list(argument.shape), list(argument.strides), list(argument.box), argument.layout)
 
 
