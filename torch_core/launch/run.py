@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime import driver
 
 from torch_core.errors import InvalidInput
 from torch_core.launch.interpret import run_interpreted
@@ -117,14 +116,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _launch_all(plan: OperationPlan, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    for compiled, template, slots, grid in _prepared(plan, device.index):
+    for compiled, run, template, slots, grid in _prepared(plan, device.index):
         arguments = list(template)
         for index, argument in slots:
             arguments[index] = _address(plan.name, argument, buffers[argument.buffer], device)
         if knobs.runtime.launch_enter_hook is None and knobs.runtime.launch_exit_hook is None:
             # What compiled[grid] does, without building a closure and looking up the device on every call.
-            stream = driver.active.get_current_stream(device.index)
-            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+            stream = torch.cuda.current_stream(device).cuda_stream
+            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
         else:
             compiled[grid](*arguments)
 
@@ -147,9 +146,8 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
             if isinstance(argument, (Pointer, Descriptor)):
                 slots.append((index, argument))
         grid = launch.grid + (1,) * (3 - len(launch.grid))
-        # Loads the code onto the device, so that a later capture does not.
-        compiled._init_handles()
-        prepared.append((compiled, tuple(template), tuple(slots), grid))
+        # Reading `run` loads the code onto the device, so that a later capture does not.
+        prepared.append((compiled, compiled.run, tuple(template), tuple(slots), grid))
     return tuple(prepared)
 
 
