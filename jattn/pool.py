@@ -211,7 +211,7 @@ class KVPool:
             return True
         try:
             jax.block_until_ready(self._arrays)
-        except jax.errors.JaxRuntimeError:
+        except (jax.errors.JaxRuntimeError, ValueError):
             return True
         return False
 

@@ -46,13 +46,14 @@ def read_step(caches: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array
     return jnp.stack([cache.sum() for cache in caches]), caches
 
 
-def failing_step(error: BaseException, *, times: int = 1) -> Callable[..., Any]:
-    """A step that fails so many times in its callback, then works."""
-    left = [error] * times
+def failing_step(error: BaseException, *, times: int = 1, after: int = 0) -> Callable[..., Any]:
+    """A step whose callback works so many times, fails so many times, then works again."""
+    left: list[BaseException | None] = [error] * times + [None] * after
 
     def fail(cache: torch.Tensor, amount: torch.Tensor) -> None:
-        if left:
-            raise left.pop()
+        problem = left.pop() if left else None
+        if problem is not None:
+            raise problem
         add_in_place(cache, amount)
 
     return donated(lambda caches, amount: (amount, [add(cache, amount, fail) for cache in caches]))
@@ -139,9 +140,7 @@ def test_a_slice_of_a_dropped_view_counts_as_a_view() -> None:
 def test_a_view_that_cannot_be_tracked_is_found_out_and_the_pool_stays_whole() -> None:
     pool = make_pool()
     untracked = pool.as_torch()[1].detach()
-    with pytest.raises(
-        InvalidInput, match=r"^the step did not consume kv_caches\[1\].* what the step returned\.$"
-    ):
+    with pytest.raises(InvalidInput, match=r"^the step did not consume kv_caches\[1\].* what the step returned\.$"):
         pool.run(add_step, 1.0)
     del untracked
     assert values(pool) == [1, 1]
@@ -217,11 +216,15 @@ def test_a_donated_step_without_a_result_costs_the_contents_not_the_pool() -> No
     assert (values(pool), pool.generation) == ([1, 1, 1], 2)
 
 
-def test_a_callback_that_fails_after_donation_loses_the_pool_and_says_so() -> None:
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_callback_that_fails_after_donation_loses_the_pool_and_says_so(steps: int) -> None:
     pool = make_pool()
     cause = KeyError("block 7")
+    step = failing_step(cause, after=2 * steps)
+    for _ in range(steps):
+        pool.run(step, 1.0)
     with pytest.raises(PoolLost) as lost:
-        pool.run(failing_step(cause), 1.0)
+        pool.run(step, 1.0)
     assert str(lost.value) == (
         "a step failed after it had consumed the KV pool of generation 1 (KeyError: 'block 7'). The pool is now "
         "generation 2 and empty: compute every sequence again."
@@ -252,10 +255,14 @@ def test_every_loss_raises_the_generation_by_one() -> None:
     assert (generations, pool.generation) == ([1, 2, 3], 4)
 
 
-def test_an_interrupt_inside_a_callback_stays_an_interrupt_and_the_pool_works_afterwards() -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_interrupt_inside_a_callback_stays_an_interrupt_and_the_pool_works_afterwards(steps: int) -> None:
     pool = make_pool()
+    step = failing_step(KeyboardInterrupt(), after=2 * steps)
+    for _ in range(steps):
+        pool.run(step, 1.0)
     with pytest.raises(KeyboardInterrupt):
-        pool.run(failing_step(KeyboardInterrupt()), 1.0)
+        pool.run(step, 1.0)
     pool.run(add_step, 1.0)
     assert (pool.generation, values(pool)) == (2, [1, 1])
 

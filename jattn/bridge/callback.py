@@ -52,8 +52,8 @@ def call_torch(
         The outputs, in order.
 
     Raises:
-        jax.errors.JaxRuntimeError: when `function` raised; run the program inside `typed_errors` to get the
-            function's own exception instead.
+        Exception: outside jit, what `function` raised. A jitted program raises jax.errors.JaxRuntimeError or
+            ValueError; run it inside `typed_errors` to get the function's own exception.
     """
     aliases = dict(aliases or {})
     own_outputs = tuple(index for index in range(len(outputs)) if index not in aliases.values())
@@ -61,12 +61,13 @@ def call_torch(
     call = buffer_callback(
         _TorchCallback(function, own_outputs, num_threads), list(outputs), input_output_aliases=aliases
     )
-    return call(*arguments)
+    with typed_errors():
+        return call(*arguments)
 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Re-raises what a torch function raised inside a JAX program as itself, not as a JaxRuntimeError.
+    """Re-raises what a torch function raised inside a JAX program as itself, not as the error that JAX makes of it.
 
     Wait for the program's results inside the block: JAX reports a failure only when somebody looks.
 
@@ -75,7 +76,8 @@ def typed_errors() -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # A program's first run raises a JaxRuntimeError, JAX's fast dispatch of later runs a plain ValueError.
         original = _recorded.find(str(error))
         if original is None:
             raise

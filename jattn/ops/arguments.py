@@ -1,6 +1,12 @@
-"""Trace-time checks of the ops' arguments: rank, shape and dtype, each with one clear message."""
+"""Trace-time checks of the ops' arguments: rank, shape and dtype, each with one clear message.
+
+The checks look at what the caller passed; `as_jax` makes JAX arrays of it afterwards, so that int64 numpy tables are
+refused rather than narrowed.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +17,22 @@ from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KV_CACHE_DTYPES, QUERY_DTYPES, AttentionSpec
 
 __all__ = [
+    "as_jax",
     "attention_extras",
     "attention_spec",
     "check_array",
     "check_cache",
     "check_dense",
+    "check_float64",
     "check_head_vector",
     "check_metadata_arrays",
     "check_query",
     "check_tokens",
     "scale_array",
 ]
+
+# Cache dtypes whose elements are the real values, so that queries and new tokens come in the same dtype.
+_UNSCALED = (*QUERY_DTYPES, "float64")
 
 
 def attention_spec(
@@ -64,6 +75,20 @@ def attention_extras(
     )
 
 
+def as_jax(*arrays: jax.Array | None) -> tuple[Any, ...]:
+    """Returns the arrays as JAX arrays, numpy's included; None stays None."""
+    return tuple(None if array is None else jnp.asarray(array) for array in arrays)
+
+
+def check_float64(name: str, array: jax.Array, implementation: str) -> None:
+    """Refuses float64 where XLA does not compute itself."""
+    if array.dtype.name == "float64" and implementation != "xla":
+        raise Unsupported(
+            f"{name} has dtype float64; implementation={implementation!r} serves {', '.join(QUERY_DTYPES)}. Use "
+            f"{name}.astype(jnp.float32), or implementation='xla'."
+        )
+
+
 def check_array(name: str, array: jax.Array, axes: tuple[str, ...]) -> None:
     """Requires a JAX array with the named axes."""
     if not isinstance(array, (jax.Array, np.ndarray)):
@@ -77,26 +102,35 @@ def check_array(name: str, array: jax.Array, axes: tuple[str, ...]) -> None:
 def check_query(query: jax.Array) -> None:
     """Requires `query` to be float[num_tokens, num_heads, head_size] of a dtype with kernels."""
     check_array("query", query, ("num_tokens", "num_heads", "head_size"))
+    _check_positive("query", query, ("num_heads", "head_size"))
     if query.dtype.name not in (*QUERY_DTYPES, "float64"):
         raise Unsupported(f"query has dtype {query.dtype.name}; use one of {', '.join(QUERY_DTYPES)}.")
 
 
-def check_cache(kv_cache: jax.Array, *, num_heads: int | None = None, head_size: int | None = None) -> None:
+def check_cache(kv_cache: jax.Array, *, query: jax.Array | None = None) -> None:
     """Requires `kv_cache` to be (num_blocks, 2, block_size, num_kv_heads, head_size) and to fit the query."""
     check_array("kv_cache", kv_cache, ("num_blocks", "2", "block_size", "num_kv_heads", "head_size"))
     if kv_cache.shape[1] != 2:
         raise InvalidInput(
             f"kv_cache has shape {kv_cache.shape}; its second axis is {kv_cache.shape[1]} and must be 2 (keys, values)."
         )
+    _check_positive("kv_cache", kv_cache, ("num_blocks", "2", "block_size", "num_kv_heads", "head_size"))
     if kv_cache.dtype.name not in (*KV_CACHE_DTYPES, "float64"):
         raise Unsupported(f"kv_cache has dtype {kv_cache.dtype.name}; use one of {', '.join(KV_CACHE_DTYPES)}.")
-    num_kv_heads = kv_cache.shape[3]
-    if num_heads is not None and num_heads % num_kv_heads:
+    if query is None:
+        return
+    num_heads, head_size = query.shape[1:]
+    if num_heads % kv_cache.shape[3]:
         raise InvalidInput(
-            f"query has {num_heads} heads and kv_cache {num_kv_heads}; the first must be a multiple of the second."
+            f"query has {num_heads} heads and kv_cache {kv_cache.shape[3]}; the first must be a multiple of the second."
         )
-    if head_size is not None and head_size != kv_cache.shape[4]:
+    if head_size != kv_cache.shape[4]:
         raise InvalidInput(f"query has head_size {head_size} and kv_cache {kv_cache.shape[4]}; they must be equal.")
+    if kv_cache.dtype != query.dtype and kv_cache.dtype.name in _UNSCALED:
+        raise InvalidInput(
+            f"query has dtype {query.dtype.name} and kv_cache {kv_cache.dtype.name}; cast one of them "
+            "(query.astype(kv_cache.dtype))."
+        )
 
 
 def check_metadata_arrays(
@@ -144,10 +178,10 @@ def check_tokens(key: jax.Array, value: jax.Array, slot_mapping: jax.Array, kv_c
         raise InvalidInput(
             f"slot_mapping has {slot_mapping.shape[0]} entries and key {key.shape[0]} tokens; pad slot_mapping with -1."
         )
-    if key.dtype != kv_cache.dtype and kv_cache.dtype.name in (*QUERY_DTYPES, "float64"):
+    if key.dtype != kv_cache.dtype and (kv_cache.dtype.name in _UNSCALED or key.dtype.name not in _UNSCALED):
         raise InvalidInput(
             f"key has dtype {key.dtype.name} and kv_cache {kv_cache.dtype.name}; cast one of them "
-            f"(key.astype(kv_cache.dtype))."
+            "(key.astype(kv_cache.dtype))."
         )
 
 
@@ -170,7 +204,9 @@ def check_dense(
         raise InvalidInput(f"key has shape {key.shape} and value {value.shape}; all but head_size must be equal.")
     if key.shape[2] != query.shape[2]:
         raise InvalidInput(f"query has head_size {query.shape[2]} and key {key.shape[2]}; they must be equal.")
-    if query.shape[1] % max(key.shape[1], 1) or key.shape[1] == 0:
+    _check_positive("key", key, ("num_kv_heads", "head_size"))
+    _check_positive("value", value, ("num_kv_heads", "value_head_size"))
+    if query.shape[1] % key.shape[1]:
         raise InvalidInput(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; the first must be a multiple of the second."
         )
@@ -199,10 +235,10 @@ def check_head_vector(name: str, vector: jax.Array | None, num_heads: int) -> ja
 
 
 def scale_array(name: str, scale: float | jax.Array | None) -> jax.Array | None:
-    """Returns a per-tensor scale as float32[1]; a Python number is checked to be positive and finite."""
+    """Returns a per-tensor scale as float32[1]; a number is checked to be positive and finite."""
     if scale is None:
         return None
-    if isinstance(scale, (int, float)) and not (np.isfinite(scale) and scale > 0):
+    if isinstance(scale, (int, float, np.generic)) and not (np.isfinite(scale) and scale > 0):
         raise InvalidInput(f"{name} is {scale}; it must be positive and finite.")
     scale = jnp.asarray(scale, jnp.float32)
     if scale.size != 1:
@@ -217,6 +253,13 @@ def _check_bound(name: str, size: int) -> None:
         raise InvalidInput(f"{name} is {size}; it must be at least 1.")
 
 
+def _check_positive(name: str, array: jax.Array, axes: tuple[str, ...]) -> None:
+    """Requires the last axes of `array` to have elements."""
+    for axis, size in zip(reversed(axes), reversed(array.shape), strict=False):
+        if size == 0:
+            raise InvalidInput(f"{name} has shape {array.shape}; {axis} must be at least 1.")
+
+
 def _check_int32(name: str, array: jax.Array) -> None:
     if array.dtype != jnp.int32:
         raise InvalidInput(f"{name} has dtype {array.dtype.name}; int32 is required. Use {name}.astype(jnp.int32).")
@@ -225,6 +268,8 @@ def _check_int32(name: str, array: jax.Array) -> None:
 def _static_float(name: str, value: float) -> float:
     if isinstance(value, Tracer):
         raise InvalidInput(f"{name} is a tracer; it must be a static float (mark it static, or multiply query by it).")
+    if not isinstance(value, (int, float, np.generic)):
+        raise InvalidInput(f"{name} is {value!r}; it must be a float.")
     return float(value)
 
 

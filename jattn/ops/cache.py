@@ -42,7 +42,9 @@ def write_kv_cache(
     """
     arguments.check_cache(kv_cache)
     arguments.check_tokens(key, value, slot_mapping, kv_cache)
-    operands = (
+    chosen = choose(implementation)
+    arguments.check_float64("kv_cache", kv_cache, chosen)
+    operands = arguments.as_jax(
         key,
         value,
         kv_cache,
@@ -50,7 +52,6 @@ def write_kv_cache(
         arguments.scale_array("k_scale", k_scale),
         arguments.scale_array("v_scale", v_scale),
     )
-    chosen = choose(implementation)
     if chosen == "xla":
         return xla.write_kv_cache(*operands)
     return transforms.opaque(bridged(chosen).write_kv_cache, "write_kv_cache", chosen)(*operands)

@@ -19,14 +19,14 @@ IMPLEMENTATIONS = ("triton", "torch", "xla")
 def choose(implementation: str | None) -> str:
     """Returns the implementation to use; an explicit request is honoured or refused, never replaced.
 
-    None means "triton" where the default backend is CUDA, and elsewhere `_CPU_DEFAULT`.
+    None means "triton" where the default backend is CUDA, `_CPU_DEFAULT` on CPU, and "xla" anywhere else.
 
     Raises:
         InvalidInput: an unknown name.
         Unsupported: a known one that cannot run here, with the reason.
     """
     if implementation is None:
-        return "triton" if jax.default_backend() == "gpu" else _CPU_DEFAULT
+        return {"gpu": "triton", "cpu": _CPU_DEFAULT}.get(jax.default_backend(), "xla")
     if implementation not in IMPLEMENTATIONS:
         raise InvalidInput(
             f"implementation is {implementation!r}; use one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None to let "

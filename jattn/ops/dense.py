@@ -114,9 +114,10 @@ def _attend(
     with_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     arguments.check_dense(*tokens, *locations, *bounds)
-    operands = (*tokens, *locations, *extras)
     static = {"spec": spec, "max_query_len": bounds[0], "max_key_len": bounds[1]}
     chosen = choose(implementation)
+    arguments.check_float64("query", tokens[0], chosen)
+    operands = arguments.as_jax(*tokens, *locations, *extras)
     if chosen == "xla":
         return xla.attention(*operands, **static)
     run = functools.partial(bridged(chosen).attention, **static, with_lse=with_lse)

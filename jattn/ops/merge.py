@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jattn.ops import arguments, transforms, xla
 from jattn.ops.choose import bridged, choose
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import QUERY_DTYPES
 
 __all__ = ["merge_states"]
 
@@ -35,6 +36,7 @@ def merge_states(
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit.
+        Unsupported: a dtype without an implementation, or an implementation that cannot run here.
     """
     for name, out in (("out_a", out_a), ("out_b", out_b)):
         arguments.check_array(name, out, ("num_tokens", "num_heads", "head_size"))
@@ -48,7 +50,11 @@ def merge_states(
         raise InvalidInput(
             f"out_a is {out_a.dtype.name}{out_a.shape} and out_b {out_b.dtype.name}{out_b.shape}; they must be alike."
         )
+    if out_a.dtype.name not in (*QUERY_DTYPES, "float64"):
+        raise Unsupported(f"out_a has dtype {out_a.dtype.name}; use one of {', '.join(QUERY_DTYPES)}.")
     chosen = choose(implementation)
+    arguments.check_float64("out_a", out_a, chosen)
+    operands = arguments.as_jax(out_a, lse_a, out_b, lse_b)
     if chosen == "xla":
-        return xla.merge_states(out_a, lse_a, out_b, lse_b)
-    return transforms.opaque(bridged(chosen).merge_states, "merge_states", chosen)(out_a, lse_a, out_b, lse_b)
+        return xla.merge_states(*operands)
+    return transforms.opaque(bridged(chosen).merge_states, "merge_states", chosen)(*operands)

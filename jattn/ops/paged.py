@@ -132,10 +132,11 @@ def _attend(
     *,
     with_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    arguments.check_cache(kv_cache, num_heads=query.shape[1], head_size=query.shape[2])
+    arguments.check_cache(kv_cache, query=query)
     arguments.check_metadata_arrays(*metadata, max_query_len)
-    operands = (query, kv_cache, *metadata, *extras)
     chosen = choose(implementation)
+    arguments.check_float64("query", query, chosen)
+    operands = arguments.as_jax(query, kv_cache, *metadata, *extras)
     if chosen == "xla":
         return xla.paged_attention(*operands, spec=spec, max_query_len=max_query_len)
     run = functools.partial(bridged(chosen).paged_attention, spec=spec, max_query_len=max_query_len, with_lse=with_lse)

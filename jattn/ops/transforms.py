@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.custom_batching import custom_vmap
 
+from jattn.bridge import typed_errors
 from torch_core.errors import Unsupported
 
 __all__ = ["opaque"]
@@ -16,7 +17,8 @@ __all__ = ["opaque"]
 def opaque(function: Callable[..., Any], name: str, implementation: str) -> Callable[..., Any]:
     """Wraps a bridged op so that grad and vmap raise `Unsupported` with the remedy.
 
-    jit, scan, while_loop, cond and checkpoint pass through: the wrapper vanishes in lowering.
+    jit, scan, while_loop, cond and checkpoint pass through: the wrapper vanishes in lowering. Outside jit, what the
+    function raises comes out as itself.
 
     Args:
         function: takes and returns pytrees of arrays.
@@ -47,4 +49,9 @@ def opaque(function: Callable[..., Any], name: str, implementation: str) -> Call
             "with implementation='xla', or stop the gradient at its inputs (jax.lax.stop_gradient)."
         )
 
-    return differentiable
+    def typed(*operands: Any) -> Any:
+        # Outside jit the function runs right here; inside, this sees the tracing only.
+        with typed_errors():
+            return differentiable(*operands)
+
+    return typed

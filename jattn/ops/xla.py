@@ -44,6 +44,8 @@ def paged_attention(
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs, max_blocks = block_tables.shape
     dtype = _compute_dtype(query.dtype)
+    if query.shape[0] == 0:
+        return query, jnp.zeros(query.shape[:2], jnp.float32)
     query_lens = jnp.diff(query_start_loc)
     rows = query_start_loc[:-1, None] + jnp.arange(max_query_len)
     padded = query.at[rows].get(mode="fill", fill_value=0).astype(dtype)
@@ -113,6 +115,9 @@ def attention(
     num_kv_heads, value_head_size = key.shape[1], value.shape[2]
     num_seqs = query_start_loc.shape[0] - 1
     dtype = _compute_dtype(query.dtype)
+    if query.shape[0] == 0 or key.shape[0] == 0:
+        shape = (*query.shape[:2], value_head_size)
+        return jnp.zeros(shape, query.dtype), jnp.full(shape[:2], -jnp.inf, jnp.float32)
     query_lens, key_lens = jnp.diff(query_start_loc), jnp.diff(key_start_loc)
     rows = query_start_loc[:-1, None] + jnp.arange(max_query_len)
     padded = query.at[rows].get(mode="fill", fill_value=0).astype(dtype)

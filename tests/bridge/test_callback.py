@@ -265,11 +265,19 @@ def test_no_tensor_outlives_a_failed_call_though_the_error_is_kept() -> None:
     assert "in fail" in "".join(traceback.format_tb(kept.value.__traceback__))
 
 
-def failing(error: BaseException) -> Callable[[jax.Array], jax.Array]:
-    def fail(*tensors: torch.Tensor) -> None:
-        raise error
+def failing(error: BaseException, *, after: int = 0) -> Callable[[jax.Array], jax.Array]:
+    """A program that works so many times, then fails always."""
+    left = [None] * after
 
-    return jax.jit(lambda x: doubled(x, fail))
+    def fail(source: torch.Tensor, target: torch.Tensor) -> None:
+        if not left:
+            raise error
+        left.pop()
+
+    program = jax.jit(lambda x: doubled(x, fail))
+    for _ in range(after):
+        program(jnp.ones(2))
+    return program
 
 
 def untyped_failure(error: BaseException) -> Exception:
@@ -281,8 +289,10 @@ def untyped_failure(error: BaseException) -> Exception:
 @pytest.mark.parametrize(
     "error", [KeyError("block"), KeyboardInterrupt(), ValueError("a", 1), SystemExit(3)], ids=lambda e: type(e).__name__
 )
-def test_typed_errors_raises_the_very_exception_that_the_function_raised(error: BaseException) -> None:
-    program = failing(error)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_typed_errors_raises_the_very_exception_that_the_function_raised(error: BaseException, after: int) -> None:
+    # JAX raises a JaxRuntimeError from a program's first run and a plain ValueError from its fast dispatch after it.
+    program = failing(error, after=after)
     with pytest.raises(type(error)) as caught, typed_errors():
         jax.block_until_ready(program(jnp.ones(2)))
     assert caught.value is error
@@ -299,9 +309,18 @@ def test_without_typed_errors_the_failure_still_names_type_and_text() -> None:
     assert re.search(r"KeyError: 'block' \[jattn-callback-error-\d+\]", str(untyped_failure(KeyError("block"))))
 
 
-def test_typed_errors_leaves_foreign_errors_alone() -> None:
-    foreign = jax.errors.JaxRuntimeError("INTERNAL: something else")
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught, typed_errors():
+def test_outside_jit_the_functions_own_exception_comes_out() -> None:
+    def fail(source: torch.Tensor, target: torch.Tensor) -> None:
+        raise KeyError("block")
+
+    with pytest.raises(KeyError, match="block"):
+        doubled(jnp.ones(2), fail)
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, ValueError])
+def test_typed_errors_leaves_foreign_errors_alone(error: type[Exception]) -> None:
+    foreign = error("INTERNAL: something else")
+    with pytest.raises(error) as caught, typed_errors():
         raise foreign
     assert caught.value is foreign
 
@@ -331,7 +350,7 @@ def test_a_program_works_after_it_failed() -> None:
 def test_recorded_errors_are_bounded() -> None:
     program = failing(KeyError("again"))
     for _ in range(100):
-        with pytest.raises(jax.errors.JaxRuntimeError):
+        with pytest.raises(KeyError), typed_errors():
             jax.block_until_ready(program(jnp.ones(2)))
     assert len(callback_module._recorded._errors) == 64
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -101,9 +103,9 @@ def test_query_heads_of_one_group_with_equal_queries_give_equal_outputs(implemen
 
 @each_implementation
 def test_a_window_of_the_whole_sequence_changes_nothing(implementation: str) -> None:
-    shape = {"seq_lens": [33, 8], "query_lens": [4, 1]}
-    windowed = paged_case(12, **shape, spec=AttentionSpec(scale=0.2, window_left=32))
-    plain = paged_case(12, **shape, spec=AttentionSpec(scale=0.2))
+    make = functools.partial(paged_case, 12, seq_lens=[33, 8], query_lens=[4, 1])
+    windowed = make(spec=AttentionSpec(scale=0.2, window_left=32))
+    plain = make(spec=AttentionSpec(scale=0.2))
     for one, other in zip(run_case(windowed, implementation), run_case(plain, implementation), strict=True):
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
 
