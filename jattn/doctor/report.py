@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jattn.doctor import machine, trials
 from torch_core.errors import JattnError
 
-__all__ = ["Check", "DoctorReport", "collect"]
+__all__ = ["Check", "DoctorReport", "Part", "collect", "look_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,11 @@ def collect() -> DoctorReport:
         ("threads", machine.threads),
         ("compile caches", machine.compile_caches),
     )
-    return DoctorReport(tuple(check for section, parts in sections for check in _checks(section, parts)))
+    return DoctorReport(tuple(check for section, parts in sections for check in look_at(section, parts)))
 
 
-def _checks(section: str, parts: Callable[[], Iterable[Part]]) -> Iterator[Check]:
+def look_at(section: str, parts: Callable[[], Iterable[Part]]) -> Iterator[Check]:
+    """Yields one check for each part, and one for the section itself if its parts cannot even be listed."""
     # Whatever a broken installation raises belongs in the report: that is what a doctor is for.
     try:
         for name, look in parts():

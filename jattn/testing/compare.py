@@ -21,7 +21,7 @@ from jattn.testing.measure import Truth, compare_tokens, measure
 from jattn.testing.paged import PagedRun, engine_tokens, with_implementation
 from jattn.testing.report import Report, ReportRow
 from jattn.testing.torch_decoder import TorchDecoder
-from jattn.testing.torch_side import greedy_run, load_torch_side
+from jattn.testing.torch_side import greedy_run, load_torch_side, suitable_threads
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
 __all__ = ["compare_with_torch"]
@@ -100,6 +100,7 @@ def compare_with_torch(
                 "two cannot be compared."
             )
         side = load_torch_side(torch_folder, dtype=config.dtype, device=torch_device)
+        stack.enter_context(suitable_threads(config.num_parameters))
         torch_runs = [greedy_run(side, prompt, max_tokens) for prompt in tokens]
         # The last new token is never fed, so a sequence has one position less than it has tokens.
         sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(tokens, torch_runs, strict=True)]

@@ -40,8 +40,7 @@ def engine_tokens(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: 
 class PagedRun:
     """Computes the logits of sequences through a paged cache; sizes are padded as the engine pads them.
 
-    The sequences share one batch, and the blocks of each are scattered over the pool. The programs are compiled once
-    for all calls.
+    The sequences share one batch, and the blocks of each are scattered over the pool.
 
     Args:
         model: the decoder.
@@ -65,7 +64,7 @@ class PagedRun:
         )
         self._pool = KVPool(spec, num_layers=config.num_hidden_layers, num_blocks=1 + sum(widths))
         graph, self._state = nnx.split(model)
-        self._step = jax.jit(functools.partial(_step, graph), donate_argnums=0)
+        self._step = functools.partial(_step, graph=graph)
 
     def logits(self, prefill_lens: Sequence[int]) -> list[np.ndarray]:
         """Returns the logits after each token of every sequence, float32[tokens, vocab_size] each.
@@ -134,13 +133,16 @@ def _next_counts(done: Sequence[int], prefill_lens: Sequence[int], lengths: Sequ
     return [int(start < length) for start, length in zip(done, lengths, strict=True)]
 
 
+# Jitted here and not for each run: models of one config and prompts of the same sizes share the programs.
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="graph")
 def _step(
-    graph: nnx.GraphDef,
     kv_caches: tuple[jax.Array, ...],
     state: nnx.State,
     token_ids: jax.Array,
     positions: jax.Array,
     metadata: AttentionMetadata,
+    *,
+    graph: nnx.GraphDef,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     model = nnx.merge(graph, state)
     hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
