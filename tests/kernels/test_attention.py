@@ -1,0 +1,96 @@
+"""The attention kernels in Triton's interpreter, against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.attention_cases import assert_matches_reference, dense_case, paged_case
+from tests.support.kernel_cases import interpreter_case
+from torch_core.launch.cuda import attention_with_lse, paged_attention, paged_attention_with_lse
+from torch_core.specs import AttentionSpec
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_problem_is_as_exact_as_torch_in_its_dtype(seed):
+    case = interpreter_case(seed)
+    out, lse = case.run(paged_attention_with_lse if case.paged else attention_with_lse)
+    assert_matches_reference(case, out, lse)
+
+
+def test_a_long_query_walks_edge_and_body_tiles(seed):
+    spec = AttentionSpec(scale=0.25, window_left=150)
+    case = paged_case(seed, seq_lens=[300], query_lens=[140], num_heads=1, num_kv_heads=1, head_size=16, spec=spec)
+    out, lse = case.run(paged_attention_with_lse)
+    assert_matches_reference(case, out, lse)
+
+
+def test_a_sequence_of_several_chunks_is_merged(seed):
+    case = paged_case(
+        seed, seq_lens=[300, 128, 129], query_lens=[1, 1, 1], num_heads=2, num_kv_heads=1, head_size=16
+    )
+    out, lse = case.run(paged_attention_with_lse)
+    assert_matches_reference(case, out, lse)
+
+
+def test_a_mixed_batch_sends_short_and_long_queries_to_their_kernels(seed):
+    case = paged_case(
+        seed, seq_lens=[40, 90, 33, 0], query_lens=[40, 1, 4, 0], num_heads=4, num_kv_heads=1, padding_tokens=3
+    )
+    out, lse = case.run(paged_attention_with_lse)
+    assert_matches_reference(case, out, lse)
+
+
+def test_padded_tokens_get_zeros_and_an_lse_of_minus_infinity(seed):
+    case = paged_case(seed, seq_lens=[5, 0], query_lens=[1, 0], padding_tokens=4)
+    out, lse = case.run(paged_attention_with_lse)
+    assert not out[1:].any()
+    assert (lse[1:] == -torch.inf).all()
+
+
+def test_an_output_with_strides_is_written_in_place(seed):
+    case = paged_case(seed, seq_lens=[9], query_lens=[2])
+    wide = torch.full((2, 6, 64), 7.0)
+    result = case.run(paged_attention, out=wide[:, :, :32])
+    assert torch.equal(result, case.run(paged_attention))
+    assert result.data_ptr() == wide.data_ptr()
+    assert (wide[:, :, 32:] == 7).all()
+
+
+def test_caches_of_unequal_head_sizes_come_as_a_pair(seed):
+    case = paged_case(seed, seq_lens=[20, 3], query_lens=[5, 1])
+    keys, values = case.tensors()["kv_cache"].unbind(1)
+    pair = (keys, values[..., :24].contiguous())
+    out = case.run(paged_attention, kv_cache=pair)
+    assert torch.equal(out, case.run(paged_attention)[..., :24])
+
+
+def test_an_fp8_output_is_scaled_and_saturated(seed):
+    case = dense_case(seed, key_lens=[12], query_lens=[12])
+    exact = case.run(attention_with_lse)[0]
+    out = torch.empty(exact.shape, dtype=torch.float8_e4m3fn)
+    case.run(attention_with_lse, out=out, out_scale=0.001)
+    expected = (exact / 0.001).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert (out.float() - expected.float()).abs().max() <= 32  # one unit in the last place of the largest values
+
+
+def test_an_fp8_query_is_multiplied_by_its_scale(seed):
+    case = paged_case(seed, seq_lens=[20], query_lens=[3], dtype="float8_e4m3fn", q_scale=0.5, k_scale=0.7)
+    out, lse = case.run(paged_attention_with_lse)
+    assert out.dtype == torch.bfloat16
+    assert_matches_reference(case, out, lse)
+
+
+@pytest.mark.parametrize("function", [paged_attention, paged_attention_with_lse])
+def test_an_empty_batch_launches_nothing(function):
+    case = paged_case(0, seq_lens=[], query_lens=[])
+    result = case.run(function, query_start_loc=torch.zeros(1, dtype=torch.int32))
+    out = result[0] if isinstance(result, tuple) else result
+    assert out.shape == (0, 6, 32)
+
+
+def test_dense_keys_without_sequences_launch_nothing():
+    case = dense_case(0, key_lens=[], query_lens=[], padding_tokens=2)
+    out, lse = case.run(attention_with_lse)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
