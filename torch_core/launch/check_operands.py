@@ -48,9 +48,7 @@ def check_tensor(name: str, tensor: Tensor, rank: int, dtypes: tuple[torch.dtype
     if tensor.ndim != rank:
         raise InvalidInput(f"{name} has shape {list(tensor.shape)}; it must have {rank} axes.")
     if tensor.dtype not in dtypes:
-        raise InvalidInput(
-            f"{name} is {dtype_name(tensor.dtype)}; it must be one of {', '.join(map(dtype_name, dtypes))}."
-        )
+        raise InvalidInput(f"{name} is {dtype_name(tensor.dtype)}; it must be {' or '.join(map(dtype_name, dtypes))}.")
     if tensor.device != device:
         raise InvalidInput(f"{name} is on {tensor.device} and the other tensors on {device}; move it there.")
     if tensor.requires_grad and torch.is_grad_enabled():

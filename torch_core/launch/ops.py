@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_core.errors import Unsupported
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.launch import check, cpu
 from torch_core.specs import AttentionSpec
 
@@ -43,7 +43,7 @@ def paged_attention(
     """Returns the output of `paged_attention_with_lse` alone; the arguments are the same."""
     arrays = (query, kv_cache, block_tables, seq_lens, query_start_loc)
     options.update(k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks)
-    if query.device.type == "cpu":
+    if _on_cpu("query", query):
         check.check_paged_attention(*arrays, max_query_len=max_query_len, out=out, causal=spec.causal, **options)
         return cpu.paged_attention(*arrays, spec=spec, out=out, **options)
     return _accelerated(query).paged_attention(*arrays, spec=spec, max_query_len=max_query_len, out=out, **options)
@@ -111,7 +111,7 @@ def paged_attention_with_lse(
     """
     arrays = (query, kv_cache, block_tables, seq_lens, query_start_loc)
     options.update(k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks)
-    if query.device.type == "cpu":
+    if _on_cpu("query", query):
         check.check_paged_attention(*arrays, max_query_len=max_query_len, out=out, causal=spec.causal, **options)
         return cpu.paged_attention_with_lse(*arrays, spec=spec, out=out, **options)
     accelerated = _accelerated(query)
@@ -137,7 +137,7 @@ def attention(
     arrays = (query, key, value, query_start_loc, key_start_loc)
     limits = {"max_query_len": max_query_len, "max_key_len": max_key_len}
     options.update(alibi_slopes=alibi_slopes, sinks=sinks)
-    if query.device.type == "cpu":
+    if _on_cpu("query", query):
         check.check_attention(*arrays, **limits, out=out, **options)
         return cpu.attention(*arrays, spec=spec, out=out, **options)
     return _accelerated(query).attention(*arrays, spec=spec, **limits, out=out, **options)
@@ -187,7 +187,7 @@ def attention_with_lse(
     arrays = (query, key, value, query_start_loc, key_start_loc)
     limits = {"max_query_len": max_query_len, "max_key_len": max_key_len}
     options.update(alibi_slopes=alibi_slopes, sinks=sinks)
-    if query.device.type == "cpu":
+    if _on_cpu("query", query):
         check.check_attention(*arrays, **limits, out=out, **options)
         return cpu.attention_with_lse(*arrays, spec=spec, out=out, **options)
     return _accelerated(query).attention_with_lse(*arrays, spec=spec, **limits, out=out, **options)
@@ -240,7 +240,7 @@ def write_kv_cache(
         "k_scale_cache": k_scale_cache,
         "v_scale_cache": v_scale_cache,
     }
-    if key.device.type == "cpu":
+    if _on_cpu("key", key):
         check.check_write_kv_cache(*arrays, **options)
         return cpu.write_kv_cache(*arrays, **options)
     return _accelerated(key, "cuda_cache").write_kv_cache(*arrays, **options)
@@ -266,7 +266,7 @@ def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> 
         >>> cache.flatten().tolist()
         [0.0, 1.0, 1.0]
     """
-    if block_mapping.device.type == "cpu":
+    if _on_cpu("block_mapping", block_mapping):
         check.check_copy_blocks(kv_caches, block_mapping)
         return cpu.copy_blocks(kv_caches, block_mapping)
     return _accelerated(block_mapping, "cuda_cache").copy_blocks(kv_caches, block_mapping)
@@ -297,10 +297,17 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         >>> merge_states(one, lse, two, lse)[0].item()
         1.5
     """
-    if out_a.device.type == "cpu":
+    if _on_cpu("out_a", out_a):
         check.check_merge_states(out_a, lse_a, out_b, lse_b)
         return cpu.merge_states(out_a, lse_a, out_b, lse_b)
     return _accelerated(out_a, "cuda_cache").merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def _on_cpu(name: str, tensor: Tensor) -> bool:
+    device = getattr(tensor, "device", None)
+    if device is None:
+        raise InvalidInput(f"{name} is a {type(tensor).__name__}; it must be a torch tensor.")
+    return device.type == "cpu"
 
 
 def _accelerated(tensor: Tensor, module: str = "cuda") -> ModuleType:
