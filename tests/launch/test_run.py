@@ -120,3 +120,10 @@ def test_an_array_on_another_device_is_named():
         InvalidInput, match="double_and_add: total is on cpu and the first input on cuda:0; move it there"
     ):
         run_operation(double_and_add(), {"x": torch.zeros(16, device="cuda"), "total": torch.zeros(16)})
+
+
+@pytest.mark.gpu
+def test_an_array_that_is_less_aligned_than_planned_is_named():
+    x = torch.arange(17.0, device="cuda")[1:]
+    with pytest.raises(InvalidInput, match="double_and_add: x starts 4 bytes after a multiple of 16"):
+        run_operation(double_and_add(), {"x": x, "total": torch.zeros(16, device="cuda")})

@@ -62,7 +62,8 @@ def paged_attention_with_lse(
         max_query_len: an upper bound on the query lengths; rows of longer queries are not computed.
         out: [num_tokens, num_heads, value_head_size], written; its dtype may be fp8, see `out_scale`.
         options: k_scale, v_scale, q_scale, out_scale (numbers or one-element float32 tensors), alibi_slopes, sinks,
-            k_scale_cache, v_scale_cache, mm_prefix_range, qq_bias, seq_causal; see `plan_paged_attention`.
+            k_scale_cache, v_scale_cache, mm_prefix_range, qq_bias, seq_causal, kv_chunk_size; see
+            `plan_paged_attention`.
 
     Returns:
         The output and the lse, float32 [num_tokens, num_heads], natural logarithm.
@@ -215,7 +216,7 @@ def _dense(
 def _out_options(query: torch.Tensor, out: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     if out is None:
         return {}
-    if out.is_contiguous():
+    if out.is_contiguous() and out.data_ptr() % 16 == 0:
         return {"out_dtype": dtype_name(out.dtype)}
     tensors["out"] = out
     return {"out": array_spec(out)}
@@ -228,7 +229,7 @@ def _option_specs(options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> 
             tensors[name] = value
             specs[name] = array_spec(value)
         elif value is not None:
-            specs[name] = float(value)
+            specs[name] = value if name == "kv_chunk_size" else float(value)
     return specs
 
 

@@ -73,12 +73,15 @@ def run_operation(
 
 def array_spec(tensor: torch.Tensor) -> ArraySpec:
     """Returns the spec of a tensor; contiguous ones get `strides=None`, so that equal layouts share plans."""
-    return ArraySpec(
-        tuple(tensor.shape),
-        dtype_name(tensor.dtype),
-        None if tensor.is_contiguous() else tuple(tensor.stride()),
-        tensor.data_ptr() % 16 == 0,
-    )
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return _array_spec(tuple(tensor.shape), tensor.dtype, strides, tensor.data_ptr() % 16 == 0)
+
+
+@lru_cache(maxsize=4096)
+def _array_spec(
+    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None, aligned: bool
+) -> ArraySpec:
+    return ArraySpec(shape, dtype_name(dtype), strides, aligned)
 
 
 @cache
@@ -116,16 +119,27 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _launch_all(plan: OperationPlan, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    for compiled, run, template, slots, grid in _prepared(plan, device.index):
+    # Numbers, not tensors: for a tensor the launcher asks the driver about the address on every call.
+    aligned = _aligned_buffers(plan)
+    addresses = {name: _address(plan.name, name, tensor, device, aligned) for name, tensor in buffers.items()}
+    stream = torch.cuda.current_stream(device).cuda_stream
+    hooked = _has_hooks()
+    for compiled, run, template, pointers, descriptors, grid in _prepared(plan, device.index):
         arguments = list(template)
-        for index, argument in slots:
-            arguments[index] = _address(plan.name, argument, buffers[argument.buffer], device)
-        if knobs.runtime.launch_enter_hook is None and knobs.runtime.launch_exit_hook is None:
-            # What compiled[grid] does, without building a closure and looking up the device on every call.
-            stream = torch.cuda.current_stream(device).cuda_stream
-            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        for index, name in pointers:
+            arguments[index] = addresses[name]
+        for index, descriptor in descriptors:
+            arguments[index] = _tensor_descriptor(descriptor, buffers[descriptor.buffer])
+        if hooked:
+            compiled[grid](*arguments, stream=stream)
         else:
-            compiled[grid](*arguments)
+            # What compiled[grid] does, without a closure and a record for hooks that nobody set.
+            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def _has_hooks() -> bool:
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 @lru_cache(maxsize=4096)
@@ -139,15 +153,17 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
         check_fits(launch.name, compiled.metadata.shared, limits)
         arguments = {**dict(launch.constexprs), **dict(launch.arguments)}
         template: list[Any] = []
-        slots = []
+        pointers, descriptors = [], []
         for index, name in enumerate(launch.kernel.arg_names):
             argument = arguments[name]
             template.append(_constant(argument))
-            if isinstance(argument, (Pointer, Descriptor)):
-                slots.append((index, argument))
+            if isinstance(argument, Pointer):
+                pointers.append((index, argument.buffer))
+            elif isinstance(argument, Descriptor):
+                descriptors.append((index, argument))
         grid = launch.grid + (1,) * (3 - len(launch.grid))
         # Reading `run` loads the code onto the device, so that a later capture does not.
-        prepared.append((compiled, compiled.run, tuple(template), tuple(slots), grid))
+        prepared.append((compiled, compiled.run, tuple(template), pointers, descriptors, grid))
     return tuple(prepared)
 
 
@@ -157,22 +173,29 @@ def _constant(argument: Any) -> Any:
     return None if isinstance(argument, Absent) else argument
 
 
-def _address(operation: str, argument: Pointer | Descriptor, tensor: torch.Tensor, device: torch.device) -> Any:
+def _address(operation: str, name: str, tensor: torch.Tensor, device: torch.device, aligned: frozenset[str]) -> int:
     if tensor.device != device:
+        raise InvalidInput(f"{operation}: {name} is on {tensor.device} and the first input on {device}; move it there.")
+    address = tensor.data_ptr()
+    if address % 16 and name in aligned:
         raise InvalidInput(
-            f"{operation}: {argument.buffer} is on {tensor.device} and the first input on {device}; move it there."
+            f"{operation}: {name} starts {address % 16} bytes after a multiple of 16, and the plan was made for an "
+            "aligned array; clone it, or give the plan its array_spec."
         )
-    if isinstance(argument, Pointer):
-        # A number, not the tensor: for a tensor the launcher asks the driver about the address on every call.
-        return tensor.data_ptr()
+    return address
+
+
+@lru_cache(maxsize=4096)
+def _aligned_buffers(plan: OperationPlan) -> frozenset[str]:
+    return frozenset(name for name, spec in plan.specs.items() if spec.aligned)
+
+
+def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
     # Imported here: only Gluon plans need it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    if tensor.data_ptr() % 16:
-        raise InvalidInput(
-            f"{operation}: {argument.buffer} starts at an address that is not a multiple of 16; TMA needs that."
-        )
-    return TensorDescriptor(tensor, list(argument.shape), list(argument.strides), list(argument.box), argument.layout)
+    shape, strides, box = list(descriptor.shape), list(descriptor.strides), list(descriptor.box)
+    return TensorDescriptor(tensor, shape, strides, box, descriptor.layout)
 
 
 def _interpreter_arguments(launch: LaunchPlan, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
