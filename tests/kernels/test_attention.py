@@ -26,9 +26,7 @@ def test_a_long_query_walks_edge_and_body_tiles(seed):
 
 
 def test_a_sequence_of_several_chunks_is_merged(seed):
-    case = paged_case(
-        seed, seq_lens=[300, 128, 129], query_lens=[1, 1, 1], num_heads=2, num_kv_heads=1, head_size=16
-    )
+    case = paged_case(seed, seq_lens=[300, 128, 129], query_lens=[1, 1, 1], num_heads=2, num_kv_heads=1, head_size=16)
     out, lse = case.run(paged_attention_with_lse)
     assert_matches_reference(case, out, lse)
 

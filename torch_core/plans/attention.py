@@ -44,6 +44,7 @@ def plan_paged_attention(
     mm_prefix_range: ArraySpec | None = None,
     qq_bias: ArraySpec | None = None,
     seq_causal: ArraySpec | None = None,
+    kv_chunk_size: int | None = None,
     limits: DeviceLimits | None = None,
 ) -> OperationPlan:
     """Plans attention over a paged cache; the semantics are those of `torch_core.reference.paged_attention_with_lse`.
@@ -78,6 +79,8 @@ def plan_paged_attention(
         mm_prefix_range: int32 [num_seqs, ranges, 2].
         qq_bias: float [rows, rows].
         seq_causal: bool [num_seqs].
+        kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128; None for the tile table's. With
+            a number, a sequence has the same bits in batches and tables of any size.
         limits: the device; an H200 when None.
 
     Raises:
@@ -117,13 +120,15 @@ def plan_paged_attention(
         limits=limits or DeviceLimits(),
     )
     _check_not_empty(call)
+    if kv_chunk_size is not None and (kv_chunk_size < 128 or kv_chunk_size & (kv_chunk_size - 1)):
+        raise InvalidInput(f"kv_chunk_size is {kv_chunk_size}; it must be a power of two, 128 or more.")
     short = _short_query_len(call)
     launches: list[LaunchPlan] = []
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
     if short < call.max_query_len:
         launches.append(_rows(call, min_query=short + 1))
     if short:
-        split, scratch = _split(call, max_query=short, zero_padding=not launches)
+        split, scratch = _split(call, max_query=short, zero_padding=not launches, chunk=kv_chunk_size)
         launches += split
     return _operation("paged_attention", call, tuple(launches), scratch, out is not None)
 
@@ -243,7 +248,7 @@ def _rows(call: AttentionCall, *, min_query: int) -> LaunchPlan:
 
 
 def _split(
-    call: AttentionCall, *, max_query: int, zero_padding: bool
+    call: AttentionCall, *, max_query: int, zero_padding: bool, chunk: int | None
 ) -> tuple[list[LaunchPlan], tuple[tuple[str, ArraySpec], ...]]:
     pack = _split_pack(call)
     head_programs = call.num_kv_heads * ceil_div(call.group, pack)
@@ -255,7 +260,7 @@ def _split(
         key_bytes=DTYPE_BYTES[call.key.dtype],
         query_bytes=DTYPE_BYTES[call.query.dtype],
     )
-    chunk = chunk_size(
+    chunk = chunk or chunk_size(
         num_seqs=call.num_seqs,
         table_tokens=max(1, call.table_tokens),
         head_programs=head_programs,

@@ -1,0 +1,61 @@
+"""Runs each attention kernel on twelve shapes; meant for compute-sanitizer, which reports any bad access.
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.attention_cases import AttentionCase, dense_case, paged_case
+from torch_core.launch.cuda import attention_with_lse, paged_attention_with_lse
+from torch_core.specs import AttentionSpec
+
+__all__ = ["shapes"]
+
+_LENGTHS = (
+    ([1, 17, 300], [1, 1, 1]),
+    ([129, 0, 64], [4, 0, 1]),
+    ([200, 40, 5], [200, 1, 5]),
+    ([333], [100]),
+)
+
+
+def shapes() -> list[AttentionCase]:
+    """Returns twelve problems for each of: split and combine, rows over pages, rows over dense keys."""
+    cases = []
+    for index, (seq_lens, query_lens) in enumerate(_LENGTHS):
+        for head_size, block_size, dtype, cache_dtype in (
+            (128, 16, "bfloat16", None),
+            (80, 7, "float16", "float8_e4m3fn"),
+            (256, 1, "float32", None),
+        ):
+            spec = AttentionSpec(scale=0.1, window_left=50 if index % 2 else None)
+            sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": head_size, "spec": spec, "dtype": dtype}
+            lens = {"query_lens": query_lens, "padding_tokens": 3}
+            cases.append(
+                paged_case(
+                    index,
+                    seq_lens=seq_lens,
+                    query_lens=[min(n, 2) for n in query_lens],
+                    block_size=block_size,
+                    cache_dtype=cache_dtype,
+                    **sizes,
+                )
+            )
+            cases.append(
+                paged_case(index, seq_lens=seq_lens, block_size=block_size, cache_dtype=cache_dtype, **lens, **sizes)
+            )
+            cases.append(dense_case(index, key_lens=seq_lens, **lens, **sizes))
+    return cases
+
+
+def main() -> None:
+    """Runs every shape once and waits for the device."""
+    for case in shapes():
+        case.run(paged_attention_with_lse if case.paged else attention_with_lse, device="cuda")
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
