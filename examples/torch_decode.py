@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,6 +36,7 @@ from torch_core.metadata import (
     Buckets,
     CommonAttentionMetadata,
     PackedLayout,
+    SequenceRowLike,
     build_common_metadata,
     metadata_layout,
 )
@@ -217,7 +220,9 @@ class Generator:
         extra = [("token_ids", (num_tokens,))]
         return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=self.max_blocks, extra=extra)
 
-    def build(self, rows: object, layout: PackedLayout, buffer: object = None) -> CommonAttentionMetadata:
+    def build(
+        self, rows: Sequence[SequenceRowLike], layout: PackedLayout, buffer: np.ndarray | None = None
+    ) -> CommonAttentionMetadata:
         """Builds the metadata of rows into a layout's padded sizes."""
         num_seqs, num_tokens = layout["seq_lens"].size, layout["slot_mapping"].size
         return build_common_metadata(

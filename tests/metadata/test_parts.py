@@ -135,38 +135,67 @@ def test_slot_mapping_refuses_bad_sizes():
         compute_slot_mapping_start_idx(np.array([4]), np.array([2]), 0)
 
 
-def test_a_table_that_did_not_change_is_not_converted_again():
-    cache, table, other = BlockTableCache(), (5, 6), (7,)
-    first = cache.convert(["a", "b"], [table, other])
+def converted(cache, seq_ids, tables):
+    rows, lens = cache.convert(seq_ids, tables)
+    assert all((row[count:] == 0).all() for row, count in zip(rows, lens, strict=True))
+    return [row[:count].tolist() for row, count in zip(rows, lens, strict=True)]
 
-    again = cache.convert(["b", "a"], [other, table])
 
-    assert again[0] is first[1]
-    assert again[1] is first[0]
+def test_tables_that_come_back_in_another_order_are_found_again(monkeypatch):
+    cache, first, second = BlockTableCache(), (5, 6), (7,)
+    converted(cache, ["a", "b"], [first, second])
+    updated = []
+    monkeypatch.setattr(BlockTableCache, "_update", lambda self, index, table: updated.append(index))
+
+    assert converted(cache, ["b", "a"], [second, first]) == [[7], [5, 6]]
+    assert updated == []
 
 
 def test_a_table_that_grew_shrank_or_changed_is_converted_anew():
     cache = BlockTableCache()
 
-    found = [cache.convert(["a"], [table])[0].tolist() for table in [(5, 6), (5, 6, 7), (5, 9, 7), (5,), (5, 1)]]
+    found = [converted(cache, ["a"], [table]) for table in [(5, 6), (5, 6, 7), (5, 9, 7), (5,), (5, 1), ()]]
 
-    assert found == [[5, 6], [5, 6, 7], [5, 9, 7], [5], [5, 1]]
+    assert found == [[[5, 6]], [[5, 6, 7]], [[5, 9, 7]], [[5]], [[5, 1]], [[]]]
 
 
 def test_a_list_is_never_remembered_because_it_may_change():
     cache, table = BlockTableCache(), [5, 6]
-    cache.convert(["a"], [table])
+    converted(cache, ["a"], [table])
     table[0] = 9
 
-    assert cache.convert(["a"], [table])[0].tolist() == [9, 6]
+    assert converted(cache, ["a"], [table]) == [[9, 6]]
 
 
 def test_a_sequence_that_left_the_step_is_forgotten():
-    cache, table = BlockTableCache(), (5, 6)
-    first = cache.convert(["a"], [table])[0]
-    cache.convert(["b"], [(7,)])
+    cache = BlockTableCache()
+    converted(cache, ["a", "b"], [(5, 6, 7), (8,)])
 
-    assert cache.convert(["a"], [table])[0] is not first
+    assert converted(cache, ["b"], [(8,)]) == [[8]]
+    assert converted(cache, ["a", "b"], [(5,), (8, 9)]) == [[5], [8, 9]]
+
+
+def test_a_bad_id_leaves_the_cache_in_order():
+    cache = BlockTableCache()
+    converted(cache, ["a", "b"], [(5,), (6,)])
+    with pytest.raises(TypeError):
+        cache.convert(["a", "b"], [(5, 7), (6, 0.5)])
+
+    assert converted(cache, ["a", "b"], [(5, 7, 8), (6, 1)]) == [[5, 7, 8], [6, 1]]
+
+
+def test_random_histories_of_tables_equal_a_conversion_from_scratch(seed):
+    rng, cache, known = np.random.default_rng(seed), BlockTableCache(), {}
+    for _ in range(200):
+        names = [f"r{i}" for i in rng.permutation(6)[: int(rng.integers(1, 7))]]
+        for name in names:
+            table = known.get(name, ())
+            if rng.random() < 0.3:
+                cut = int(rng.integers(0, len(table) + 1)) if rng.random() < 0.3 else len(table)
+                known[name] = table[:cut] + tuple(rng.integers(1, 99, int(rng.integers(0, 4))).tolist())
+            else:
+                known[name] = table
+        assert converted(cache, names, [known[name] for name in names]) == [list(known[name]) for name in names]
 
 
 @pytest.fixture

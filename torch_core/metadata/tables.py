@@ -38,16 +38,10 @@ def write_tables(
     Raises:
         InvalidInput: a table is too short or holds something that is not an int32.
     """
-    ready = False
-    if table_cache is not None:
-        try:
-            tables = list(table_cache.convert(seq_ids(), tables))
-            ready = True
-        except (TypeError, OverflowError):
-            # Some id is wrong; the row-by-row path below says which.
-            ready = False
+    if table_cache is not None and _write_converted(tables, out, live, seq_ids, table_cache):
+        return
     needed = live.tolist()
-    if list(map(len, tables)) != needed or not (ready or _are_int32_arrays(tables)):
+    if list(map(len, tables)) != needed or not _are_int32_arrays(tables):
         tables = [
             _first_ids(index, ids, count, int(totals[index]), block_size, seq_ids)
             for index, (ids, count) in enumerate(zip(tables, needed, strict=True))
@@ -84,6 +78,29 @@ def seq_ids_of(rows: Sequence) -> list[str | None]:
         return [row.seq_id for row in rows]
     except AttributeError:
         return [getattr(row, "seq_id", None) for row in rows]
+
+
+def _write_converted(
+    tables: list,
+    out: np.ndarray,
+    live: np.ndarray,
+    seq_ids: Callable[[], list[str | None]],
+    table_cache: BlockTableCache,
+) -> bool:
+    """Does the work of `write_tables` by a cache; returns False when something is wrong, for it to find out what."""
+    try:
+        rows, lens = table_cache.convert(seq_ids(), tables)
+    except (TypeError, OverflowError):
+        return False
+    if (lens < live).any():
+        return False
+    columns = min(out.shape[1], rows.shape[1])
+    if (lens == live).all():
+        out[:, :columns] = rows[:, :columns]
+    else:
+        np.multiply(rows[:, :columns], np.arange(columns) < live[:, None], out=out[:, :columns])
+    out[:, columns:] = 0
+    return True
 
 
 def _are_int32_arrays(tables: list) -> bool:
