@@ -22,6 +22,7 @@ __all__ = ["SHAPES", "main", "run"]
 #: (sequences, tokens of each) of the default table.
 SHAPES = ((1, 1024), (1, 8192), (1, 65536), (8, 8192), (32, 4096), (64, 2048), (128, 1024), (128, 4096), (256, 512))
 _HEADS, _KV_HEADS, _SIZE, _BLOCK = 32, 8, 128, 16
+_MAX_COPIED_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,14 @@ def _columns(found: Any, dtype: str, jax_columns: bool, size: int) -> dict[str, 
     if found is not None:
         columns["FA3"] = lambda pools, tokens: _fa3(found, pools, tokens)
         columns["vLLM Triton"] = lambda pools, tokens: _vllm(found, pools, tokens)
-    if dtype == "bfloat16" and size <= 1 << 18:
+    if dtype == "bfloat16" and size <= _MAX_COPIED_TOKENS:
         columns["cuDNN SDPA dense"] = _cudnn
     if jax_columns:
         columns["jattn in JAX"] = _ours_in_jax
-        # The gather copies the cache several times over; beyond this it only shows that it runs out of memory.
-        if dtype == "bfloat16" and size <= 1 << 18:
+        # These copy the cache, in the call or before it; beyond this size they only show how memory runs out.
+        if dtype == "bfloat16" and size <= _MAX_COPIED_TOKENS:
+            columns["cuDNN in JAX dense"] = _cudnn_in_jax
+            columns["Pallas paged"] = _pallas
             columns["XLA gather"] = _gather
     return columns
 
@@ -222,39 +225,49 @@ def _cudnn(pools: list[_Pool], tokens: int) -> float:
 def _ours_in_jax(pools: list[_Pool], tokens: int) -> float:
     from jattn import ops
 
-    def chain(query: Any, arrays: Any) -> Any:
-        for kv_cache, block_tables, seq_lens, query_start_loc in arrays:
-            query = ops.paged_attention(
-                query, kv_cache, block_tables, seq_lens, query_start_loc, max_query_len=1, implementation="triton"
-            )
-        return query
+    def attend(query: Any, *arrays: Any) -> Any:
+        return ops.paged_attention(query, *arrays, max_query_len=1, implementation="triton")
 
-    return _chained(chain, pools)
+    return _chained(attend, [(p.kv_cache, p.block_tables, p.seq_lens, p.query_start_loc) for p in pools], pools)
 
 
 def _gather(pools: list[_Pool], tokens: int) -> float:
-    def chain(query: Any, arrays: Any) -> Any:
-        for kv_cache, block_tables, _, _ in arrays:
-            query = peers.xla_gather(query, kv_cache, block_tables)
-        return query
-
-    return _chained(chain, pools)
+    return _chained(peers.xla_gather, [(p.kv_cache, p.block_tables) for p in pools], pools)
 
 
-def _chained(chain: Callable[[Any, Any], Any], pools: list[_Pool]) -> float:
+def _pallas(pools: list[_Pool], tokens: int) -> float:
+    attend = peers.pallas_paged()
+    # Its own layout, made beforehand: [num_kv_heads, num_blocks, block_size, head_size], keys and values apart.
+    arrays = [
+        (*(x.permute(2, 0, 1, 3).contiguous() for x in p.kv_cache.unbind(1)), p.block_tables, p.seq_lens) for p in pools
+    ]
+    return _chained(attend, arrays, pools)
+
+
+def _cudnn_in_jax(pools: list[_Pool], tokens: int) -> float:
+    import jax
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return jax.nn.dot_product_attention(query[:, None], key, value, implementation="cudnn")[:, 0]
+
+    shape = (-1, tokens, _KV_HEADS, _SIZE)
+    arrays = [tuple(x.contiguous().reshape(shape) for x in p.kv_cache.unbind(1)) for p in pools]
+    return _chained(attend, arrays, pools)
+
+
+def _chained(attend: Callable[..., Any], tensors: Sequence[tuple[torch.Tensor, ...]], pools: list[_Pool]) -> float:
+    # Each call's query is the result of the one before, so that nothing runs side by side.
     import jax
 
     from jattn.bridge import to_jax
 
     repeats = max(1, 16 // len(pools))
-    arrays = [
-        tuple(to_jax(tensor) for tensor in (pool.kv_cache, pool.block_tables, pool.seq_lens, pool.query_start_loc))
-        for pool in pools
-    ]
 
     def program(query: Any, arrays: Any) -> Any:
         for _ in range(repeats):
-            query = chain(query, arrays)
+            for array in arrays:
+                query = attend(query, *array)
         return query
 
+    arrays = [tuple(to_jax(tensor) for tensor in group) for group in tensors]
     return measure.jax_us(jax.jit(program), (to_jax(pools[0].query), arrays), calls=repeats * len(pools))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["load_peers", "sdpa", "xla_gather"]
+__all__ = ["load_peers", "pallas_paged", "sdpa", "xla_gather"]
 
 
 def load_peers(directory: Path | None) -> Any:
@@ -45,6 +46,25 @@ def sdpa(backend: str) -> Callable[..., torch.Tensor]:
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=causal, enable_gqa=True
             )
+
+    return call
+
+
+def pallas_paged() -> Callable[..., Any]:
+    """Returns `paged_attention(query, key_pages, value_pages, block_tables, lengths)` of JAX's Pallas kernels.
+
+    Raises:
+        ImportError: this JAX no longer has them (they are deprecated).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    def call(query: Any, *arrays: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # The kernel leaves the scale to its caller.
+            return paged_attention(query * query.shape[-1] ** -0.5, *arrays)
 
     return call
 
