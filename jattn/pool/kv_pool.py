@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jattn.bridge import to_torch, typed_errors
-from torch_core.errors import InvalidInput, PoolLost
+from jattn.bridge import to_jax, to_torch, typed_errors
+from torch_core.errors import InvalidInput, PoolLost, Unsupported
 from torch_core.specs import KVCacheSpec
 
 __all__ = ["KVPool"]
@@ -63,6 +63,8 @@ class KVPool:
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
         self._generation = 1
+        # What a torch-owned pool was made from; its memory is torch's and must not be freed under JAX.
+        self._owners: tuple[torch.Tensor, ...] = ()
         self._arrays = self._allocate()
 
     @property
@@ -175,15 +177,55 @@ class KVPool:
         if not copies:
             return
         pairs = np.array([copy[:2] for copy in copies], np.int32)
-        bad = np.flatnonzero(((pairs < 0) | (pairs >= self._num_blocks)).any(1))
-        if bad.size:
-            raise InvalidInput(
-                f"copies[{int(bad[0])}] is {tuple(pairs[bad[0]].tolist())}; valid ids are 0 to {self._num_blocks - 1}."
-            )
+        self._check_blocks("copies", pairs)
         # Padded with the null block onto itself, so that a handful of programs serve every number of copies.
-        padded = np.zeros((1 << (len(pairs) - 1).bit_length(), 2), np.int32)
-        padded[: len(pairs)] = pairs
-        self.run(_copy_blocks, padded)
+        self.run(_copy_blocks, _padded(pairs))
+
+    def scrub_blocks(self, blocks: Sequence[int]) -> None:
+        """Fills whole blocks with zeros in every layer, on the device and in the order of the steps.
+
+        Args:
+            blocks: ids; none of them in use by a sequence that still needs it.
+
+        Raises:
+            InvalidInput: an id is not in the pool; nothing was changed.
+        """
+        ids = np.asarray(blocks, np.int32)
+        if ids.size:
+            self._check_blocks("blocks", ids)
+            self.run(_scrub_blocks, _padded(ids))
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
+        """Copies whole blocks to the host, [len(blocks), 2, block_size, num_kv_heads, head_size] for each layer.
+
+        Raises:
+            InvalidInput: an id is not in the pool.
+        """
+        ids = np.asarray(blocks, np.int32)
+        self._check_blocks("blocks", ids)
+        with self.guard():
+            return [np.asarray(layer)[: len(ids)] for layer in _read_blocks(self._arrays, _padded(ids))]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[np.ndarray]) -> None:
+        """Copies whole blocks from the host, in the order of the steps.
+
+        Args:
+            blocks: ids, no two alike.
+            contents: for each layer what `read_blocks` returns.
+
+        Raises:
+            InvalidInput: an id is not in the pool, or the contents have another shape or dtype; nothing was changed.
+        """
+        ids = np.asarray(blocks, np.int32)
+        self._check_blocks("blocks", ids)
+        found = [(layer.shape, layer.dtype.name) for layer in contents]
+        if found != [((len(ids), *self._spec.shape(1)[1:]), self._spec.dtype)] * self._num_layers:
+            raise InvalidInput(
+                f"contents are {found}; {self._num_layers} arrays of {(len(ids), *self._spec.shape(1)[1:])} "
+                f"{self._spec.dtype} are required."
+            )
+        padding = ((0, len(_padded(ids)) - len(ids)), *((0, 0),) * 4)
+        self.run(_write_blocks, _padded(ids), [np.pad(layer, padding) for layer in contents])
 
     def as_torch(self) -> tuple[torch.Tensor, ...]:
         """Views every layer as a torch tensor over the same memory, for torch to read and write in place.
@@ -195,6 +237,49 @@ class KVPool:
         self._views += [weakref.ref(view) for view in views]
         return views
 
+    @classmethod
+    def from_torch(cls, tensors: Sequence[torch.Tensor]) -> KVPool:
+        """Takes over a torch model's cache: the same memory, from now on donated by JAX's steps.
+
+        The tensors stay valid views of the pool for reading between steps, as `as_torch` views are; the pool keeps
+        them alive. Only on CUDA: XLA's CPU backend copies a donated buffer that it did not allocate.
+
+        Args:
+            tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all alike.
+
+        Raises:
+            InvalidInput: no tensors, or tensors that are not alike or not such a cache.
+            Unsupported: tensors on a CPU, or of a dtype that JAX does not share.
+        """
+        if not tensors:
+            raise InvalidInput("tensors is empty; give one cache tensor per layer.")
+        first = tensors[0]
+        if first.ndim != 5 or first.shape[1] != 2:
+            raise InvalidInput(
+                f"tensors[0] has shape {tuple(first.shape)}; it must be (num_blocks, 2, block_size, num_kv_heads, "
+                "head_size)."
+            )
+        for index, tensor in enumerate(tensors):
+            if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
+                raise InvalidInput(
+                    f"tensors[{index}] is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} and tensors[0] "
+                    f"{first.dtype} {tuple(first.shape)} on {first.device}; they must be alike."
+                )
+        if first.device.type != "cuda":
+            raise Unsupported(
+                f"the tensors are on {first.device}; only CUDA memory can be taken over, because XLA's CPU backend "
+                "copies a donated buffer that it did not allocate. Let KVPool allocate and give torch its as_torch()."
+            )
+        arrays = tuple(to_jax(tensor) for tensor in tensors)
+        pool = cls.__new__(cls)
+        pool._spec = KVCacheSpec(
+            num_kv_heads=first.shape[3], head_size=first.shape[4], block_size=first.shape[2], dtype=arrays[0].dtype.name
+        )
+        pool._num_layers, pool._num_blocks = len(tensors), first.shape[0]
+        pool._device, pool._views, pool._generation = arrays[0].device, [], 1
+        pool._arrays, pool._owners = arrays, tuple(tensors)
+        return pool
+
     def _allocate(self) -> tuple[jax.Array, ...]:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
         # buffer cannot be donated in place.
@@ -203,7 +288,7 @@ class KVPool:
 
     def _rebuild(self) -> None:
         self._generation += 1
-        self._arrays = ()
+        self._arrays, self._owners = (), ()
         self._arrays = self._allocate()
 
     def _is_lost(self) -> bool:
@@ -215,6 +300,16 @@ class KVPool:
             return True
         return False
 
+    def _check_blocks(self, name: str, blocks: np.ndarray) -> None:
+        outside = (blocks < 0) | (blocks >= self._num_blocks)
+        bad = np.flatnonzero(outside.reshape(len(blocks), -1).any(1))
+        if bad.size:
+            found = blocks[bad[0]].tolist()
+            raise InvalidInput(
+                f"{name}[{int(bad[0])}] is {tuple(found) if isinstance(found, list) else found}; valid ids are 0 to "
+                f"{self._num_blocks - 1}."
+            )
+
     def _refuse_live_views(self) -> None:
         self._views = [view for view in self._views if view() is not None]
         if self._views:
@@ -224,6 +319,29 @@ class KVPool:
             )
 
 
+def _padded(blocks: np.ndarray) -> np.ndarray:
+    """Pads a list of blocks to a power of two with the null block, which holds nothing that anybody reads."""
+    size = 1 << max(len(blocks) - 1, 0).bit_length()
+    return np.pad(blocks, ((0, size - len(blocks)), *((0, 0),) * (blocks.ndim - 1)))
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def _copy_blocks(kv_caches: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
     return None, tuple(cache.at[pairs[:, 1]].set(cache[pairs[:, 0]]) for cache in kv_caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _scrub_blocks(kv_caches: tuple[jax.Array, ...], blocks: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
+    return None, tuple(cache.at[blocks].set(0) for cache in kv_caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_blocks(
+    kv_caches: tuple[jax.Array, ...], blocks: jax.Array, contents: list[jax.Array]
+) -> tuple[None, tuple[jax.Array, ...]]:
+    return None, tuple(cache.at[blocks].set(new) for cache, new in zip(kv_caches, contents, strict=True))
+
+
+@jax.jit
+def _read_blocks(kv_caches: tuple[jax.Array, ...], blocks: jax.Array) -> list[jax.Array]:
+    return [cache[blocks] for cache in kv_caches]

@@ -1,0 +1,82 @@
+"""Host memory for blocks that were swapped out, and the copies in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.pool.kv_pool import KVPool
+from torch_core.errors import InvalidInput
+
+__all__ = ["HostBlocks", "SwapLike"]
+
+
+class SwapLike(Protocol):
+    """One swap, as `torch_core.cache.BlockSwap` describes it."""
+
+    @property
+    def device_block(self) -> int: ...
+    @property
+    def host_block(self) -> int: ...
+    @property
+    def to_host(self) -> bool: ...
+
+
+class HostBlocks:
+    """Whole blocks of a pool, kept in host memory; the other half of `CacheManager.swap_out` and `swap_in`.
+
+    Args:
+        pool: whose blocks; it must outlive this object.
+        num_host_blocks: slots to allocate, as in `CacheConfig.num_host_blocks`.
+
+    Raises:
+        InvalidInput: num_host_blocks is not positive.
+    """
+
+    def __init__(self, pool: KVPool, num_host_blocks: int) -> None:
+        if isinstance(num_host_blocks, bool) or not isinstance(num_host_blocks, int) or num_host_blocks < 1:
+            raise InvalidInput(f"num_host_blocks is {num_host_blocks!r}; it must be an int of at least 1.")
+        self._pool = pool
+        shape = (num_host_blocks, *pool.spec.shape(1)[1:])
+        self._storage = [np.zeros(shape, jnp.dtype(pool.spec.dtype)) for _ in range(pool.num_layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(layer.nbytes for layer in self._storage)
+
+    def execute(self, swaps: Sequence[SwapLike]) -> None:
+        """Copies blocks in the order of the swaps; returns when blocks for the host have arrived there.
+
+        Args:
+            swaps: of a committed step. Run them before the step's copies and writes.
+
+        Raises:
+            InvalidInput: a block or slot is out of range; nothing was copied.
+        """
+        for index, swap in enumerate(swaps):
+            self._check(index, swap)
+        start = 0
+        for end in range(1, len(swaps) + 1):
+            if end == len(swaps) or swaps[end].to_host != swaps[start].to_host:
+                self._copy(swaps[start:end])
+                start = end
+
+    def _copy(self, run: Sequence[SwapLike]) -> None:
+        device_blocks = np.array([swap.device_block for swap in run], np.int32)
+        host_blocks = np.array([swap.host_block for swap in run], np.int32)
+        if run[0].to_host:
+            for storage, blocks in zip(self._storage, self._pool.read_blocks(device_blocks), strict=True):
+                storage[host_blocks] = blocks
+        else:
+            self._pool.write_blocks(device_blocks, [storage[host_blocks] for storage in self._storage])
+
+    def _check(self, index: int, swap: SwapLike) -> None:
+        limits = (("device_block", self._pool.num_blocks), ("host_block", self._storage[0].shape[0]))
+        for name, limit in limits:
+            value = getattr(swap, name)
+            if not 0 <= value < limit:
+                raise InvalidInput(f"{name} of swaps[{index}] is {value}; valid ids are 0 to {limit - 1}.")

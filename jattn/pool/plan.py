@@ -1,0 +1,105 @@
+"""How many blocks a budget holds, worked out and printable before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KVCacheSpec
+
+__all__ = ["PoolPlan", "plan_pool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """The size of a pool.
+
+    Attributes:
+        spec: one layer's cache.
+        num_layers: cache arrays.
+        num_blocks: blocks of each, the null block included.
+
+    Example:
+        >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
+        >>> print(PoolPlan(spec=spec, num_layers=32, num_blocks=1025))
+        1,025 blocks of 16 tokens in 32 layers: room for 16,384 tokens, 2.002 GiB
+    """
+
+    spec: KVCacheSpec
+    num_layers: int
+    num_blocks: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pool can hold; the null block holds none."""
+        return (self.num_blocks - 1) * self.spec.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers together."""
+        return self.num_layers * self.num_blocks * self.spec.bytes_per_block
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_blocks:,} blocks of {self.spec.block_size} tokens in {self.num_layers} layers: room for "
+            f"{self.num_tokens:,} tokens, {self.num_bytes / 2**30:.3f} GiB"
+        )
+
+
+def plan_pool(
+    spec: KVCacheSpec,
+    *,
+    num_layers: int,
+    num_bytes: int | None = None,
+    memory_fraction: float | None = None,
+    min_tokens: int = 1,
+    device: Any = None,
+) -> PoolPlan:
+    """Plans the largest pool within a budget; allocates nothing.
+
+    Args:
+        spec: one layer's cache.
+        num_layers: cache arrays.
+        num_bytes: the budget in bytes; or
+        memory_fraction: the share, above 0 and at most 1, of the memory that JAX may use on `device` and that is free
+            now. JAX itself takes a part of the device only; see XLA_CLIENT_MEM_FRACTION.
+        min_tokens: tokens of one sequence that must fit.
+        device: JAX's default device if None.
+
+    Raises:
+        InvalidInput: not exactly one budget, a budget out of range, or one that does not hold `min_tokens`.
+        Unsupported: the device does not report its memory (a CPU does not); give `num_bytes`.
+
+    Example:
+        >>> spec = KVCacheSpec(num_kv_heads=2, head_size=32, block_size=16, dtype="float32")
+        >>> plan_pool(spec, num_layers=4, num_bytes=1 << 20).num_blocks
+        32
+    """
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+        raise InvalidInput(f"num_layers is {num_layers!r}; it must be an int of at least 1.")
+    if (num_bytes is None) == (memory_fraction is None):
+        raise InvalidInput("give exactly one of num_bytes and memory_fraction.")
+    if memory_fraction is not None:
+        if not 0 < memory_fraction <= 1:
+            raise InvalidInput(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1.")
+        num_bytes = int(_free_bytes(device) * memory_fraction)
+    needed = -(-min_tokens // spec.block_size) + 1
+    per_block = num_layers * spec.bytes_per_block
+    num_blocks = num_bytes // per_block
+    if num_blocks < needed:
+        raise InvalidInput(
+            f"the budget of {num_bytes:,} bytes holds {num_blocks} blocks; a sequence of {min_tokens:,} tokens needs "
+            f"{needed - 1} and the null block ({needed * per_block:,} bytes). Raise the budget, or lower min_tokens."
+        )
+    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=num_blocks)
+
+
+def _free_bytes(device: Any) -> int:
+    device = jax.devices()[0] if device is None else device
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise Unsupported(f"device {device} does not report its memory; give num_bytes instead of memory_fraction.")
+    return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -1,0 +1,137 @@
+"""Whole blocks between device and host, scrubbing, and pools that torch allocated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jattn.pool import HostBlocks, KVPool
+from torch_core.cache import BlockSwap, CacheConfig, CacheManager
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KVCacheSpec
+
+SPEC = KVCacheSpec(num_kv_heads=1, head_size=4, block_size=2, dtype="float32")
+
+
+@pytest.fixture
+def pool() -> KVPool:
+    pool = KVPool(SPEC, num_layers=2, num_blocks=8)
+    for layer, view in enumerate(pool.as_torch()):
+        view += torch.arange(8).reshape(8, 1, 1, 1, 1) + 100 * layer
+    del view
+    return pool
+
+
+def marks(pool: KVPool) -> list[list[float]]:
+    """The value that fills each block, layer by layer."""
+    contents = pool.read_blocks(list(range(pool.num_blocks)))
+    assert all(np.all(layer == layer[:, :1, :1, :1, :1]) for layer in contents)
+    return [layer[:, 0, 0, 0, 0].tolist() for layer in contents]
+
+
+def test_scrubbed_blocks_are_zero_and_their_neighbours_untouched(pool) -> None:
+    pool.scrub_blocks([3, 5, 6])
+
+    assert [layer[1:] for layer in marks(pool)] == [[1, 2, 0, 4, 0, 0, 7], [101, 102, 0, 104, 0, 0, 107]]
+
+
+def test_blocks_written_back_are_what_was_read(pool) -> None:
+    before = pool.addresses()
+    contents = pool.read_blocks([2, 7, 4])
+
+    pool.write_blocks([1, 3, 5], contents)
+
+    assert marks(pool)[0][1:] == [2, 2, 7, 4, 4, 6, 7]
+    assert marks(pool)[1][1:] == [102, 102, 107, 104, 104, 106, 107]
+    assert pool.addresses() == before
+
+
+def test_a_swapped_sequence_comes_back_with_its_contents(pool) -> None:
+    manager = CacheManager(CacheConfig(num_blocks=8, block_size=2, num_host_blocks=4))
+    host = HostBlocks(pool, 4)
+    manager.add("a", [1, 2, 3, 4, 5])
+    committed = manager.step([("a", 5)])
+    before = [marks(pool)[0][block] for block in committed.rows[0].block_ids]
+    manager.retire(committed.step_id)
+
+    out = manager.swap_out("a")
+    host.execute(out.swaps)
+    manager.retire(out.step_id)
+    pool.scrub_blocks(committed.rows[0].block_ids)
+    back = manager.swap_in("a")
+    host.execute(back.swaps)
+    manager.retire(back.step_id)
+    manager.append_tokens("a", [6])
+    row = manager.step([("a", 1)]).rows[0]
+
+    assert [marks(pool)[0][block] for block in row.block_ids[:3]] == before
+
+
+@pytest.mark.parametrize(
+    ("swap", "message"),
+    [
+        (BlockSwap(8, 0, True), "device_block of swaps[0] is 8; valid ids are 0 to 7."),
+        (BlockSwap(1, 4, False), "host_block of swaps[0] is 4; valid ids are 0 to 3."),
+    ],
+)
+def test_a_swap_out_of_range_is_refused(pool, swap, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        HostBlocks(pool, 4).execute([swap])
+
+    assert str(error.value) == message
+
+
+def test_a_block_outside_the_pool_is_refused_and_nothing_changes(pool) -> None:
+    before = marks(pool)
+
+    for act in (pool.scrub_blocks, pool.read_blocks, lambda ids: pool.write_blocks(ids, [])):
+        with pytest.raises(InvalidInput, match=r"blocks\[1\] is 8; valid ids are 0 to 7"):
+            act([1, 8])
+
+    assert marks(pool) == before
+
+
+def test_contents_of_another_shape_are_refused(pool) -> None:
+    with pytest.raises(InvalidInput, match=r"2 arrays of \(1, 2, 2, 1, 4\) float32 are required"):
+        pool.write_blocks([1], [np.zeros((1, 2, 2, 1, 3), np.float32)] * 2)
+
+
+def test_host_memory_needs_a_positive_size(pool) -> None:
+    with pytest.raises(InvalidInput, match="num_host_blocks is 0; it must be an int of at least 1"):
+        HostBlocks(pool, 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind", "message"),
+    [
+        ([], InvalidInput, "tensors is empty; give one cache tensor per layer."),
+        (
+            [torch.zeros(4, 3, 2, 1, 4)],
+            InvalidInput,
+            "tensors[0] has shape (4, 3, 2, 1, 4); it must be (num_blocks, 2,",
+        ),
+        ([torch.zeros(4, 2, 2, 1, 4), torch.zeros(5, 2, 2, 1, 4)], InvalidInput, "tensors[1] is torch.float32 (5, 2,"),
+        ([torch.zeros(4, 2, 2, 1, 4)], Unsupported, "the tensors are on cpu; only CUDA memory can be taken over"),
+    ],
+)
+def test_a_cache_that_cannot_be_taken_over_is_refused(tensors, kind, message) -> None:
+    with pytest.raises(kind) as error:
+        KVPool.from_torch(tensors)
+
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.gpu
+def test_a_pool_taken_over_from_torch_is_updated_in_torchs_own_memory() -> None:
+    tensors = [torch.zeros(SPEC.shape(8), device="cuda") for _ in range(2)]
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+
+    pool = KVPool.from_torch(tensors)
+    for _ in range(3):
+        pool.scrub_blocks([1])
+        pool.write_blocks([5], [np.ones((1, *SPEC.shape(1)[1:]), np.float32)] * 2)
+
+    assert pool.addresses() == addresses
+    assert pool.read_blocks([5])[0].min() == 1
+    assert tensors[1][5].min().item() == 1

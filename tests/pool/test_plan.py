@@ -1,0 +1,70 @@
+"""The size of a pool, before anything is allocated."""
+
+from __future__ import annotations
+
+import pytest
+
+from jattn.pool import plan_pool
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KVCacheSpec
+
+SPEC = KVCacheSpec(num_kv_heads=2, head_size=32, block_size=16, dtype="float32")
+LAYER_BLOCK = 2 * 16 * 2 * 32 * 4
+
+
+def test_the_plan_is_the_largest_pool_within_the_budget() -> None:
+    plan = plan_pool(SPEC, num_layers=3, num_bytes=10 * 3 * LAYER_BLOCK + 5)
+
+    assert (plan.num_blocks, plan.num_tokens, plan.num_bytes) == (10, 144, 30 * LAYER_BLOCK)
+    assert str(plan) == "10 blocks of 16 tokens in 3 layers: room for 144 tokens, 0.000 GiB"
+
+
+class Device:
+    """A device that reports its memory, as CUDA devices do."""
+
+    def __init__(self, stats: dict[str, int] | None) -> None:
+        self._stats = stats
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self._stats
+
+    def __str__(self) -> str:
+        return "device 0"
+
+
+def test_a_fraction_is_taken_of_the_memory_that_is_free() -> None:
+    device = Device({"bytes_limit": 100 * LAYER_BLOCK, "bytes_in_use": 20 * LAYER_BLOCK})
+
+    assert plan_pool(SPEC, num_layers=1, memory_fraction=0.5, device=device).num_blocks == 40
+
+
+def test_a_device_that_does_not_report_its_memory_needs_a_budget_in_bytes() -> None:
+    with pytest.raises(Unsupported) as error:
+        plan_pool(SPEC, num_layers=1, memory_fraction=0.5, device=Device(None))
+
+    assert str(error.value) == (
+        "device device 0 does not report its memory; give num_bytes instead of memory_fraction."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give exactly one of num_bytes and memory_fraction."),
+        ({"num_bytes": 1, "memory_fraction": 0.5}, "give exactly one of num_bytes and memory_fraction."),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5; it must be above 0 and at most 1."),
+        ({"num_bytes": 1 << 20, "num_layers": 0}, "num_layers is 0; it must be an int of at least 1."),
+        (
+            {"num_bytes": 3 * LAYER_BLOCK, "min_tokens": 48},
+            (
+                f"the budget of {3 * LAYER_BLOCK:,} bytes holds 3 blocks; a sequence of 48 tokens needs 3 and the null "
+                f"block ({4 * LAYER_BLOCK:,} bytes). Raise the budget, or lower min_tokens."
+            ),
+        ),
+    ],
+)
+def test_a_budget_that_cannot_work_is_refused(arguments, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        plan_pool(SPEC, **{"num_layers": 1, **arguments})
+
+    assert str(error.value) == message
