@@ -7,6 +7,7 @@ batch mates, dead slots and table tails hold does not show in a single bit; anot
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -20,7 +21,11 @@ __all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache"]
 _TOKENS_PER_RUN = 128
 _WEIGHTED_VALUES = "shgqk,skhd->shgqd"
 
+# Outside jit an op is one program and not one for each primitive; inside, `inline` leaves no trace of it.
+_one_program = functools.partial(jax.jit, inline=True)
 
+
+@functools.partial(_one_program, static_argnames=("spec", "max_query_len"))
 def paged_attention(
     query: jax.Array,
     kv_cache: jax.Array,
@@ -97,6 +102,7 @@ def paged_attention(
     return _to_ragged(out, lse, query.shape[0], query_start_loc, query.dtype)
 
 
+@functools.partial(_one_program, static_argnames=("spec", "max_query_len", "max_key_len"))
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -141,6 +147,7 @@ def attention(
     return _to_ragged(out, lse, query.shape[0], query_start_loc, query.dtype)
 
 
+@_one_program
 def write_kv_cache(
     key: jax.Array,
     value: jax.Array,
@@ -160,6 +167,7 @@ def write_kv_cache(
     )
 
 
+@_one_program
 def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Joins two attention results over disjoint keys by their LSE; two empty sides give zeros and -inf."""
     lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))

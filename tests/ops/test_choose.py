@@ -1,0 +1,84 @@
+"""Which implementation runs: the caller's word, else the written rule, never something else in silence."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import torch
+
+from jattn import ops
+from jattn.ops import choose as choose_module
+from jattn.ops.choose import choose
+from torch_core.errors import InvalidInput, Unsupported
+
+
+def on_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: name)
+
+
+def test_on_cpu_the_rule_takes_torch() -> None:
+    assert choose(None) == "torch"
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("gpu", "triton"), ("cpu", "torch"), ("tpu", "xla")])
+def test_the_rule_follows_the_platform(backend: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_backend(monkeypatch, backend)
+    assert choose(None) == expected
+
+
+@pytest.mark.parametrize("name", ["torch", "xla"])
+def test_an_explicit_request_is_honoured(name: str) -> None:
+    assert choose(name) == name
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidInput) as error:
+        choose("cuda")
+    assert str(error.value) == (
+        "implementation is 'cuda'; use one of 'triton', 'torch', 'xla', or None to let jattn choose."
+    )
+
+
+def test_triton_is_refused_without_cuda_and_never_replaced() -> None:
+    with pytest.raises(Unsupported) as error:
+        choose("triton")
+    assert str(error.value) == (
+        "implementation='triton' cannot run here: it needs CUDA and JAX runs on 'cpu'; use implementation='torch' or "
+        "'xla'."
+    )
+
+
+def test_torch_is_refused_on_a_platform_that_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_backend(monkeypatch, "tpu")
+    with pytest.raises(Unsupported) as error:
+        choose("torch")
+    assert str(error.value) == (
+        "implementation='torch' cannot run here: torch shares no memory with JAX's backend 'tpu'; use "
+        "implementation='xla'."
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has CUDA")
+def test_torch_is_refused_on_cuda_when_torch_was_built_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_backend(monkeypatch, "gpu")
+    monkeypatch.setattr(choose_module.native, "why_not", lambda: None)
+    choose_module._availability.cache_clear()
+    with pytest.raises(Unsupported) as error:
+        choose("torch")
+    choose_module._availability.cache_clear()
+    assert str(error.value) == (
+        "implementation='torch' cannot run here: JAX runs on CUDA but torch was built without it; use "
+        "implementation='triton' or 'xla'."
+    )
+
+
+def test_the_table_of_implementations_names_all_and_the_reasons() -> None:
+    table = ops.available_implementations()
+    assert tuple(table) == ops.IMPLEMENTATIONS == ("triton", "torch", "xla")
+    assert (table["torch"], table["xla"]) == (None, None)
+    assert table["triton"] == "it needs CUDA and JAX runs on 'cpu'; use implementation='torch' or 'xla'."
+
+
+def test_changing_the_table_changes_nothing() -> None:
+    ops.available_implementations()["xla"] = "broken"
+    assert ops.available_implementations()["xla"] is None
