@@ -29,9 +29,9 @@ def test_the_recorded_resources_are_those_of_the_kernel(label):
         assert measure(VARIANTS[label][0]) == recorded[label], "run `jattn bench tune --compile-table`"
 
 
-def test_the_recorded_table_has_a_row_for_every_variant_in_use():
+def test_the_recorded_table_has_rows_for_every_plan_in_use():
     _, recorded = read_table()
-    assert sorted(recorded) == sorted(VARIANTS)
+    assert {label.split(":")[0] for label in recorded} == {label.split(":")[0] for label in VARIANTS}
 
 
 def test_a_written_table_is_read_back(tmp_path):
