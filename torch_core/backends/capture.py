@@ -88,7 +88,9 @@ class CommonAttentionState:
         layout = self._layout_for(batch_size)
         if is_encoder_decoder_model and any(name not in layout for name in _ENCODER_INPUTS):
             raise InvalidInput("The layout has no encoder fields; add those of encoder_layout for cross attention.")
-        buffers = self._buffers.setdefault(batch_size, StepBuffers(layout, self._device))
+        if batch_size not in self._buffers:
+            self._buffers[batch_size] = StepBuffers(layout, self._device)
+        buffers = self._buffers[batch_size]
         spec, config = self._builder.kv_cache_spec, self._builder.config
         empty = build_common_metadata(
             [],
