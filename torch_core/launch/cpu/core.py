@@ -49,13 +49,16 @@ def attend(
             output, lse = _flash_attention(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
             return output[:1], lse[:1]
         return _flash_attention(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
-    scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scale)
-    if logits_soft_cap is not None:
-        scores.div_(logits_soft_cap).tanh_().mul_(logits_soft_cap)
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    if logits_soft_cap is None:
+        scores.mul_(scale)
+    else:
+        scores.mul_(scale / logits_soft_cap).tanh_().mul_(logits_soft_cap)
     if bias is not None:
         scores += bias
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
         scores.masked_fill_(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    return torch.matmul(scores.softmax(-1), value), lse
+    highest = scores.amax(-1, keepdim=True)
+    total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+    return torch.matmul(scores, value).div_(total), total.log_().add_(highest).squeeze(-1)

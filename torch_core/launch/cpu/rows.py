@@ -14,6 +14,8 @@ __all__ = ["attend_rows"]
 
 #: Elements of one mask or score matrix: 4M float32 are 16 MiB.
 _MAX_SCORE_ELEMENTS = 1 << 22
+#: Rows of one run under a mask: short runs leave out most of the keys that a window or the causal mask hides.
+_MAX_MASKED_ROWS = 128
 
 
 def attend_rows(
@@ -60,7 +62,7 @@ def attend_rows(
         step = query_len
     else:
         per_row = key_len * (1 if fused and extras.alibi_slopes is None else heads[0] * heads[1])
-        step = max(1, _MAX_SCORE_ELEMENTS // per_row)
+        step = max(1, min(_MAX_MASKED_ROWS, _MAX_SCORE_ELEMENTS // per_row))
     parts = []
     for start in range(first_row, query_len, step):
         end = min(start + step, query_len)
