@@ -10,6 +10,7 @@ import torch
 
 from jattn import ops
 from jattn.bridge import native, to_torch
+from tests.support.gluon_kernels import scaled_copy
 from tests.support.sample_kernels import double_and_add
 from torch_core import launch
 from torch_core.specs import AttentionSpec
@@ -185,3 +186,19 @@ def test_under_shard_map_each_device_writes_and_reads_its_own_heads(seed):
     )
     for found, expected in zip(jax.jit(step)(arrays), whole, strict=True):
         np.testing.assert_array_equal(_bits(found), _bits(expected))
+
+
+def test_a_gluon_kernel_with_a_descriptor_runs_captured_in_a_chain():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 64)), jnp.bfloat16)
+
+    def chain(x):
+        for _ in range(8):
+            x = native.call_operation(scaled_copy(), {"x": x})["y"]
+        return x
+
+    program = jax.jit(chain)
+    expected = x
+    for _ in range(8):
+        expected = expected * 3
+    for _ in range(3):
+        np.testing.assert_array_equal(_bits(program(x)), _bits(expected))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton.experimental import gluon
 
+from tests.support.gluon_kernels import scaled_copy
 from tests.support.sample_kernels import double_and_add, double_kernel, double_launch
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.launch.interpret import run_interpreted
@@ -127,3 +128,16 @@ def test_an_array_that_is_less_aligned_than_planned_is_named():
     x = torch.arange(17.0, device="cuda")[1:]
     with pytest.raises(InvalidInput, match="double_and_add: x starts 4 bytes after a multiple of 16"):
         run_operation(double_and_add(), {"x": x, "total": torch.zeros(16, device="cuda")})
+
+
+@pytest.mark.gpu
+def test_a_gluon_kernel_reads_through_a_descriptor_in_and_out_of_a_graph():
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    found = run_operation(scaled_copy(), {"x": x})["y"]
+    assert torch.equal(found, x * 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_operation(scaled_copy(), {"x": x})["y"]
+    x.neg_()
+    graph.replay()
+    assert torch.equal(captured, x * 3)

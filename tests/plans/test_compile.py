@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from triton.experimental import gluon
 
+from tests.support.gluon_kernels import scaled_copy
 from tests.support.sample_kernels import double_kernel, double_launch, product
 from torch_core.errors import Unsupported
 from torch_core.plans.compile import check_fits, compile_variant, kernel_variant
@@ -81,3 +82,10 @@ def test_a_pointer_argument_has_the_type_of_its_buffer():
         assert kernel_variant(launch, specs).signature[0] == ("x_ptr", name)
     assert isinstance(dict(launch.arguments)["x_ptr"], Pointer)
     assert launch.kernel is double_kernel
+
+
+def test_a_gluon_kernel_with_a_descriptor_compiles_for_hopper():
+    plan = scaled_copy()
+    compiled = compile_variant(kernel_variant(plan.launches[0], plan.specs), 90)
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert [tuple(entry["block_size"]) for entry in compiled.metadata.tensordesc_meta] == [(64, 64)]
