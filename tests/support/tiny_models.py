@@ -40,8 +40,9 @@ def tiny_config(**changes: Any) -> ModelConfig:
 def tiny_model(config: ModelConfig, seed: int, implementation: str | None = "xla") -> Decoder:
     """Returns a decoder whose weights are large enough that every part of it shows in the logits."""
     random = np.random.default_rng(seed)
-    model = Decoder(config, rngs=nnx.Rngs(seed), implementation=implementation)
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(seed), implementation=implementation))
+    )
     filled = []
     for path, variable in nnx.to_flat_state(state):
         centre = 1.0 if path[-1] == "weight" else 0.0
@@ -97,7 +98,7 @@ def dense_logits(model: Decoder, tokens: np.ndarray, padded_to: int = 24) -> np.
 class PagedRun:
     """Feeds sequences through a decoder's paged path, step by step, over a cache whose unused slots are NaN.
 
-    Every step has the same padded shapes, so a test compiles once.
+    Steps have the same padded shapes by default, so that tests share what they compile.
 
     Args:
         model: the decoder.
@@ -108,7 +109,12 @@ class PagedRun:
     """
 
     def __init__(
-        self, model: Decoder, num_seqs: int, max_len: int, block_size: int = 8, order: np.ndarray | None = None
+        self,
+        model: Decoder,
+        num_seqs: int = 4,
+        max_len: int = 24,
+        block_size: int = 8,
+        order: np.ndarray | None = None,
     ) -> None:
         config = model.config
         self.graph, self.state = nnx.split(model)
