@@ -38,8 +38,8 @@ def test_blocks_at_the_top_of_a_pool_beyond_two_to_the_31_elements_are_found(que
 
 
 def test_scratch_beyond_two_to_the_31_elements_is_addressed(seed):
-    """4,096 rows x 64 chunks x 64 heads x 128 elements: the partial rows of the last sequences lie past 2^31."""
-    num_seqs, block_size, max_blocks = 4096, 256, 64
+    """4,100 rows x 64 chunks x 64 heads x 128 elements: the partial rows of the last sequences lie past 2^31."""
+    num_seqs, block_size, max_blocks = 4100, 256, 64
     cache = torch.randn(300, 2, block_size, 1, 128, device="cuda", generator=_generator(seed)).bfloat16()
     tables = torch.randint(0, 300, (num_seqs, max_blocks), device="cuda", generator=_generator(seed)).int()
     seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device="cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.kernels.attention_softmax import finish_rows
+from torch_core.kernels.attention_softmax import finish_rows, rescale
 from torch_core.kernels.attention_store import store_rows
 from torch_core.kernels.attention_work import chunk_span
 
@@ -20,7 +20,8 @@ def attention_combine_kernel(
     v_scale,
     out_scale,
     partial_out,
-    partial_lse,
+    partial_max,
+    partial_sum,
     out,
     lse,
     table_tokens,
@@ -35,6 +36,7 @@ def attention_combine_kernel(
     VALUE_SIZE: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
+    EXACT: tl.constexpr,
     OUT_STRIDES: tl.constexpr,
     LSE_STRIDES: tl.constexpr,
 ):
@@ -60,20 +62,25 @@ def attention_combine_kernel(
     for base in range(0, chunks, BLOCK_CHUNKS):
         i = base + tl.arange(0, BLOCK_CHUNKS)
         slots = slot + i * NUM_HEADS
-        parts = tl.load(partial_lse + slots, mask=i < chunks, other=float("-inf"))
+        maxima = tl.load(partial_max + slots, mask=i < chunks, other=float("-inf"))
+        sums = tl.load(partial_sum + slots, mask=i < chunks, other=0.0)
         mask = (i < chunks)[:, None] & (dims < VALUE_SIZE)[None, :]
         rows = tl.load(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(parts, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.math.exp2(parts - shift)
-        keep = tl.math.exp2(row_max - shift)
-        row_sum = row_sum * keep + tl.sum(weights, 0)
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
+        weights = rescale(maxima, new_max, EXACT)
+        keep = rescale(row_max, new_max, EXACT)
+        row_sum = row_sum * keep + tl.sum(sums * weights, 0)
         acc = acc * keep + tl.sum(rows * weights[:, None], 0)
         row_max = new_max
     heads = tl.full([1], 0, tl.int32) + head
     tokens = tl.full([1], 0, tl.int32) + token
     inverse, row_lse = finish_rows(
-        tl.full([1], 0.0, tl.float32) + row_max, tl.full([1], 0.0, tl.float32) + row_sum, sinks, heads, heads >= 0
+        tl.full([1], 0.0, tl.float32) + row_max,
+        tl.full([1], 0.0, tl.float32) + row_sum,
+        sinks,
+        heads,
+        heads >= 0,
+        EXACT,
     )
     store_rows(
         out, lse, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, v_scale,

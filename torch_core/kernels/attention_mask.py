@@ -99,6 +99,7 @@ def tile_scores(
     ALIBI_SQRT: tl.constexpr,
     NUM_RANGES: tl.constexpr,
     MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Turns query-key products [rows, keys] into softmax scores, -inf where masked.
 
@@ -119,14 +120,16 @@ def tile_scores(
         ALIBI_SQRT: ALiBi is -slope * sqrt(distance).
         NUM_RANGES: number of pairs.
         MASKED: False when every row is known to see every key of the tile.
+        EXACT: see attention_softmax.softmax_step.
 
     Returns:
         (scores, factor): the softmax exponent in units of log 2 is scores * factor. Without other transformations the
-        factor carries the scale, so that scaling costs no instruction of its own.
+        factor carries the scale, so that scaling costs no instruction of its own. With EXACT the scores are in
+        natural units and the factor is 1.
     """
     rows = query_pos[:, None]
     keys = key_pos[None, :]
-    if key_scales is None and soft_cap is None and slopes is None and qq_bias is None:
+    if key_scales is None and soft_cap is None and slopes is None and qq_bias is None and not EXACT:
         scores = products
         factor = scale * LOG2E
     else:
@@ -145,7 +148,8 @@ def tile_scores(
             column = keys - context
             inside = (row >= 0) & (row < qq_bias_size) & (column >= 0) & (column < qq_bias_size)
             scores += tl.load(qq_bias + row * qq_bias_size + column, mask=inside, other=0.0).to(tl.float32)
-        scores = scores * LOG2E
+        if not EXACT:
+            scores = scores * LOG2E
         factor = 1.0
     if MASKED:
         mask = _visible(rows, keys, num_keys, window_left, window_right, attention_chunk, ranges, NUM_RANGES)

@@ -64,6 +64,7 @@ def attention_rows_kernel(
     NUM_RANGES: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     NEGATE: tl.constexpr,
+    EXACT: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
     QUERY_STRIDES: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
@@ -173,6 +174,7 @@ def attention_rows_kernel(
             key_base, value_base, key_scale_base, value_scale_base, window_left, window_right, attention_chunk, ranges,
             scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED,
             KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT, NUM_RANGES, False,
+            EXACT,
         )  # fmt: skip
 
     left_tiles = (body_start - start) // BLOCK_N
@@ -189,10 +191,10 @@ def attention_rows_kernel(
             context, key_base, value_base, key_scale_base, value_scale_base, window_left, window_right,
             attention_chunk, ranges, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
             VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED,
-            ALIBI_SQRT, NUM_RANGES, True,
+            ALIBI_SQRT, NUM_RANGES, True, EXACT,
         )  # fmt: skip
 
-    inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows)
+    inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)
     store_rows(
         out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale, out_factor,
         VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,

@@ -10,14 +10,27 @@ import triton.language as tl
 
 from torch_core.kernels.attention_mask import LOG2E
 
-__all__ = ["LN2", "finish_rows", "softmax_step"]
+__all__ = ["LN2", "finish_rows", "rescale", "softmax_step"]
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def softmax_step(scores, factor, row_max, row_sum):
-    """Takes one tile of scores (times `factor` in units of log 2, -inf where masked) into the running softmax.
+def rescale(old_max, new_max, EXACT: tl.constexpr):
+    """The factor for what was accumulated under old_max once the maximum is new_max; 1 while both are -inf."""
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    difference = old_max - shift
+    if EXACT:
+        difference = difference * LOG2E
+    return tl.math.exp2(difference)
+
+
+@triton.jit
+def softmax_step(scores, factor, row_max, row_sum, EXACT: tl.constexpr):
+    """Takes one tile of scores (-inf where masked) into the running softmax.
+
+    The maximum is kept in units of log 2 and scores * factor is subtracted from it in one fused operation. EXACT keeps
+    natural units instead (the factor is 1): the difference from the maximum is then exact, at one more operation.
 
     Returns:
         (weights, factor for everything accumulated so far, new maximum, new sum). Rows that have seen no key keep
@@ -25,14 +38,18 @@ def softmax_step(scores, factor, row_max, row_sum):
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.math.exp2(scores * factor - shift[:, None])
-    keep = tl.math.exp2(row_max - shift)
+    if EXACT:
+        weights = tl.math.exp2((scores - shift[:, None]) * LOG2E)
+        keep = tl.math.exp2((row_max - shift) * LOG2E)
+    else:
+        weights = tl.math.exp2(scores * factor - shift[:, None])
+        keep = tl.math.exp2(row_max - shift)
     return weights, keep, new_max, row_sum * keep + tl.sum(weights, 1)
 
 
 @triton.jit
-def finish_rows(row_max, row_sum, sinks, heads, valid):
-    """Ends a softmax: what to multiply the accumulated rows with, and their log-sum-exp in units of log 2.
+def finish_rows(row_max, row_sum, sinks, heads, valid, EXACT: tl.constexpr):
+    """Ends a softmax: what to multiply the accumulated rows with, and their log-sum-exp, a natural logarithm.
 
     A sink is a logit without a value: it joins the denominator only. Rows that saw no key get (0, -inf), with or
     without a sink.
@@ -41,10 +58,14 @@ def finish_rows(row_max, row_sum, sinks, heads, valid):
     shift = tl.where(empty, 0.0, row_max)
     keep = tl.where(empty, 0.0, 1.0)
     if sinks is not None:
-        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
+        if not EXACT:
+            sink = sink * LOG2E
         top = tl.maximum(shift, sink)
-        keep = keep * tl.math.exp2(shift - top)
-        row_sum = row_sum * keep + tl.math.exp2(sink - top)
+        keep = keep * rescale(shift, top, EXACT)
+        row_sum = row_sum * keep + rescale(sink, top, EXACT)
         shift = top
     total = tl.where(empty, 1.0, row_sum)
-    return keep / total, tl.where(empty, float("-inf"), shift + tl.math.log2(total))
+    if not EXACT:
+        shift = shift * LN2
+    return keep / total, tl.where(empty, float("-inf"), shift + tl.math.log2(total) * LN2)

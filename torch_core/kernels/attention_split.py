@@ -40,7 +40,8 @@ def attention_split_kernel(
     out,
     lse,
     partial_out,
-    partial_lse,
+    partial_max,
+    partial_sum,
     num_tokens,
     num_seqs,
     table_stride,
@@ -70,6 +71,7 @@ def attention_split_kernel(
     BLOCK_SIZE: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     NEGATE: tl.constexpr,
+    EXACT: tl.constexpr,
     ZERO_PADDING: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
     QUERY_STRIDES: tl.constexpr,
@@ -84,9 +86,9 @@ def attention_split_kernel(
 
     Grid: (chunks of the batch by a static bound, plus padding, times head programs,). Sequences with more than
     MAX_QUERY query rows are left to another kernel. A sequence with one chunk is finished here; the others leave
-    normalised rows and a base-2 log-sum-exp in partial_out[row, chunk, head, :] and partial_lse[row, chunk, head],
-    row = sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last
-    chunk zero the rows of padded tokens.
+    their running softmax in partial_out[row, chunk, head, :], partial_max[row, chunk, head] and partial_sum, row =
+    sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last chunk
+    zero the rows of padded tokens.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
@@ -168,20 +170,20 @@ def attention_split_kernel(
             num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
             attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
             VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, True,
-            ALIBI_SQRT, 0, True,
+            ALIBI_SQRT, 0, True, EXACT,
         )  # fmt: skip
 
     if chunks == 1:
-        inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows)
+        inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)
         store_rows(
             out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale,
             out_factor, VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
         )  # fmt: skip
     elif partial_out is not None:
-        inverse, row_lse = finish_rows(row_max, row_sum, None, heads, live_rows)
         row = seq.to(tl.int64) * MAX_QUERY + tokens
         slots = (row * max_chunks + index) * NUM_HEADS + heads
         dims = tl.arange(0, VALUE_PADDED)
         mask = live[:, None] & (dims < VALUE_SIZE)[None, :]
-        tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], acc * inverse[:, None], mask=mask)
-        tl.store(partial_lse + slots, row_lse, mask=live)
+        tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], acc, mask=mask)
+        tl.store(partial_max + slots, row_max, mask=live)
+        tl.store(partial_sum + slots, row_sum, mask=live)

@@ -51,6 +51,7 @@ def attend_tile(
     ALIBI_SQRT: tl.constexpr,
     NUM_RANGES: tl.constexpr,
     MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Scores a tile of keys, weighs its values and adds them to the accumulated rows.
 
@@ -106,8 +107,9 @@ def attend_tile(
         ALIBI_SQRT,
         NUM_RANGES,
         MASKED,
+        EXACT,
     )
-    weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum)
+    weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, EXACT)
     if value_scales is not None:
         weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
     acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.kernels.attention_softmax import LN2
-
 __all__ = ["as_multiplied", "query_tile", "store_rows", "zero_rows"]
 
 
@@ -61,7 +59,7 @@ def store_rows(
     STRIDES: tl.constexpr,
     LSE_STRIDES: tl.constexpr,
 ):
-    """Stores finished rows, and their log-sum-exp (given in units of log 2) as a natural logarithm.
+    """Stores finished rows and their log-sum-exp.
 
     `out_factor` holds the scales that are known on the host: the values' scale over the output's. Scales that are
     only on the device come as v_scale and out_scale. An OUT_LIMIT other than 0 saturates an 8-bit output.
@@ -79,7 +77,7 @@ def store_rows(
     mask = live[:, None] & (dims < SIZE)[None, :]
     tl.store(rows[:, None] + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
     if lse is not None:
-        tl.store(lse + tokens.to(tl.int64) * LSE_STRIDES[0] + heads * LSE_STRIDES[1], row_lse * LN2, mask=live)
+        tl.store(lse + tokens.to(tl.int64) * LSE_STRIDES[0] + heads * LSE_STRIDES[1], row_lse, mask=live)
 
 
 @triton.jit

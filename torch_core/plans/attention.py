@@ -274,7 +274,8 @@ def _split(
     rows = (call.num_seqs * max_query, chunks, call.num_heads)
     scratch = (
         ("partial_out", ArraySpec((*rows, call.value.shape[-1]), "float32")),
-        ("partial_lse", ArraySpec(rows, "float32")),
+        ("partial_max", ArraySpec(rows, "float32")),
+        ("partial_sum", ArraySpec(rows, "float32")),
     )
     return launches, scratch
 

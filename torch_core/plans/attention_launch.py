@@ -19,6 +19,7 @@ _NO_BOUND = 1 << 30
 # Few sizes, so that few variants are compiled.
 _BLOCK_SEQS = (1, 32, 256, 1024)
 _COMBINE_CHUNKS = 16
+_PARTIALS = ("partial_out", "partial_max", "partial_sum")
 
 
 def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: int) -> LaunchPlan:
@@ -68,7 +69,8 @@ def split_launch(
         **_common_arguments(call),
         **_output_arguments(call),
         "partial_out": Pointer("partial_out") if split else ABSENT,
-        "partial_lse": Pointer("partial_lse") if split else ABSENT,
+        "partial_max": Pointer("partial_max") if split else ABSENT,
+        "partial_sum": Pointer("partial_sum") if split else ABSENT,
         **_scalar_arguments(call),
         "max_chunks": _count(chunks),
     }
@@ -88,7 +90,7 @@ def split_launch(
         "NUM_KV_HEADS": call.num_kv_heads,
         "ZERO_PADDING": zero_padding,
     }
-    writes = ("out", *(("lse",) if call.with_lse else ()), *(("partial_out", "partial_lse") if split else ()))
+    writes = ("out", *(("lse",) if call.with_lse else ()), *(_PARTIALS if split else ()))
     return _launch(
         attention_split_kernel, (items * head_programs,), arguments, constexprs, writes, tile, hot=_is_plain(call)
     )
@@ -102,13 +104,14 @@ def combine_launch(call: AttentionCall, *, chunk: int, max_query: int) -> Launch
     arguments = {
         **{name: common[name] for name in ("seq_lens", "query_start_loc", "sinks", "v_scale", "out_scale")},
         "partial_out": Pointer("partial_out"),
-        "partial_lse": Pointer("partial_lse"),
+        "partial_max": Pointer("partial_max"),
+        "partial_sum": Pointer("partial_sum"),
         **_output_arguments(call),
         **{name: scalars[name] for name in ("table_tokens", "out_factor", "window_left", "attention_chunk")},
         "max_chunks": _count(chunks),
     }
     common_constexprs = _common_constexprs(call)
-    names = ("VALUE_SIZE", "VALUE_PADDED", "OUT_LIMIT", "OUT_STRIDES", "LSE_STRIDES")
+    names = ("VALUE_SIZE", "VALUE_PADDED", "OUT_LIMIT", "EXACT", "OUT_STRIDES", "LSE_STRIDES")
     constexprs = {
         "BLOCK_CHUNKS": min(_COMBINE_CHUNKS, power_of_two(chunks)),
         "CHUNK": chunk,
@@ -228,6 +231,7 @@ def _common_constexprs(call: AttentionCall) -> dict[str, Any]:
         "BLOCK_SIZE": call.block_size,
         "ALIBI_SQRT": call.spec.use_alibi_sqrt,
         "NEGATE": call.spec.scale < 0,
+        "EXACT": call.query.dtype == "float32",
         "OUT_LIMIT": OUTPUT_LIMITS.get(call.out.dtype, 0.0),
         "QUERY_STRIDES": call.query.element_strides[:2],
         "KEY_STRIDES": key_strides,

@@ -74,7 +74,7 @@ def rows_tile(
     block_m = max(16, min(128, power_of_two(rows)))
     if query_bytes == 4:
         # fp32 products are not done by the matrix units: registers hold both operands, so the tiles are small.
-        return RowsTile(16 if head_padded > 128 else min(block_m, 32), 32, 2, 4)
+        return RowsTile(min(block_m, 32), 32, 2, 4) if head_padded <= 64 else RowsTile(min(block_m, 32), 16, 2, 8)
     if block_m < 128:
         return RowsTile(block_m, 32 if head_padded > 128 else 64, 3, 4)
     if head_padded > 128:
@@ -105,7 +105,8 @@ def split_tile(
     """
     block_m = max(16, power_of_two(rows))
     if query_bytes == 4:
-        return SplitTile(block_m, 16 if head_padded > 128 else 32, 3, 4)
+        block_n = 32 if head_padded <= 64 or (head_padded == 128 and block_m == 16) else 16
+        return SplitTile(block_m, block_n, 2 if block_m > 32 else 3, 8)
     if head_padded > 128:
         return SplitTile(block_m, 32, 3, 4)
     if block_m > 16:
