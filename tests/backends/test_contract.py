@@ -11,6 +11,7 @@ import torch
 
 from torch_core.backends import (
     FP8_STATIC_TENSOR,
+    AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
@@ -18,6 +19,8 @@ from torch_core.backends import (
     AttentionType,
     BuilderConfig,
     ContextParallel,
+    DeviceCapability,
+    DeviceInfo,
     MLAAttentionImpl,
     MLADims,
     MultipleOf,
@@ -132,6 +135,54 @@ def test_abstract_classes_cannot_be_made():
     for cls in (AttentionImpl, MLAAttentionImpl, AttentionMetadataBuilder):
         with pytest.raises(TypeError, match="abstract"):
             cls()
+
+
+class Bare(AttentionBackend):
+    """A backend that overrides only what it must."""
+
+    @staticmethod
+    def get_name():
+        return "BARE"
+
+    get_impl_cls = staticmethod(TorchAttentionBackend.get_impl_cls)
+    get_builder_cls = staticmethod(TorchAttentionBackend.get_builder_cls)
+
+
+def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_config):
+    device = DeviceInfo(type="cuda", capability=DeviceCapability(9, 0), num_sms=132)
+
+    assert Bare.validate_configuration(make_config(), device) == []
+    assert Bare.validate_configuration(
+        make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True,
+                    use_batch_invariant=True, use_per_head_quant_scales=True, dtype=torch.float32), device,
+    ) == [
+        "dtype is float32; it serves float16, bfloat16",
+        "it does not serve sinks (has_sink)",
+        "it does not serve bidirectional spans (use_mm_prefix)",
+        "it does not serve square-root ALiBi (use_alibi_sqrt)",
+        "it has one cache scale for all heads (use_per_head_quant_scales)",
+        "its decoder attention is causal (use_non_causal)",
+        "its results depend on the batch (use_batch_invariant)",
+    ]  # fmt: skip
+    chosen = subclass_attention_backend_with_overrides("Few", Bare, {"supported_head_sizes": (64, 128)})
+    assert chosen.validate_configuration(make_config(head_size=80), device) == ["head_size is 80; it serves 64, 128"]
+
+
+def test_the_torch_backend_serves_every_option_but_batch_invariance(make_config):
+    config = make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True)
+
+    assert TorchAttentionBackend.validate_configuration(config, DeviceInfo(type="cpu")) == []
+
+
+def test_a_bare_builder_captures_and_drafts_like_any_step():
+    class Builder(AttentionMetadataBuilder):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False, *, arrays=None):
+            return common_prefix_len, common_attn_metadata, fast_build, arrays
+
+    builder = Builder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+
+    assert builder.build_for_cudagraph_capture("batch", arrays={}) == (0, "batch", False, {})
+    assert builder.build_for_drafting("batch", 2) == (0, "batch", True, None)
 
 
 def make_builder(**config):

@@ -150,8 +150,10 @@ def test_null_blocks_before_the_window_are_accepted():
     assert step.slot_mapping.tolist() == [20, 21]
 
 
-def test_unused_blocks_at_the_end_of_a_row_are_left_out_of_the_table():
-    step = build([SequenceRow([7, 8, 9], 0, 3)], max_blocks=2)
+@pytest.mark.parametrize("ids", [[7, 8, 9], (7, 8, 9), array("i", [7, 8, 9]), np.array([7, 8, 9], np.int32)])
+@pytest.mark.parametrize("table_cache", [None, BlockTableCache()])
+def test_unused_blocks_at_the_end_of_a_row_are_left_out_of_the_table(ids, table_cache):
+    step = build([SequenceRow(ids, 0, 3, "a")], max_blocks=2, table_cache=table_cache)
 
     assert step.block_tables.tolist() == [[7, 0]]
 
@@ -335,6 +337,12 @@ BAD = {
         {"num_blocks": 1 << 30},
         InvalidInput,
         "num_blocks * block_size is 4294967296; int32 slots allow at most 2147483647.",
+    ),
+    "too few blocks in a cached table": (
+        [SequenceRow((5,), 3, 2, "a")],
+        {"table_cache": BlockTableCache()},
+        InvalidInput,
+        "block_ids of sequence 'a' has 1 blocks; its 5 tokens need 2 blocks of 4. Allocate before building.",
     ),
     "a group that the rows lack": (
         [GroupedRow("a", (5,), 0, 3, ((5,),))],

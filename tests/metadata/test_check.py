@@ -193,3 +193,14 @@ def test_an_empty_running_sum_is_refused():
 
     with pytest.raises(InvalidInput, match=r"^query_start_loc is empty; it needs num_seqs \+ 1 entries, the first"):
         check_query_start_loc(np.empty(0, np.int32), 0)
+
+
+def test_padding_tokens_write_nothing_and_clash_with_nothing():
+    from torch_core.metadata.check import check_written_blocks
+
+    slots, lens = np.array([-1, -1, 36, 37, 36], np.int32), np.array([2, 2, 1])
+    check_written_blocks(slots[:4], np.array([2, 2]), block_size=4)
+
+    message = r"^block 9 would be written by sequence 1 and sequence 2 in one step; copy the tail before a fork"
+    with pytest.raises(InvalidInput, match=message):
+        check_written_blocks(slots, lens, block_size=4)

@@ -13,6 +13,7 @@ from torch_core.metadata import (
     EncoderRow,
     SequenceRow,
     build_common_metadata,
+    build_dense_metadata,
     common_prefix_length,
     encoder_layout,
     get_dcp_local_seq_lens,
@@ -249,3 +250,23 @@ def test_impossible_ranks_are_refused():
         get_dcp_local_seq_lens(np.ones(1, int), dcp_world_size=2, dcp_rank=2)
     with refuses("dcp_world_size is 0 and interleave_size 1; both must be at least 1."):
         get_dcp_local_seq_lens(np.ones(1, int), dcp_world_size=0, dcp_rank=0)
+
+
+def test_a_dense_batch_has_positions_and_no_slots():
+    step = build_dense_metadata([3, 2], num_seqs=3, num_tokens=8)
+
+    assert step.query_start_loc.tolist() == [0, 3, 5, 5]
+    assert step.seq_lens.tolist() == [3, 2, 0]
+    assert step.positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0]
+    assert step.slot_mapping.tolist() == [-1] * 8
+    assert step.block_tables.shape == (3, 0)
+    assert not step.causal
+
+
+def test_dense_batches_that_do_not_fit_are_refused():
+    with refuses("query_lens[1] is 0; it must be at least 1."):
+        build_dense_metadata([3, 0])
+    with refuses(
+        "the batch has 2 sequences of 5 tokens; it is padded to 1 and 5. Pad to a larger bucket.", RequestTooLong
+    ):
+        build_dense_metadata([3, 2], num_seqs=1)

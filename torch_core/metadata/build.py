@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata.check import block_tables_look_right, check_block_tables, check_written_blocks, row_name
+from torch_core.metadata.check import (
+    block_tables_look_right,
+    check_block_tables,
+    check_written_blocks,
+    first_read_block,
+    row_name,
+)
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
@@ -122,7 +128,8 @@ def build_common_metadata(
         table_cache=table_cache,
     )
     tables[num_reqs:] = 0
-    if not block_tables_look_right(tables[:num_reqs], live, num_blocks):
+    first_read = first_read_block(computed, window_left, block_size=block_size)
+    if not block_tables_look_right(tables[:num_reqs], live, num_blocks, first_read):
         check_block_tables(
             tables[:num_reqs],
             totals,

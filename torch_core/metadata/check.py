@@ -21,6 +21,7 @@ __all__ = [
     "check_seq_lens",
     "check_slot_mapping",
     "check_written_blocks",
+    "first_read_block",
     "row_name",
 ]
 
@@ -148,16 +149,32 @@ def check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, *, num_reqs: in
         raise InvalidInput(f"seq_lens[{index}] is {seq_lens[index]}, but row {index} is padding and must be 0.")
 
 
-def block_tables_look_right(block_tables: np.ndarray, live: np.ndarray, num_blocks: int) -> bool:
-    """Returns whether all ids are in the pool and exactly the `live` leading ones of each row are not null.
+def block_tables_look_right(
+    block_tables: np.ndarray, live: np.ndarray, num_blocks: int, first_read: np.ndarray | None = None
+) -> bool:
+    """Returns whether all ids are in the pool and none that is read is null; False means to look closer.
 
-    A screen of three reductions for tables whose tails are zero; False means that `check_block_tables` must look.
+    A screen of a few reductions for tables whose tails are zero.
+
+    Args:
+        block_tables: int32[S, max_blocks], real rows only.
+        live: int[S], blocks in use.
+        num_blocks: blocks of the pool.
+        first_read: int[S], the first block that a window still covers; None for 0.
     """
     if block_tables.size == 0:
         return True
     # Seen as unsigned, a negative id is larger than any pool.
-    in_pool = block_tables.view(np.uint32).max() < num_blocks
-    return bool(in_pool) and np.count_nonzero(block_tables) == live.sum()
+    if block_tables.view(np.uint32).max() >= num_blocks:
+        return False
+    if np.count_nonzero(block_tables) == live.sum():
+        return True
+    if first_read is None:
+        return False
+    columns = np.arange(block_tables.shape[1], dtype=np.int32)
+    read = columns < live.astype(np.int32)[:, None]
+    read &= columns >= first_read.astype(np.int32)[:, None]
+    return not (block_tables == 0)[read].any()
 
 
 def check_block_tables(
@@ -205,9 +222,9 @@ def check_block_tables(
             f"blocks, 0 is the null block). {row_name(row, seq_ids, capital=True)} has {seq_lens[row]} tokens and "
             f"needs {live[row]} blocks.{tail}"
         )
-    first_read = np.zeros_like(live)
-    if window_left is not None:
-        first_read = np.maximum(seq_lens - query_lens - window_left, 0) // block_size
+    first_read = first_read_block(seq_lens - query_lens, window_left, block_size=block_size)
+    if first_read is None:
+        first_read = np.zeros_like(live)
     null = used & (columns >= first_read[:, None]) & (block_tables == 0)
     if null.any():
         row, column = np.argwhere(null)[0].tolist()
@@ -295,6 +312,11 @@ def check_slot_mapping(metadata: CommonAttentionMetadata, *, seq_ids: SeqIds = N
             f"slot_mapping[{token}] is {slots[token]}, but position {expected_position[token]} of "
             f"{row_name(int(row[token]), seq_ids)} lies in slot {expected[token]} (block {block[token]})."
         )
+
+
+def first_read_block(computed: np.ndarray, window_left: int | None, *, block_size: int) -> np.ndarray | None:
+    """Returns int[S]: the first block that the first query of each row sees through the window; None without one."""
+    return None if window_left is None else np.maximum(computed - window_left, 0) // block_size
 
 
 def row_name(index: int, seq_ids: SeqIds, *, capital: bool = False) -> str:
