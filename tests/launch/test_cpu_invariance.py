@@ -13,7 +13,7 @@ from tests.support.attention_cases import AttentionCase, paged_case, to_torch
 from torch_core import launch
 from torch_core.specs import AttentionSpec
 
-SEQ_LENS = [1, 63, 64, 65, 130, 300, 17, 600, 90, 90]
+SEQ_LENS = [1, 63, 64, 65, 130, 300, 17, 1100, 90, 90]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"spec": AttentionSpec(scale=0.2, window_left=50)},
