@@ -87,6 +87,8 @@ class Engine:
                 num_blocks=self._plan.num_blocks,
                 block_size=config.block_size,
                 enable_prefix_caching=config.enable_prefix_caching,
+                sliding_window=shape.sliding_window,
+                max_step_tokens=config.max_num_batched_tokens,
                 model_fingerprint=model_fingerprint,
                 cache_dtype=spec.dtype,
                 max_blocks_per_seq=self._plan.max_blocks,

@@ -17,11 +17,14 @@ from jattn.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.metadata import AttentionMetadata
 from jattn.models import Decoder
 from jattn.pool import KVPool
-from torch_core.metadata import Buckets, PackedLayout, build_common_metadata, metadata_layout
+from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata, metadata_layout
 
 __all__ = ["ModelRunner"]
 
-_SMALLEST_PREFILL = 16
+# XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more.
+# With decode and prefill kept on either side, a sequence's bits do not depend on how many others are in the batch.
+_SMALLEST_DECODE = 2
+_SMALLEST_PREFILL = 64
 
 
 class ModelRunner:
@@ -42,12 +45,17 @@ class ModelRunner:
         self._leaves, treedef = jax.tree.flatten(state)
         self._pool = pool
         self._plan = plan
-        self._max_num_seqs = config.max_num_seqs
-        self._num_seqs = Buckets.powers_of_two("sequences of a step", config.max_num_seqs)
-        self._num_tokens = Buckets.powers_of_two(
-            "new tokens of a step", config.max_num_batched_tokens, smallest=_SMALLEST_PREFILL
+        window = model.config.sliding_window
+        self._window_left = None if window is None else window - 1
+        self._tables = BlockTableCache()
+        self._max_num_seqs = max(config.max_num_seqs, _SMALLEST_DECODE)
+        self._num_seqs = Buckets.powers_of_two(
+            "sequences of a step", max(config.max_num_seqs, _SMALLEST_DECODE), smallest=_SMALLEST_DECODE
         )
-        self._last_tokens = jnp.zeros(config.max_num_seqs, jnp.int32)
+        self._num_tokens = Buckets.powers_of_two(
+            "new tokens of a step", max(config.max_num_batched_tokens, _SMALLEST_PREFILL), smallest=_SMALLEST_PREFILL
+        )
+        self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
         self._prefill_num_seqs = Buckets("sequences of a prefill step", tuple(sorted({1, config.max_num_seqs})))
         self._step, self._programs = _jitted_step(graph, treedef)
 
@@ -74,6 +82,8 @@ class ModelRunner:
             num_seqs=layout["seq_lens"].shape[0],
             num_tokens=layout["token_ids"].shape[0],
             max_blocks=self._plan.max_blocks,
+            window_left=self._window_left,
+            table_cache=self._tables,
             layout=layout,
             buffer=buffer,
         )

@@ -9,6 +9,7 @@ import pytest
 
 from jattn.engine import Engine, EngineConfig, SamplingParams
 from jattn.models import Decoder
+from tests.engine.conftest import tiny_decoder
 from torch_core.errors import InvalidInput, PoolLost, RequestTooLong
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -71,6 +72,22 @@ def test_tokens_do_not_depend_on_how_the_engine_batches(engine, decoder, changes
     assert other.cache_stats().used == 0
     if "num_blocks" in changes:
         assert other.cache_stats().preemptions > 0
+
+
+def test_a_windowed_model_gives_back_blocks_that_it_cannot_see(seed) -> None:
+    windowed = tiny_decoder(sliding_window=6)
+    other = Engine(windowed, EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32))
+    prompts = prompts_of(seed, 20, 2, 9)
+
+    requests = [other.add(prompt, GREEDY) for prompt in prompts]
+    most = 0
+    while other.num_unfinished:
+        other.step()
+        most = max(most, other.cache_stats().used)
+
+    assert [request.output_token_ids for request in requests] == [dense_greedy(windowed, p, 12) for p in prompts]
+    # Without the window the three would hold 8 + 4 + 6 blocks at their ends.
+    assert most < 18
 
 
 def test_sampled_tokens_do_not_depend_on_neighbours(engine, seed) -> None:
