@@ -28,7 +28,7 @@ class PagedAttention(nnx.Module):
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
 
     Raises:
-        InvalidInput: num_heads is no multiple of num_kv_heads.
+        InvalidInput: num_heads is no multiple of num_kv_heads, or a size is below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,6 +60,8 @@ class PagedAttention(nnx.Module):
                 f"num_heads is {num_heads} and num_kv_heads {num_kv_heads}; both must be positive and the first a "
                 "multiple of the second."
             )
+        if head_dim < 1:
+            raise InvalidInput(f"head_dim is {head_dim}; it must be at least 1.")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -91,11 +93,20 @@ class PagedAttention(nnx.Module):
         Raises:
             InvalidInput: shapes that do not fit the module or each other.
         """
-        for name, array, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
+        kv_heads = self.num_kv_heads
+        for name, array, heads in (
+            ("query", query, self.num_heads),
+            ("key", key, kv_heads),
+            ("value", value, kv_heads),
+        ):
             if array.ndim != 3 or array.shape[1:] != (heads, self.head_dim):
                 raise InvalidInput(
                     f"{name} has shape {array.shape}; this module needs (num_tokens, {heads}, {self.head_dim})."
                 )
+        if query.shape[0] != key.shape[0]:
+            raise InvalidInput(
+                f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
+            )
         kv_cache = ops.write_kv_cache(key, value, kv_cache, metadata.slot_mapping, implementation=self.implementation)
         output = ops.paged_attention(
             query,

@@ -42,8 +42,8 @@ def merge_states(
         arguments.check_array(name, out, ("num_tokens", "num_heads", "head_size"))
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         arguments.check_array(name, lse, ("num_tokens", "num_heads"))
-        if lse.dtype != jnp.float32:
-            raise InvalidInput(f"{name} has dtype {lse.dtype.name}; float32 is required.")
+        if lse.dtype != (required := jnp.promote_types(out_a.dtype, jnp.float32)):
+            raise InvalidInput(f"{name} has dtype {lse.dtype.name}; {required.name} is required.")
         if lse.shape != out_a.shape[:2]:
             raise InvalidInput(f"{name} has shape {lse.shape}; out_a of shape {out_a.shape} needs {out_a.shape[:2]}.")
     if out_a.shape != out_b.shape or out_a.dtype != out_b.dtype:

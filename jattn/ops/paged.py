@@ -104,7 +104,7 @@ def paged_attention_with_lse(
 
     Returns:
         The output, and float32[num_tokens, num_heads]: the natural logarithm of the softmax denominator, sinks
-        included; -inf for rows that see nothing. `merge_states` joins two such results.
+        included; -inf for rows that see nothing; float64 for a float64 query. `merge_states` joins two such results.
     """
     spec = arguments.attention_spec(
         query,

@@ -43,17 +43,16 @@ def paged_attention(
     """Attends every query to its sequence's cached keys; arguments as in `jattn.ops.paged_attention`.
 
     Returns:
-        out, in the dtype of query, and the natural-log LSE, float32[num_tokens, num_heads].
+        out, in the dtype of query, and the natural-log LSE, float32[num_tokens, num_heads] (float64 for float64).
     """
     num_heads, head_size = query.shape[1:]
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs, max_blocks = block_tables.shape
     dtype = _compute_dtype(query.dtype)
     if query.shape[0] == 0:
-        return query, jnp.zeros(query.shape[:2], jnp.float32)
+        return query, jnp.zeros(query.shape[:2], dtype)
     query_lens = jnp.diff(query_start_loc)
-    rows = query_start_loc[:-1, None] + jnp.arange(max_query_len)
-    padded = query.at[rows].get(mode="fill", fill_value=0).astype(dtype)
+    padded = _by_sequence(query, query_start_loc, max_query_len).astype(dtype)
     padded = padded.reshape(num_seqs, max_query_len, num_kv_heads, num_heads // num_kv_heads, head_size)
     positions = (seq_lens - query_lens)[:, None] + jnp.arange(max_query_len)
 
@@ -123,17 +122,14 @@ def attention(
     dtype = _compute_dtype(query.dtype)
     if query.shape[0] == 0 or key.shape[0] == 0:
         shape = (*query.shape[:2], value_head_size)
-        return jnp.zeros(shape, query.dtype), jnp.full(shape[:2], -jnp.inf, jnp.float32)
+        return jnp.zeros(shape, query.dtype), jnp.full(shape[:2], -jnp.inf, dtype)
     query_lens, key_lens = jnp.diff(query_start_loc), jnp.diff(key_start_loc)
-    rows = query_start_loc[:-1, None] + jnp.arange(max_query_len)
-    padded = query.at[rows].get(mode="fill", fill_value=0).astype(dtype)
+    padded = _by_sequence(query, query_start_loc, max_query_len).astype(dtype)
     padded = padded.reshape(num_seqs, max_query_len, num_kv_heads, num_heads // num_kv_heads, query.shape[2])
     positions = (key_lens - query_lens)[:, None] + jnp.arange(max_query_len)
     key_positions = jnp.arange(max_key_len)
-    exists = (key_positions < key_lens[:, None])[:, :, None, None]
-    key_rows = key_start_loc[:-1, None] + key_positions
-    keys = jnp.where(exists, key.at[key_rows].get(mode="fill", fill_value=0).astype(dtype), 0)
-    values = jnp.where(exists, value.at[key_rows].get(mode="fill", fill_value=0).astype(dtype), 0)
+    keys = _by_sequence(key, key_start_loc, max_key_len).astype(dtype)
+    values = _by_sequence(value, key_start_loc, max_key_len).astype(dtype)
     mask = softmax.visible(positions[:, :, None], key_positions, key_lens[:, None, None], spec)
     slopes = None if alibi_slopes is None else alibi_slopes.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
     scores = jnp.einsum("sqhgd,skhd->shgqk", padded, keys)
@@ -192,6 +188,13 @@ def _sinks_by_group(sinks: jax.Array | None, num_kv_heads: int) -> jax.Array | N
     return None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
 
 
+def _by_sequence(packed: jax.Array, start_loc: jax.Array, max_len: int) -> jax.Array:
+    """Returns packed rows as `[num_seqs, max_len, ...]`, zeros past a sequence's end: a neighbour's NaN lies there."""
+    rows = start_loc[:-1, None] + jnp.arange(max_len)
+    own = rows < start_loc[1:, None]
+    return jnp.where(own[:, :, None, None], packed.at[rows].get(mode="fill", fill_value=0), 0)
+
+
 def _first_visible(first_positions: jax.Array, spec: AttentionSpec) -> jax.Array:
     first = jnp.zeros_like(first_positions)
     if spec.window_left is not None:
@@ -210,7 +213,7 @@ def _to_ragged(
     sequence = jnp.where(real, sequence, 0)
     row = jnp.where(real, tokens - query_start_loc[sequence], 0)
     gathered = jnp.where(real[:, None, None], out[sequence, row], 0).astype(dtype)
-    return gathered, jnp.where(real[:, None], lse[sequence, row], -jnp.inf).astype(jnp.float32)
+    return gathered, jnp.where(real[:, None], lse[sequence, row], -jnp.inf)
 
 
 def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

@@ -15,10 +15,12 @@ from jattn import ops
 from tests.support.attention_cases import AttentionCase, to_torch
 from torch_core.specs import AttentionSpec
 
-__all__ = ["IMPLEMENTATIONS", "arrays", "keywords", "operation", "run_case", "run_numpy"]
+__all__ = ["IMPLEMENTATIONS", "QUICK_COMPILE", "arrays", "keywords", "run_case", "run_numpy"]
 
 #: What runs on this machine; "triton" needs CUDA.
 IMPLEMENTATIONS = ("torch", "xla")
+#: For programs whose values are compared within a tolerance: half the time to compile, the same arithmetic.
+QUICK_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 
 def keywords(spec: AttentionSpec) -> dict[str, Any]:
@@ -38,28 +40,30 @@ def arrays(case: AttentionCase, **changes: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x) for name, x in {**case.operands, **changes}.items()}
 
 
-def operation(case: AttentionCase, implementation: str, **limits: int) -> Callable[..., Any]:
-    """Returns the jitted operation of a case: `(operands, options) -> (output, lse)`; `limits` replace some."""
-    bounds = {name: max(1, size) for name, size in {**case.limits, **limits}.items()}
-    return _jitted(case.paged, case.spec, tuple(bounds.items()), implementation)
-
-
 def run_numpy(case: AttentionCase, implementation: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns output and lse of a case as numpy arrays; `changes` replace operands."""
-    output, lse = operation(case, implementation)(arrays(case, **changes), case.options)
+    output, lse = _operation(case, implementation)(arrays(case, **changes), case.options)
     return np.array(output), np.array(lse)
 
 
 def run_case(case: AttentionCase, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns output and lse of a case as torch tensors, for the comparison with the reference."""
-    output, lse = run_numpy(case, implementation)
-    return to_torch(output), to_torch(lse)
+    output, lse = _operation(case, implementation, quick=True)(arrays(case), case.options)
+    return to_torch(np.asarray(output)), to_torch(np.asarray(lse))
+
+
+def _operation(case: AttentionCase, implementation: str, *, quick: bool = False) -> Callable[..., Any]:
+    bounds = tuple((name, max(1, size)) for name, size in case.limits.items())
+    return _jitted(case.paged, case.spec, bounds, implementation, quick)
 
 
 @functools.cache
 def _jitted(
-    paged: bool, spec: AttentionSpec, limits: tuple[tuple[str, int], ...], implementation: str
+    paged: bool, spec: AttentionSpec, limits: tuple[tuple[str, int], ...], implementation: str, quick: bool
 ) -> Callable[..., Any]:
     function = ops.paged_attention_with_lse if paged else ops.attention_with_lse
     static = {**keywords(spec), **dict(limits), "implementation": implementation}
-    return jax.jit(lambda operands, options: function(**operands, **options, **static))
+    return jax.jit(
+        lambda operands, options: function(**operands, **options, **static),
+        compiler_options=QUICK_COMPILE if quick else None,
+    )

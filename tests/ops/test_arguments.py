@@ -261,11 +261,9 @@ def test_float64_needs_the_xla_implementation(operation: Callable[..., Any], nam
                 paged: {"query": (3, 4, 8), "kv_cache": (6, 2, 4, 2, 8)},
                 dense: {"query": (3, 4, 8), "key": (5, 2, 8), "value": (5, 2, 8)},
                 write: {"key": (3, 2, 8), "value": (3, 2, 8), "kv_cache": (6, 2, 4, 2, 8)},
-                merge: {"out_a": (3, 4, 8), "out_b": (3, 4, 8)},
+                merge: {"out_a": (3, 4, 8), "lse_a": (3, 4), "out_b": (3, 4, 8), "lse_b": (3, 4)},
             }[operation].items()
         }
-        if operation is merge:
-            wide |= {name: jnp.ones((3, 4), jnp.float32) for name in ("lse_a", "lse_b")}
         with pytest.raises(Unsupported) as error:
             operation(**wide, implementation="torch")
         results = jax.tree.leaves(operation(**wide, implementation="xla"))
