@@ -61,6 +61,7 @@ def attention_rows_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
     MIN_QUERY: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     NUM_RANGES: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     NEGATE: tl.constexpr,
@@ -76,18 +77,24 @@ def attention_rows_kernel(
 ):
     """One program: the query rows of BLOCK_M // PACK tokens times PACK heads of one key/value head.
 
-    Grid: (query tiles of the batch by a static bound, key/value heads times head groups). Programs beyond the true
-    tiles zero the rows of padded tokens. The last tile of a sequence comes first: under a causal mask it has the most
-    keys. The loop over keys that every row sees has no mask; the keys at the edges come in a second loop.
+    Grid: (query tiles of the batch by a static bound, key/value heads times head groups), or the other way round with
+    HEADS_FIRST. Programs beyond the true tiles zero the rows of padded tokens. The last tile of a sequence comes
+    first: under a causal mask it has the most keys. The loop over keys that every row sees has no mask; the keys at
+    the edges come in a second loop.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
-    kv_head = tl.program_id(1) // HEAD_GROUPS
-    tile = tl.program_id(0)
+    if HEADS_FIRST:
+        tile = tl.program_id(1)
+        head_program = tl.program_id(0)
+    else:
+        tile = tl.program_id(0)
+        head_program = tl.program_id(1)
+    kv_head = head_program // HEAD_GROUPS
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, TOKENS, MIN_QUERY)
 
     rows = tl.arange(0, BLOCK_M)
-    in_group = tl.program_id(1) % HEAD_GROUPS * PACK + rows % PACK
+    in_group = head_program % HEAD_GROUPS * PACK + rows % PACK
     heads = kv_head * GROUP + in_group
     live_rows = (rows < TOKENS * PACK) & (in_group < GROUP)
 

@@ -112,5 +112,11 @@ def attend_tile(
     weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, EXACT)
     if value_scales is not None:
         weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
-    acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
+    if EXACT:
+        # Tile by tile: one chain of additions over all keys would lose digits that torch's blocked sums keep. The
+        # fused form stops the compiler from turning the sum back into that chain.
+        tile = tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        acc = tl.math.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), tile)
+    else:
+        acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
     return acc, row_max, row_sum

@@ -19,6 +19,10 @@ _NO_BOUND = 1 << 30
 # Few sizes, so that few variants are compiled.
 _BLOCK_SEQS = (1, 32, 256, 1024)
 _COMBINE_CHUNKS = 16
+# Up to this query length the heads of a tile run side by side: their tiles are of equal length, so that the device
+# fills evenly. Beyond it, the tiles of one head do: its keys stay in the L2 cache.
+_HEADS_FIRST_LEN = 4096
+_MAX_GRID_Y = 65535
 _PARTIALS = ("partial_out", "partial_max", "partial_sum")
 
 
@@ -27,6 +31,8 @@ def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: in
     tokens = tile.block_m // pack
     head_groups = ceil_div(call.group, pack)
     tiles = call.num_tokens // tokens + call.num_seqs + 1
+    head_programs = call.num_kv_heads * head_groups
+    heads_first = call.max_query_len <= _HEADS_FIRST_LEN and tiles <= _MAX_GRID_Y
     arguments = {
         **_common_arguments(call),
         "key_start_loc": _pointer("key_start_loc", call.key_start_loc),
@@ -42,11 +48,12 @@ def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: in
         "PACK": pack,
         "PAGED": call.paged,
         "MIN_QUERY": min_query,
+        "HEADS_FIRST": heads_first,
         "NUM_RANGES": 0 if call.mm_prefix_range is None else call.mm_prefix_range.shape[1],
     }
     return _launch(
         attention_rows_kernel,
-        (tiles, call.num_kv_heads * head_groups),
+        (head_programs, tiles) if heads_first else (tiles, head_programs),
         arguments,
         constexprs,
         ("out", "lse") if call.with_lse else ("out",),

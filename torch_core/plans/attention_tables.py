@@ -87,7 +87,7 @@ def rows_tile(
         return RowsTile(128, 128, 2, 8, 128) if paged else RowsTile(128, 64, 3, 8, 128)
     if max_query_len <= 1024:
         return RowsTile(128, 32, 3, 8, 128)
-    return RowsTile(128, 64, 2, 8, 128) if paged else RowsTile(128, 64, 3, 8)
+    return RowsTile(128, 64, 2, 8, 128)
 
 
 def split_tile(
