@@ -68,4 +68,5 @@ def finish_rows(row_max, row_sum, sinks, heads, valid, EXACT: tl.constexpr):
     total = tl.where(empty, 1.0, row_sum)
     if not EXACT:
         shift = shift * LN2
-    return keep / total, tl.where(empty, float("-inf"), shift + tl.math.log2(total) * LN2)
+    # Rounded to nearest: the plain division is off by up to two units in the last place, for the whole row alike.
+    return tl.div_rn(keep, total), tl.where(empty, float("-inf"), shift + tl.math.log2(total) * LN2)
