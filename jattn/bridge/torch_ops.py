@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from jattn.bridge.callback import call_torch
 from torch_core import launch
+from torch_core.launch import cpu
 from torch_core.specs import AttentionSpec
 
 __all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache"]
@@ -48,10 +49,9 @@ def paged_attention(
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
     }
-    function = launch.paged_attention_with_lse if with_lse else launch.paged_attention
     work = query.size * block_tables.shape[1] * kv_cache.shape[2]
     static = (("spec", spec), ("max_query_len", max_query_len))
-    return _attend(function, operands, query.shape, static, with_lse, work)
+    return _attend("paged_attention", operands, query.shape, static, with_lse, work)
 
 
 def attention(
@@ -78,10 +78,9 @@ def attention(
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
     }
-    function = launch.attention_with_lse if with_lse else launch.attention
     out_shape = (*query.shape[:2], value.shape[2])
     static = (("spec", spec), ("max_query_len", max_query_len), ("max_key_len", max_key_len))
-    return _attend(function, operands, out_shape, static, with_lse, query.size * max_key_len)
+    return _attend("attention", operands, out_shape, static, with_lse, query.size * max_key_len)
 
 
 def write_kv_cache(
@@ -103,7 +102,7 @@ def write_kv_cache(
     }
     names, arrays = _present(operands)
     (cache,) = call_torch(
-        _Write(names),
+        _Write("write_kv_cache", names),
         arrays,
         [jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype)],
         aliases={names.index("kv_cache"): 0},
@@ -125,32 +124,50 @@ def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: ja
 
 # The functions that the callback runs are frozen records, not closures: equal ones share one compiled program.
 @dataclass(frozen=True, slots=True)
-class _Attend:
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    static: tuple[tuple[str, Any], ...]
-    with_lse: bool
+class _Operation:
+    """One of the torch core's operations by name, with what is static."""
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        operands = dict(zip(self.names, tensors, strict=False))
-        operands.update(self.static)
-        if self.with_lse:
-            _, lse = self.function(**operands, out=tensors[-2])
-            tensors[-1].copy_(lse)
-        else:
-            self.function(**operands, out=tensors[-1])
+    name: str
+    operands: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...] = ()
+
+    def run(self, tensors: Sequence[torch.Tensor], **results: torch.Tensor) -> Any:
+        arguments = dict(zip(self.operands, tensors, strict=False))
+        arguments.update(self.static)
+        arguments.update(results)
+        if tensors[0].is_cuda:
+            return getattr(launch, self.name)(**arguments)
+        # Shapes and dtypes were checked when the program was traced, values when the metadata was built: checking
+        # them again in every layer would cost a third of a decode step.
+        try:
+            return getattr(cpu, self.name)(**arguments)
+        except Exception:
+            # The checks say what was wrong with the values; where they find nothing, the failure speaks for itself.
+            getattr(launch, self.name)(**arguments)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
-    names: tuple[str, ...]
-
+class _Attend(_Operation):
     def __call__(self, *tensors: torch.Tensor) -> None:
-        launch.write_kv_cache(**dict(zip(self.names, tensors, strict=True)))
+        self.run(tensors, out=tensors[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _AttendWithLse(_Operation):
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        _, lse = self.run(tensors, out=tensors[-2])
+        tensors[-1].copy_(lse)
+
+
+@dataclass(frozen=True, slots=True)
+class _Write(_Operation):
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        self.run(tensors)
 
 
 def _attend(
-    function: Callable[..., Any],
+    operation: str,
     operands: Mapping[str, jax.Array | None],
     out_shape: tuple[int, ...],
     static: tuple[tuple[str, Any], ...],
@@ -161,7 +178,8 @@ def _attend(
     outputs = [jax.ShapeDtypeStruct(out_shape, arrays[0].dtype)]
     if with_lse:
         outputs.append(jax.ShapeDtypeStruct(out_shape[:2], jnp.float32))
-    results = call_torch(_Attend(function, names, static, with_lse), arrays, outputs, num_threads=_threads(work))
+    function = _AttendWithLse(f"{operation}_with_lse", names, static) if with_lse else _Attend(operation, names, static)
+    results = call_torch(function, arrays, outputs, num_threads=_threads(work))
     return results[0], results[1] if with_lse else None
 
 
