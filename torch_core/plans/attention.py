@@ -243,6 +243,7 @@ def _rows(call: AttentionCall, *, min_query: int) -> LaunchPlan:
         key_bytes=DTYPE_BYTES[call.key.dtype],
         query_bytes=DTYPE_BYTES[call.query.dtype],
         paged=call.paged,
+        plain=call.plain,
     )
     return rows_launch(call, tile, pack=min(pack, tile.block_m), min_query=min_query)
 

@@ -149,6 +149,12 @@ class AttentionCall:
         return self.block_tables.shape[1] * self.block_size if self.block_tables is not None else 0
 
     @property
+    def plain(self) -> bool:
+        """Scores are only scaled and masked, by bounds that are the same for every row."""
+        extras = (self.alibi_slopes, self.qq_bias, self.mm_prefix_range, self.key_scales, self.spec.logits_soft_cap)
+        return all(extra is None for extra in extras)
+
+    @property
     def value_offset(self) -> int:
         """Elements from the start of the value buffer to its first value."""
         return 0 if self.kv_cache is None else self.kv_cache.element_strides[1]

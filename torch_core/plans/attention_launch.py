@@ -58,7 +58,7 @@ def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: in
         constexprs,
         ("out", "lse") if call.with_lse else ("out",),
         tile,
-        hot=_is_plain(call) and tile.maxnreg is None,
+        hot=_is_hot(call) and tile.maxnreg is None,
     )
 
 
@@ -99,7 +99,7 @@ def split_launch(
     }
     writes = ("out", *(("lse",) if call.with_lse else ()), *(_PARTIALS if split else ()))
     return _launch(
-        attention_split_kernel, (items * head_programs,), arguments, constexprs, writes, tile, hot=_is_plain(call)
+        attention_split_kernel, (items * head_programs,), arguments, constexprs, writes, tile, hot=_is_hot(call)
     )
 
 
@@ -262,7 +262,6 @@ def _number(scale: ScaleSpec) -> float:
     return float(scale) if isinstance(scale, (int, float)) else 1.0
 
 
-def _is_plain(call: AttentionCall) -> bool:
-    """The variant that serves most models: a spill there is an error."""
-    extras = (call.alibi_slopes, call.qq_bias, call.mm_prefix_range, call.key_scales, call.spec.logits_soft_cap)
-    return all(extra is None for extra in extras) and call.query.dtype != "float32" and call.head_padded <= 128
+def _is_hot(call: AttentionCall) -> bool:
+    """The variants that serve most models: a spill there is an error."""
+    return call.plain and call.query.dtype != "float32" and call.head_padded <= 128

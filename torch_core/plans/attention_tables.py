@@ -59,7 +59,7 @@ class SplitTile:
 
 
 def rows_tile(
-    *, rows: int, max_query_len: int, head_padded: int, key_bytes: int, query_bytes: int, paged: bool
+    *, rows: int, max_query_len: int, head_padded: int, key_bytes: int, query_bytes: int, paged: bool, plain: bool
 ) -> RowsTile:
     """Returns the tile for long queries.
 
@@ -70,6 +70,7 @@ def rows_tile(
         key_bytes: bytes of an element of the keys.
         query_bytes: bytes of an element of the query.
         paged: keys are found through a block table.
+        plain: scores are only scaled and masked, by bounds that are the same for every row.
     """
     block_m = max(16, min(128, power_of_two(rows)))
     if query_bytes == 4:
@@ -78,8 +79,8 @@ def rows_tile(
     if block_m < 128:
         return RowsTile(block_m, 32 if head_padded > 128 else 64, 3, 4)
     if head_padded > 128:
-        return RowsTile(128, 32, 3, 8) if paged else RowsTile(128, 64, 2, 8)
-    if key_bytes == 1:
+        return RowsTile(128, 32, 3, 8) if key_bytes == 1 else RowsTile(128, 64, 2, 8)
+    if key_bytes == 1 or not plain:
         return RowsTile(128, 64, 3, 8)
     # A cap of 128 registers lets two programs share a multiprocessor: one multiplies while the other takes
     # exponentials. It is worth the few spills that it costs.
