@@ -132,7 +132,8 @@ def combine_launch(call: AttentionCall, *, chunk: int, max_query: int) -> Launch
         arguments,
         constexprs,
         ("out", "lse") if call.with_lse else ("out",),
-        RowsTile(1, 1, 1, 4),
+        # One warp holds the chunks of a row: its sums need no exchange through shared memory.
+        RowsTile(1, 1, 1, 1 if call.value_padded <= 128 else 2),
         hot=True,
     )
 
