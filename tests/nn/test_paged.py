@@ -128,7 +128,7 @@ class Block(nnx.Module):
 def test_a_model_with_the_core_runs_under_nnx_jit_in_graph_and_tree_mode(graph: bool, seed: int) -> None:
     block = Block(nnx.Rngs(0))
     arguments = inputs(seed)
-    expected, expected_cache = block(*arguments, batch())
+    expected, expected_cache = call(block, arguments)
 
     @nnx.jit(graph=graph)
     def step(module: Block, arguments: Any, metadata: AttentionMetadata) -> Any:

@@ -40,19 +40,28 @@ def arrays(case: AttentionCase, **changes: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x) for name, x in {**case.operands, **changes}.items()}
 
 
-def run_numpy(case: AttentionCase, implementation: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns output and lse of a case as numpy arrays; `changes` replace operands."""
-    output, lse = _operation(case, implementation)(arrays(case, **changes), case.options)
+def run_numpy(
+    case: AttentionCase, implementation: str, *, quick: bool = True, **changes: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns output and lse of a case as numpy arrays.
+
+    Args:
+        case: what to compute.
+        implementation: by which of the implementations.
+        quick: compile with `QUICK_COMPILE`; False for the program that users run, where bits count.
+        changes: replace operands.
+    """
+    output, lse = _operation(case, implementation, quick)(arrays(case, **changes), case.options)
     return np.array(output), np.array(lse)
 
 
 def run_case(case: AttentionCase, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns output and lse of a case as torch tensors, for the comparison with the reference."""
-    output, lse = _operation(case, implementation, quick=True)(arrays(case), case.options)
-    return to_torch(np.asarray(output)), to_torch(np.asarray(lse))
+    output, lse = run_numpy(case, implementation)
+    return to_torch(output), to_torch(lse)
 
 
-def _operation(case: AttentionCase, implementation: str, *, quick: bool = False) -> Callable[..., Any]:
+def _operation(case: AttentionCase, implementation: str, quick: bool) -> Callable[..., Any]:
     bounds = tuple((name, max(1, size)) for name, size in case.limits.items())
     return _jitted(case.paged, case.spec, bounds, implementation, quick)
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.ops.runner import IMPLEMENTATIONS, run_numpy
+from tests.ops import runner
+from tests.ops.runner import IMPLEMENTATIONS
 from tests.support.attention_cases import AttentionCase, paged_case
 from torch_core.specs import AttentionSpec
 
@@ -31,6 +32,9 @@ def mixed_batch(spec: AttentionSpec, seed: int = 3, poison: float = np.nan) -> A
 
 def decode_batch(seed: int = 4) -> AttentionCase:
     return paged_case(seed, seq_lens=SEQ_LENS, query_lens=[1] * len(SEQ_LENS), spec=SPECS["causal"])
+
+
+run_numpy = functools.partial(runner.run_numpy, quick=False)
 
 
 def rows_of(case: AttentionCase, sequences: Sequence[int]) -> np.ndarray:
@@ -123,8 +127,8 @@ def test_what_batch_mates_hold_and_how_long_they_are_does_not_show(implementatio
     cache = np.concatenate([case.operands["kv_cache"], np.nan_to_num(others.operands["kv_cache"])])
     mates = np.where(used_columns(others), others.operands["block_tables"] + blocks, 0)
     tables = np.where((np.arange(len(mates)) == kept)[:, None], case.operands["block_tables"], mates)
-    alone = {"kv_cache": cache, "block_tables": tables.astype(np.int32)}
-    actual = run_numpy(case, implementation, query=query, seq_lens=seq_lens, **alone)
+    tables = tables.astype(np.int32)
+    actual = run_numpy(case, implementation, query=query, kv_cache=cache, block_tables=tables, seq_lens=seq_lens)
     expected = run_numpy(case, implementation, kv_cache=cache)
     assert_same_bits((actual[0][rows], actual[1][rows]), (expected[0][rows], expected[1][rows]))
 

@@ -76,10 +76,9 @@ def test_two_halves_of_the_keys_merge_to_the_whole(implementation: str) -> None:
     spec = AttentionSpec(scale=0.2, causal=False)
     case = dense_case(4, key_lens=[20], query_lens=[3], spec=spec)
     parts = []
-    for keys in (slice(0, 9), slice(9, 20)):
-        half = {name: case.operands[name][keys] for name in ("key", "value")}
-        starts = np.array([0, keys.stop - keys.start], np.int32)
-        parts += run_numpy(case, implementation, **half, key_start_loc=starts)
+    for keys in (slice(0, 10), slice(10, 20)):
+        key, value = (case.operands[name][keys] for name in ("key", "value"))
+        parts += run_numpy(case, implementation, key=key, value=value, key_start_loc=np.array([0, 10], np.int32))
     output, lse = merged(implementation, *parts)
     whole, whole_lse = run_numpy(case, implementation)
     assert output == pytest.approx(whole, rel=1e-5, abs=1e-6)

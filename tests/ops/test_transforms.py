@@ -71,28 +71,22 @@ def fresh_state() -> tuple[jax.Array, jax.Array]:
     return jnp.array(CASE.operands["query"]), jnp.array(np.nan_to_num(CASE.operands["kv_cache"]))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "program"),
-    [("torch", in_scan), ("torch", in_while_loop), ("torch", in_cond), ("torch", in_checkpoint), ("xla", in_scan)],
-)
-def test_control_flow_gives_the_unrolled_programs_values_in_place(
-    implementation: str, program: Callable[..., Any]
-) -> None:
-    expected, expected_cache = jax.jit(functools.partial(unrolled, implementation))(fresh_state())
-    step = jax.jit(functools.partial(program, implementation), donate_argnums=0)
+# The "xla" implementation is plain jnp: JAX's own tests cover it under control flow.
+@pytest.mark.parametrize("program", [in_scan, in_while_loop, in_cond, in_checkpoint])
+def test_under_control_flow_torch_gives_the_unrolled_programs_bits_in_place(program: Callable[..., Any]) -> None:
+    expected, expected_cache = jax.jit(functools.partial(unrolled, "torch"))(fresh_state())
+    step = jax.jit(functools.partial(program, "torch"), donate_argnums=0)
     hidden, cache = fresh_state()
     address = cache.unsafe_buffer_pointer()
     hidden, cache = step((hidden, cache))
     assert cache.unsafe_buffer_pointer() == address
-    assert np.allclose(hidden, expected, rtol=1e-5, atol=1e-6)
-    assert np.allclose(cache, expected_cache, rtol=1e-5, atol=1e-6)
+    assert (hidden == expected).all()
+    assert (cache == expected_cache).all()
 
 
-@each_implementation
-def test_eager_and_jitted_calls_agree(implementation: str) -> None:
+def test_eager_and_jitted_calls_agree() -> None:
     state = fresh_state()
-    eager = attend(implementation, *state)
-    assert np.allclose(jax.jit(functools.partial(attend, implementation))(*state), eager, rtol=1e-6, atol=1e-6)
+    assert (jax.jit(functools.partial(attend, "torch"))(*state) == attend("torch", *state)).all()
 
 
 @each_implementation
@@ -111,7 +105,7 @@ def test_one_compiled_program_serves_changing_metadata(implementation: str) -> N
         traces.append(1)
         return ops.paged_attention(**operands, max_query_len=1, implementation=implementation)
 
-    step = jax.jit(program)
+    step = jit(program)
     operands = arrays(CASE)
     outputs = [step({**operands, "seq_lens": jnp.array(lens, jnp.int32)}) for lens in ([9, 21], [1, 2], [0, 5])]
     assert len(traces) == 1
@@ -185,21 +179,12 @@ def test_a_stopped_gradient_lets_torch_run_inside_a_loss() -> None:
 
 def test_xla_is_mapped_over_queries() -> None:
     query = fresh_state()[0]
-    mapped = jax.jit(jax.vmap(functools.partial(paged_call, "xla")))(jnp.stack([query, query * 2]))
-    assert np.allclose(mapped[1], paged_call("xla", query * 2), rtol=1e-5, atol=1e-6)
+    mapped = jit(jax.vmap(functools.partial(paged_call, "xla")))(jnp.stack([query, query * 2]))
+    assert np.allclose(mapped[1], paged_call("torch", query * 2), rtol=1e-5, atol=1e-6)
 
 
-OPTIONS = {
-    "plain": {},
-    "window, cap and sinks": {
-        "sliding_window": (3, None), "logits_soft_cap": 2.0, "sinks": jnp.array([0.5, -1.0, 0.0, 2.0])
-    },
-    "alibi without a causal mask": {"causal": False, "alibi_slopes": jnp.array([0.1, 0.2, 0.3, 0.4])},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_gradient_of_xla_attention_is_that_of_finite_differences(options: dict[str, Any], seed: int) -> None:
+def test_the_gradient_of_xla_attention_is_that_of_finite_differences(seed: int) -> None:
+    options = {"sliding_window": (3, None), "logits_soft_cap": 2.0, "alibi_slopes": jnp.array([0.1, 0.2, 0.3, 0.4])}
     case = dense_case(3, key_lens=[6, 3], query_lens=[4, 3], num_heads=4, num_kv_heads=2, head_size=4)
 
     def loss(values: dict[str, jax.Array]) -> jax.Array:
@@ -213,8 +198,7 @@ def test_the_gradient_of_xla_attention_is_that_of_finite_differences(options: di
         starts = [jnp.array(case.operands[name]) for name in ("query_start_loc", "key_start_loc")]
         rng = np.random.default_rng(seed)
         values = {name: jnp.array(case.operands[name], jnp.float64) for name in ("query", "key", "value")}
-        if "sinks" in options:
-            values["sinks"] = options["sinks"].astype(jnp.float64)
+        values["sinks"] = jnp.array([0.5, -1.0, 0.0, 2.0])
         direction = jax.tree.map(lambda x: jnp.array(rng.normal(size=x.shape)), values)
         ahead = jax.tree.map(lambda x, d: x + 1e-5 * d, values, direction)
         behind = jax.tree.map(lambda x, d: x - 1e-5 * d, values, direction)

@@ -18,10 +18,10 @@ from tests.support.attention_cases import (
 )
 from torch_core.specs import AttentionSpec
 
-# XLA compiles every case for about a second, so it gets the fewest seeds that together draw every feature, cache
+# XLA compiles every case for about a second, so it gets the few seeds that together draw nearly every feature, cache
 # dtype, window and kind of batch.
-PAGED = [("torch", seed) for seed in range(20)] + [("xla", seed) for seed in (0, 1, 6, 7, 12, 34, 59, 103)]
-DENSE = [("torch", seed) for seed in range(10)] + [("xla", seed) for seed in (7, 17, 37, 60, 85, 116)]
+PAGED = [("torch", seed) for seed in range(12)] + [("xla", seed) for seed in (0, 1, 7, 12, 34)]
+DENSE = [("torch", seed) for seed in range(6)] + [("xla", seed) for seed in (7, 37, 60)]
 
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
