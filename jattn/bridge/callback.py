@@ -99,9 +99,8 @@ class _TorchCallback:
         try:
             self._run(context, outputs, arguments)
         except BaseException as error:
-            # The frames of the traceback hold views of buffers that XLA takes back now.
             del context, outputs, arguments
-            traceback.clear_frames(error.__traceback__)
+            _drop_locals(error)
             # XLA turns any exception into text, KeyboardInterrupt too; the key lets typed_errors find the object.
             key = _recorded.put(error)
             raise RuntimeError(f"{type(error).__name__}: {error} [{key}]") from error
@@ -116,6 +115,18 @@ class _TorchCallback:
                 self.function(*tensors)
         else:
             _run_on_cpu(self.function, tensors, self.num_threads)
+
+
+def _drop_locals(error: BaseException) -> None:
+    """Empties the frames of an error and of those behind it: they hold views of buffers that XLA takes back now."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            pending += [link.__cause__, link.__context__]
 
 
 def _run_on_cpu(function: Callable[..., None], tensors: list[torch.Tensor], num_threads: int | None) -> None:

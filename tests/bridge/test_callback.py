@@ -265,6 +265,24 @@ def test_no_tensor_outlives_a_failed_call_though_the_error_is_kept() -> None:
     assert "in fail" in "".join(traceback.format_tb(kept.value.__traceback__))
 
 
+def test_no_tensor_outlives_a_failed_call_in_the_errors_behind_its_error() -> None:
+    born: list[weakref.ref[torch.Tensor]] = []
+
+    def look_up(source: torch.Tensor) -> None:
+        born.append(weakref.ref(source))
+        raise KeyError("behind")
+
+    def fail(source: torch.Tensor, target: torch.Tensor) -> None:
+        try:
+            look_up(source)
+        except KeyError as error:
+            raise ValueError("bad") from error
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="bad"):
+        jax.block_until_ready(jax.jit(lambda x: doubled(x, fail))(jnp.ones(2)))
+    assert born[0]() is None
+
+
 def failing(error: BaseException, *, after: int = 0) -> Callable[[jax.Array], jax.Array]:
     """A program that works so many times, then fails always."""
     left = [None] * after

@@ -131,7 +131,7 @@ def test_a_model_with_the_core_runs_under_nnx_jit_in_graph_and_tree_mode(graph: 
     expected, expected_cache = call(block, arguments)
 
     @nnx.jit(graph=graph)
-    def step(module: Block, arguments: Any, metadata: AttentionMetadata) -> Any:
+    def step(module: Any, arguments: Any, metadata: AttentionMetadata) -> Any:
         return module(*arguments, metadata)
 
     output, cache = step(block, arguments, batch())
