@@ -21,10 +21,10 @@ from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_co
 
 __all__ = ["ModelRunner"]
 
-# XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more.
-# With decode and prefill kept on either side, a sequence's bits do not depend on how many others are in the batch.
-_SMALLEST_DECODE = 2
+# XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
+# prefill stays on one side, so that a prompt's bits do not depend on the prompts beside it.
 _SMALLEST_PREFILL = 64
+_SMALLEST_QUERY = 16
 
 
 class ModelRunner:
@@ -48,14 +48,15 @@ class ModelRunner:
         window = model.config.sliding_window
         self._window_left = None if window is None else window - 1
         self._tables = BlockTableCache()
-        self._max_num_seqs = max(config.max_num_seqs, _SMALLEST_DECODE)
-        self._num_seqs = Buckets.powers_of_two(
-            "sequences of a step", max(config.max_num_seqs, _SMALLEST_DECODE), smallest=_SMALLEST_DECODE
-        )
+        self._max_num_seqs = config.max_num_seqs
+        self._num_seqs = Buckets.powers_of_two("sequences of a step", config.max_num_seqs)
         self._num_tokens = Buckets.powers_of_two(
             "new tokens of a step", max(config.max_num_batched_tokens, _SMALLEST_PREFILL), smallest=_SMALLEST_PREFILL
         )
         self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
+        self._query_len = Buckets.powers_of_two(
+            "new tokens of a row", config.max_num_batched_tokens, smallest=_SMALLEST_QUERY
+        )
         self._prefill_num_seqs = Buckets("sequences of a prefill step", tuple(sorted({1, config.max_num_seqs})))
         self._step, self._programs = _jitted_step(graph, treedef)
 
@@ -110,7 +111,7 @@ class ModelRunner:
         # A padded row costs next to nothing in a prefill step, a program more costs seconds.
         num_seqs = self._prefill_num_seqs.pad(len(step.rows))
         num_tokens = self._num_tokens.pad(step.num_tokens)
-        return _layout(num_seqs, num_tokens, self._plan.max_blocks), self._num_tokens.pad(longest)
+        return _layout(num_seqs, num_tokens, self._plan.max_blocks), self._query_len.pad(longest)
 
 
 @functools.lru_cache(maxsize=8)

@@ -43,9 +43,9 @@ def bridged(implementation: str) -> ModuleType:
     return native_ops if implementation == "triton" else torch_ops
 
 
-# The torch callback reads each sequence's own length, so its cost follows the tokens that are there; it was the
-# faster of the two for the embedded model in every row of `jattn bench generate` (README, "Measured").
-_CPU_DEFAULT = "torch"
+# The jnp ops were the faster of the two in every row of `jattn bench generate` (README, "Measured"): for a small model a
+# crossing costs more than the attention itself. The torch callback stays the way to run the torch core on a CPU.
+_CPU_DEFAULT = "xla"
 
 
 def available_implementations() -> dict[str, str | None]:

@@ -60,6 +60,7 @@ def paged_attention(
     num_runs = math.ceil(max_blocks / blocks_per_run)
     tables = jnp.pad(block_tables, ((0, 0), (0, num_runs * blocks_per_run - max_blocks)))
     run_tokens = blocks_per_run * block_size
+    tokens_shape = (num_seqs, run_tokens, num_kv_heads, head_size)
     first_visible = _first_visible(positions[:, 0], spec)
     slopes = None if alibi_slopes is None else alibi_slopes.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
 
@@ -70,14 +71,12 @@ def paged_attention(
         blocks = jax.lax.dynamic_slice_in_dim(tables, run * blocks_per_run, blocks_per_run, 1)
         # The table's tail may hold anything: block 0 stands in for what no sequence reaches.
         blocks = jnp.where(exists[:, ::block_size], blocks, 0)
-        keys_values = kv_cache[blocks].swapaxes(1, 2)
-        keys_values = keys_values.reshape(num_seqs, 2, run_tokens, num_kv_heads, head_size)
-        keys_values = jnp.where(exists[:, None, :, None, None], keys_values.astype(dtype), 0)
         mask = softmax.visible(positions[:, :, None], key_positions, seq_lens[:, None, None], spec)
-        keys, values = keys_values[:, 0], keys_values[:, 1]
-        # A key that no query of its sequence sees may lie in a block that was given back, with anything in it.
+        # Beyond a sequence's end, and in a block that was given back because no query sees it, lies anything at all.
         seen = mask.any(1)[:, :, None, None]
-        keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
+        keys, values = (
+            jnp.where(seen, kv_cache[blocks, index].reshape(tokens_shape).astype(dtype), 0) for index in range(2)
+        )
         keys = keys if k_scale is None else keys * k_scale.astype(dtype)
         values = values if v_scale is None else values * v_scale.astype(dtype)
         scores = jnp.einsum("sqhgd,skhd->shgqk", padded, keys)

@@ -60,6 +60,7 @@ class KVPool:
         self._spec = spec
         self._num_layers = num_layers
         self._num_blocks = num_blocks
+        self._shape, self._dtype = spec.shape(num_blocks), jnp.dtype(spec.dtype)
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
         self._generation = 1
@@ -114,16 +115,19 @@ class KVPool:
         with self.guard():
             result, after = step(before, *args)
             after = tuple(after)
-            shapes = [(array.shape, array.dtype.name) for array in after]
+            fits = len(after) == self._num_layers and all(
+                array.shape == self._shape and array.dtype == self._dtype for array in after
+            )
         consumed = [array.is_deleted() for array in before]
-        if shapes != [(self._spec.shape(self._num_blocks), self._spec.dtype)] * self._num_layers:
+        if not fits:
+            shapes = [(array.shape, array.dtype.name) for array in after]
             fate = "still holds what it held"
             if any(consumed):
                 self._rebuild()
                 fate = f"was allocated anew, generation {self._generation}: compute every sequence again"
             raise InvalidInput(
                 f"the step returned kv_caches of {shapes}; it must return {self._num_layers} arrays of "
-                f"{self._spec.shape(self._num_blocks)} {self._spec.dtype}. The pool {fate}."
+                f"{self._shape} {self._spec.dtype}. The pool {fate}."
             )
         if not all(consumed):
             fate = "still holds what it held"
@@ -276,6 +280,7 @@ class KVPool:
             num_kv_heads=first.shape[3], head_size=first.shape[4], block_size=first.shape[2], dtype=arrays[0].dtype.name
         )
         pool._num_layers, pool._num_blocks = len(tensors), first.shape[0]
+        pool._shape, pool._dtype = arrays[0].shape, arrays[0].dtype
         pool._device, pool._views, pool._generation = arrays[0].device, [], 1
         pool._arrays, pool._owners = arrays, tuple(tensors)
         return pool
@@ -283,8 +288,7 @@ class KVPool:
     def _allocate(self) -> tuple[jax.Array, ...]:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
         # buffer cannot be donated in place.
-        shape = self._spec.shape(self._num_blocks)
-        return tuple(jnp.zeros(shape, self._spec.dtype, device=self._device) for _ in range(self._num_layers))
+        return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
 
     def _rebuild(self) -> None:
         self._generation += 1

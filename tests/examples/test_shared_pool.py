@@ -15,7 +15,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), 0)
+    return write_tiny_model(tmp_path_factory.mktemp("model"), 0, head_dim=32)
 
 
 @pytest.fixture(scope="module")
