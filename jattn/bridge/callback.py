@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import torch
 from jax.experimental.buffer_callback import buffer_callback
-from torch.utils.dlpack import from_dlpack
+from torch._C import _from_dlpack
 
 __all__ = ["call_torch", "typed_errors"]
 
@@ -106,10 +106,10 @@ class _TorchCallback:
             raise RuntimeError(f"{type(error).__name__}: {error} [{key}]") from error
 
     def _run(self, context: Any, outputs: Sequence[Any], arguments: Sequence[Any]) -> None:
-        # A capsule instead of the buffer itself: torch.from_dlpack asks the buffer for its device and stream first,
-        # which takes as long as the import and is ignored by XLA's buffers.
-        tensors = [from_dlpack(buffer.__dlpack__()) for buffer in arguments]
-        tensors += [from_dlpack(outputs[index].__dlpack__()) for index in self.own_outputs]
+        # The converter itself: torch.from_dlpack asks the buffer for its device and stream first, which takes longer
+        # than the import and is ignored by XLA's buffers. A decode layer imports nine buffers.
+        tensors = [_from_dlpack(buffer.__dlpack__()) for buffer in arguments]
+        tensors += [_from_dlpack(outputs[index].__dlpack__()) for index in self.own_outputs]
         if tensors[0].is_cuda:
             with torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device=tensors[0].device)):
                 self.function(*tensors)
