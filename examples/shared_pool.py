@@ -30,9 +30,11 @@ from torch_core.metadata.layout import metadata_layout
 def jax_step(kv_caches, model_of, leaves, token_ids, positions, metadata):
     """Computes a step's tokens in JAX and returns the next token of each row."""
     model = model_of(leaves)
-    hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
-    last = hidden[metadata.query_start_loc[1:] - 1]
-    return jnp.argmax(model.logits(last), -1).astype(jnp.int32), kv_caches
+    # On a GPU XLA rounds float32 products to TF32 unless told otherwise; torch does not.
+    with jax.default_matmul_precision("highest"):
+        hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
+        logits = model.logits(hidden[metadata.query_start_loc[1:] - 1])
+    return jnp.argmax(logits, -1).astype(jnp.int32), kv_caches
 
 
 class SharedPool:
