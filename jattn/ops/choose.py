@@ -43,8 +43,8 @@ def bridged(implementation: str) -> ModuleType:
     return native_ops if implementation == "triton" else torch_ops
 
 
-# The jnp ops were the faster of the two in every row of `jattn bench generate` (README, "Measured"): for a small model a
-# crossing costs more than the attention itself. The torch callback stays the way to run the torch core on a CPU.
+# The jnp ops were the faster of the two in every row of `jattn bench generate` (README, "Measured"): for a small model
+# a crossing costs more than the attention itself. The torch callback is how the torch core runs on a CPU.
 _CPU_DEFAULT = "xla"
 
 
