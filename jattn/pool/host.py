@@ -66,7 +66,7 @@ class HostBlocks:
                 start = end
 
     def _copy(self, run: Sequence[SwapLike]) -> None:
-        device_blocks = np.array([swap.device_block for swap in run], np.int32)
+        device_blocks = [swap.device_block for swap in run]
         host_blocks = np.array([swap.host_block for swap in run], np.int32)
         if run[0].to_host:
             for storage, blocks in zip(self._storage, self._pool.read_blocks(device_blocks), strict=True):

@@ -82,10 +82,10 @@ def plan_pool(
         raise InvalidInput(f"num_layers is {num_layers!r}; it must be an int of at least 1.")
     if (num_bytes is None) == (memory_fraction is None):
         raise InvalidInput("give exactly one of num_bytes and memory_fraction.")
-    if memory_fraction is not None:
-        if not 0 < memory_fraction <= 1:
-            raise InvalidInput(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1.")
-        num_bytes = int(_free_bytes(device) * memory_fraction)
+    if memory_fraction is not None and not 0 < memory_fraction <= 1:
+        raise InvalidInput(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1.")
+    if num_bytes is None:
+        num_bytes = int(_free_bytes(device) * (memory_fraction or 0))
     needed = -(-min_tokens // spec.block_size) + 1
     per_block = num_layers * spec.bytes_per_block
     num_blocks = num_bytes // per_block
