@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 from torch_core.cache import lifecycle, swap
@@ -239,13 +239,39 @@ class CacheManager:
         return commit_plan(self._state, plan_step(self._state, work))
 
     @_verb
-    def retire(self, step_id: int) -> None:
+    def retire(self, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:
         """Says that a step's output was seen. Out of order is fine: it takes effect when all earlier steps have too.
 
+        A step may have reserved slots for tokens whose ids nobody knew yet: drafts, or several decoding steps in one
+        program. `num_kept_tokens` gives back what came to nothing; the sequence continues behind the kept tokens, as
+        if the step had not been longer. (vLLM reserves such slots as `num_lookahead_tokens` of `allocate_slots`.)
+
+        Args:
+            step_id: the step.
+            num_kept_tokens: sequence id to the number of its row's new tokens that stand, at least 1; a sequence that
+                is not named keeps all. Name it before the ids of the step are appended, so that no key is ever made
+                of a slot that holds another token.
+
         Raises:
-            InvalidInput: no such step in flight, a double retire included.
+            InvalidInput: no such step in flight, a double retire included; a sequence without a row in the step, a
+                count out of range, a later step that continues behind the row, or ids that are known already of
+                tokens that are not kept.
+
+        Example:
+            >>> cache = CacheManager(CacheConfig(num_blocks=8, block_size=4))
+            >>> cache.add("a", [1, 2, 3])
+            0
+            >>> cache.retire(cache.step([("a", 3)]).step_id)
+            >>> cache.append_tokens("a", [4])
+            >>> step = cache.step([("a", 8)])
+            >>> step.rows[0].block_ids
+            (1, 2, 3)
+            >>> cache.retire(step.step_id, {"a": 2})
+            >>> cache.append_tokens("a", [5, 6])
+            >>> cache.step([("a", 1)]).rows[0].block_ids
+            (1, 2)
         """
-        retire_step(self._state, step_id)
+        retire_step(self._state, step_id, num_kept_tokens)
 
     @_verb
     def reset(self) -> None:

@@ -32,6 +32,7 @@ class StepRecord:
 
     Attributes:
         tables: the tables that the step uses.
+        starts: the tokens of each before the step; empty for a step without rows.
         ends: the tokens of each after the step.
         leaving: tables without a sequence; their blocks are released when the step retires.
         dropped: blocks that left a table (window drop); one hold each is released.
@@ -41,6 +42,7 @@ class StepRecord:
     """
 
     tables: list[SequenceTable] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     leaving: list[SequenceTable] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)

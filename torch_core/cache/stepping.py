@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.records import BlockCopy, CommittedStep, SequenceRow, StepPlan
@@ -61,6 +61,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     fresh = iter(state.pool.take(plan.blocks_needed))
     step_id, record = state.open_step()
     record.tables, record.ends = plan.tables, plan.ends
+    record.starts = [table.scheduled for table in plan.tables]
     copies: list[BlockCopy] = []
     for position, growth in plan.growths.items():
         _grow(state, record, plan.tables[position], growth, fresh, copies)
@@ -79,12 +80,15 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     return CommittedStep(step_id=step_id, rows=tuple(rows), copies=tuple(copies))
 
 
-def retire_step(state: CacheState, step_id: int) -> None:
+def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:
     """Marks a step as seen and settles every step up to the oldest unseen one; see `CacheManager.retire`."""
     steps = state.steps
     record = steps.get(step_id) if step_id.__class__ is int else None
     if record is None or record.seen:
         raise InvalidInput(f"step_id is {step_id!r}; steps in flight are {_step_list(state)}. Retire each step once.")
+    if num_kept_tokens:
+        for position, end in _checked_cuts(record, step_id, num_kept_tokens):
+            _cut(state, record, position, end)
     record.seen = True
     while steps:
         oldest = next(iter(steps))
@@ -117,6 +121,53 @@ def _grow(
             blocks.append(next(fresh))
         sizes.append(len(blocks) * size)
     table.limit = min(sizes)
+    table.rows = None
+
+
+def _checked_cuts(record: StepRecord, step_id: int, num_kept_tokens: Mapping[str, int]) -> list[tuple[int, int]]:
+    if not isinstance(num_kept_tokens, Mapping):
+        raise InvalidInput(f"num_kept_tokens is a {type(num_kept_tokens).__name__}; it must map seq_id to an int.")
+    positions = {table.seq_id: position for position, table in enumerate(record.tables)}
+    cuts = []
+    for seq_id, kept in num_kept_tokens.items():
+        position = positions.get(seq_id)
+        if position is None or not record.starts:
+            raise InvalidInput(f"num_kept_tokens names sequence {seq_id!r}, which has no row in step {step_id}.")
+        table, start, end = record.tables[position], record.starts[position], record.ends[position]
+        if type(kept) is not int or not 1 <= kept <= end - start:
+            raise InvalidInput(
+                f"num_kept_tokens of sequence {seq_id!r} is {kept!r}; it must be an int from 1 to {end - start}, the "
+                f"new tokens of its row in step {step_id}."
+            )
+        if start + kept == end:
+            continue
+        if table.last_step != step_id:
+            raise InvalidInput(
+                f"sequence {seq_id!r} cannot keep {kept} of its {end - start} tokens of step {step_id}: step "
+                f"{table.last_step}, which continues behind them, is committed already."
+            )
+        if table.known > start + kept:
+            raise InvalidInput(
+                f"sequence {seq_id!r} has {table.known} known tokens, and keeping {kept} of step {step_id} leaves "
+                f"{start + kept}; append the ids of a step after it was retired with num_kept_tokens."
+            )
+        cuts.append((position, start + kept))
+    return cuts
+
+
+def _cut(state: CacheState, record: StepRecord, position: int, end: int) -> None:
+    table = record.tables[position]
+    record.ends[position] = end
+    if table.trusted is not None:
+        # It left its sequence: all of its blocks go when the step settles.
+        return
+    for group, blocks in zip(state.groups, table.blocks, strict=True):
+        columns = -(-end // group.block_size)
+        record.dropped.extend(reversed(blocks[columns:]))
+        del blocks[columns:]
+    table.scheduled = end
+    # A fork may share the tail since the step was committed: the next step has to look.
+    table.limit = end
     table.rows = None
 
 

@@ -66,10 +66,14 @@ class SequenceTable:
         self.rows: tuple[tuple[int, ...], ...] | None = None
 
     @property
+    def known(self) -> int:
+        """Leading tokens whose ids are known to be those that the table's steps wrote."""
+        return len(self.sequence.tokens) if self.trusted is None else self.trusted
+
+    @property
     def ready(self) -> int:
         """Leading tokens that are written for certain and whose ids are known."""
-        known = len(self.sequence.tokens) if self.trusted is None else self.trusted
-        return min(self.retired, known)
+        return min(self.retired, self.known)
 
     def leave(self) -> None:
         """Notes that the table no longer belongs to its sequence."""
