@@ -38,6 +38,7 @@ def draw_config(draw: Draw) -> CacheConfig:
         watermark_blocks=draw(1),
         num_host_blocks=draw(1) * 5,
         verify_tokens=draw(3) == 0,
+        scrub_on_free=draw(1) == 0,
     )
 
 
@@ -102,7 +103,10 @@ class Driver:
     def retire(self, draw: Draw) -> None:
         waiting = [s for s, flight in self.model.flights.items() if not flight.done]
         if waiting:
-            self.model.retire(waiting[min(draw(3), len(waiting) - 1) if draw(2) == 0 else 0])
+            step_id = waiting[min(draw(3), len(waiting) - 1) if draw(2) == 0 else 0]
+            cuttable = self.model.cuttable(step_id) if draw(1) else {}
+            kept = {name: least + draw(most - least) for name, (least, most) in cuttable.items()}
+            self.model.retire(step_id, kept or None)
 
     def leave(self, draw: Draw) -> None:
         name = self._pick(draw, "device", "host", "waiting")
@@ -136,7 +140,7 @@ class Driver:
     def refused(self, draw: Draw) -> None:
         name = self._pick(draw, "device", "host", "waiting")
         if name is not None:
-            self.model.refuse(draw(9), name)
+            self.model.refuse(draw(10), name)
 
     def rare(self, draw: Draw) -> None:
         choice = draw(11)
@@ -144,6 +148,8 @@ class Driver:
             self.model.reset()
         elif choice == 1:
             self.model.drain()
+        elif choice < 6 and self.model.config.scrub_on_free and len(self.model.flights) < MOST_IN_FLIGHT:
+            self.model.scrub()
 
     def _step(self, draw: Draw, names: list[str]) -> None:
         if len(self.model.flights) >= MOST_IN_FLIGHT:
@@ -153,9 +159,9 @@ class Driver:
             sequence = self.model.sequences[name]
             count = min(1 + draw(4), MOST_TOKENS - sequence.computed)
             true = sequence.tokens[sequence.computed : sequence.computed + count]
-            # Beyond its true tokens a sequence can only be one token ahead: the one its last step samples.
-            if not true and count > 0:
-                true = [draw(2)]
+            # Beyond its true tokens a step computes what it samples itself, or drafts that may come to nothing.
+            if len(true) < count:
+                true += [draw(2) for _ in range(count - len(true) if draw(1) else not true)]
             if true:
                 work.append((name, true))
         if work:

@@ -29,6 +29,11 @@ class ModelSequence:
     computed: int
     place: str = "device"
     blocks: tuple[tuple[int, ...], ...] = ()
+    table_number: int = 0
+
+    def lose_table(self, place: str) -> None:
+        self.place, self.blocks = place, ()
+        self.table_number += 1
 
     def content(self, group: int, position: int) -> Any:
         return (group, self.salt, tuple(self.tokens[: position + 1]))
@@ -42,6 +47,8 @@ class Flight:
     writes: list[tuple[int, int, Any]] = field(default_factory=list)
     reads: list[tuple[int, int, Any, str]] = field(default_factory=list)
     writers: dict[int, set[str]] = field(default_factory=dict)
+    fresh: list[int] = field(default_factory=list)
+    starts: dict[str, tuple[ModelSequence, int, int]] = field(default_factory=dict)
     done: bool = False
     ran: bool = False
 
@@ -62,6 +69,8 @@ class Model:
         self.flights: dict[int, Flight] = {}
         self.complete: set[Any] = set()
         self.refused = 0
+        self.cuts = 0
+        self.scrubbed = 0
 
     # Verbs
 
@@ -108,10 +117,16 @@ class Model:
                     f"row {row} is not what was asked for: {name}, {sequence.computed}, {len(tokens)}"
                 )
             sequence.tokens[sequence.computed : sequence.computed + len(tokens)] = tokens
+            for number, group in enumerate(self.groups):
+                ids = row.group_block_ids[number]
+                held = len(sequence.blocks[number]) if sequence.blocks else 0
+                flight.fresh.extend(ids[max(held, -(-sequence.computed // group.block_size)) :])
+            flight.starts[name] = (sequence, sequence.table_number, sequence.computed)
             sequence.blocks = row.group_block_ids
             self._claim(flight, name, sequence, len(tokens))
             sequence.computed += len(tokens)
         for copy in step.copies:
+            flight.fresh.append(copy.target)
             self._check_writer(
                 copy.target, next(r.seq_id for r in step.rows if copy.target in r.group_block_ids[copy.group])
             )
@@ -158,7 +173,8 @@ class Model:
     def preempt(self, name: str) -> None:
         self.cache.preempt(name)
         sequence = self.sequences[name]
-        sequence.place, sequence.blocks, sequence.computed = "waiting", (), 0
+        sequence.lose_table("waiting")
+        sequence.computed = 0
 
     def swap_out(self, name: str) -> bool:
         return self._swap(name, "host")
@@ -166,18 +182,50 @@ class Model:
     def swap_in(self, name: str) -> bool:
         return self._swap(name, "device")
 
-    def retire(self, step_id: int) -> None:
-        """Runs the device up to the step, then retires it."""
+    def retire(self, step_id: int, kept: dict[str, int] | None = None) -> None:
+        """Runs the device up to the step, then retires it; of a sequence in `kept` only so many new tokens stand."""
         for flight in self.flights.values():
             if flight.step.step_id <= step_id and not flight.ran:
                 self._run(flight)
-        self.flights[step_id].done = True
-        self.cache.retire(step_id)
+        flight = self.flights[step_id]
+        flight.done = True
+        if kept is None:
+            self.cache.retire(step_id)
+        else:
+            self.cache.retire(step_id, kept)
+            for name, count in kept.items():
+                self._cut(flight, name, count)
         while self.flights:
             oldest = next(iter(self.flights))
             if not self.flights[oldest].done:
                 break
             self._note_complete(self.flights.pop(oldest))
+
+    def cuttable(self, step_id: int) -> dict[str, tuple[int, int]]:
+        """Returns the least and the most that each row may keep, for the rows that may keep less than all."""
+        flight = self.flights[step_id]
+        found = {}
+        for name, (sequence, number, start) in flight.starts.items():
+            later = any(name in other.starts for other_id, other in self.flights.items() if other_id > step_id)
+            if self.sequences.get(name) is not sequence or sequence.table_number != number or later:
+                continue
+            least = max(1, sequence.known - start)
+            if least < sequence.computed - start:
+                found[name] = (least, sequence.computed - start - 1)
+        return found
+
+    def _cut(self, flight: Flight, name: str, count: int) -> None:
+        self.cuts += 1
+        sequence, _, start = flight.starts[name]
+        end = start + count
+        gone = {sequence.content(n, p) for n in range(len(self.groups)) for p in range(end, sequence.computed)}
+        flight.writes = [write for write in flight.writes if write[2] not in gone]
+        # The next id is still to be drawn: what the step had there came to nothing.
+        del sequence.tokens[end:]
+        sequence.computed = end
+        sequence.blocks = tuple(
+            ids[: -(-end // group.block_size)] for ids, group in zip(sequence.blocks, self.groups, strict=True)
+        )
 
     def reset(self) -> None:
         self.cache.reset()
@@ -186,7 +234,8 @@ class Model:
         self.memory.clear()
         self.host.clear()
         for sequence in self.sequences.values():
-            sequence.place, sequence.blocks, sequence.computed = "waiting", (), 0
+            sequence.lose_table("waiting")
+            sequence.computed = 0
 
     def refuse(self, choice: int, name: str) -> None:
         """Makes a call that can be refused, and demands that a refused one leaves the state deeply equal."""
@@ -202,6 +251,7 @@ class Model:
             lambda: cache.plan([(name, 1), (name, 1)]),
             lambda: cache.step([(other, self.config.num_blocks * 4) for other in self.sequences]),
             lambda: cache.retire(-1),
+            lambda: cache.retire(next(iter(self.flights), -1), {"nobody": 1}),
         )
         before = snapshot(cache)
         try:
@@ -235,6 +285,20 @@ class Model:
         stats = self.cache.stats()
         if stats.used or stats.deferred or stats.host_free != self.config.num_host_blocks:
             raise BrokenPromiseError(f"blocks leaked: {stats}")
+        if self.config.scrub_on_free:
+            self._check_scrubbed()
+
+    def scrub(self) -> int:
+        step = self.cache.scrub()
+        self.flights[step.step_id] = Flight(step)
+        return step.step_id
+
+    def _check_scrubbed(self) -> None:
+        self.retire(self.scrub())
+        cached = self.cache._state.pool.cached
+        left = {block for (block, _), content in self.memory.items() if content is not None and block not in cached}
+        if left:
+            raise BrokenPromiseError(f"blocks {sorted(left)} are free and still hold content")
 
     def _claim(self, flight: Flight, name: str, sequence: ModelSequence, count: int) -> None:
         start, end = sequence.computed, sequence.computed + count
@@ -276,6 +340,13 @@ class Model:
     def _run(self, flight: Flight) -> None:
         flight.ran = True
         size = max(group.block_size for group in self.groups)
+        self.scrubbed += len(flight.step.blocks_to_scrub)
+        for block in flight.step.blocks_to_scrub:
+            self.memory.update({(block, i): None for i in range(size)})
+        if self.config.scrub_on_free:
+            for block in flight.fresh:
+                if any(self.memory.get((block, i)) is not None for i in range(size)):
+                    raise BrokenPromiseError(f"block {block} reached step {flight.step.step_id} with old content")
         for swap in flight.step.swaps:
             if swap.to_host:
                 self.host[swap.host_block] = {i: self.memory.get((swap.device_block, i)) for i in range(size)}
@@ -318,8 +389,9 @@ class Model:
             if place == "device":
                 self._check_writer(swap.device_block, name)
             flight.writers.setdefault(swap.device_block, set()).add(name)
-        sequence.place, sequence.blocks = place, ()
+        sequence.lose_table(place)
         if place == "device":
+            flight.fresh.extend(swap.device_block for swap in step.swaps)
             sequence.blocks = tuple(
                 tuple(ids)
                 for ids in self.cache._state.sequences[name].table.blocks  # type: ignore[union-attr]

@@ -64,6 +64,8 @@ def legal_moves(model: Model, names: tuple[str, ...]) -> Iterator[Move]:
         yield ("preempt", name)
         if sequence.computed < MOST_TOKENS and len(model.flights) < 3:
             yield ("step", name)
+            if sequence.computed >= len(sequence.tokens) - 1 and sequence.computed + 3 <= MOST_TOKENS:
+                yield ("draft", name)
         if sequence.known < len(sequence.tokens):
             yield ("reveal", name)
     if all(_on_device(model, name) and model.sequences[name].computed < MOST_TOKENS for name in names):
@@ -73,6 +75,8 @@ def legal_moves(model: Model, names: tuple[str, ...]) -> Iterator[Move]:
         yield ("retire", "oldest")
         if len(waiting) > 1:
             yield ("retire", "newest")
+        for name, (least, most) in model.cuttable(waiting[-1]).items():
+            yield from (("cut", name, str(kept)) for kept in range(least, most + 1))
 
 
 def make(model: Model, move: Move) -> None:
@@ -86,7 +90,9 @@ def make(model: Model, move: Move) -> None:
         "preempt": model.preempt,
         "reveal": lambda name: model.reveal(name, 1),
         "step": lambda *chosen: model.step([(name, _next_tokens(model, name)) for name in chosen]),
+        "draft": lambda name: model.step([(name, [*_next_tokens(model, name), 8, 9][:3])]),
         "retire": lambda which: _retire(model, which),
+        "cut": lambda name, kept: _retire(model, "newest", {name: int(kept)}),
     }
     handlers[verb](*names)
 
@@ -107,6 +113,7 @@ def fingerprint(model: Model) -> Any:
     steps = tuple(
         (
             tuple(map(table_key, record.tables)),
+            tuple(record.starts),
             tuple(record.ends),
             tuple(map(table_key, record.leaving)),
             tuple(record.dropped),
@@ -130,9 +137,9 @@ def _next_tokens(model: Model, name: str) -> list[int]:
     return sequence.tokens[sequence.computed :] or [7]
 
 
-def _retire(model: Model, which: str) -> None:
+def _retire(model: Model, which: str, kept: dict[str, int] | None = None) -> None:
     waiting = [step_id for step_id, flight in model.flights.items() if not flight.done]
-    model.retire(waiting[0 if which == "oldest" else -1])
+    model.retire(waiting[0 if which == "oldest" else -1], kept)
 
 
 def test_every_path_of_seven_moves_with_three_blocks_and_two_sequences():

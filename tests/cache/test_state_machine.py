@@ -135,14 +135,17 @@ def test_hypothesis_finds_no_trace_that_breaks_a_promise():
 
 def test_seeded_traces_keep_every_promise_and_reach_every_verb(seed):
     totals = dict.fromkeys(("hit_tokens", "evictions", "preemptions", "forks", "copies", "swapped_in"), 0)
-    refused = 0
+    refused = scrubbed = cuts = 0
     for trace in range(SEEDED_TRACES):
         model = run_trace(seed + trace, MOVES_OF_A_TRACE)
         refused += model.refused
+        scrubbed += model.scrubbed
+        cuts += model.cuts
         stats = model.cache.stats()
         for name in totals:
             totals[name] += getattr(stats, name)
     assert refused > 100
+    assert min(scrubbed, cuts) > 5
     assert min(totals.values()) > 5, totals
 
 

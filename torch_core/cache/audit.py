@@ -115,6 +115,9 @@ def _audit_places(state: CacheState) -> list[str]:
         ("the null block or no block of the pool, yet they have a key", keys.keys() - set(range(1, pool.num_blocks))),
     )
     report = [f"Blocks {what}: {_named(blocks)}." for what, blocks in problems if blocks]
+    if pool.dirty and not (free.issuperset(pool.dirty) and len({*pool.dirty}) == len(pool.dirty)):
+        wrong = [block for block, count in Counter(pool.dirty).items() if count > 1 or block not in free]
+        report.append(f"Blocks to scrub that are not free, or named twice: {_named(wrong)}.")
     pins = Counter(chain.from_iterable(record.pinned for record in state.steps.values()))
     if pins != pool.pins:
         wrong = [block for block in pins.keys() | pool.pins.keys() if pins[block] != pool.pins.get(block, 0)]

@@ -28,6 +28,8 @@ class CacheConfig:
         model_fingerprint: identifies weights, layout and anything else that changes the cached numbers.
         cache_dtype: the element type by name; part of every key.
         verify_tokens: compare the token ids behind a key as well, and so survive a collision of SHA-256.
+        scrub_on_free: name every block that lost its content in `blocks_to_scrub` of the next step, so that the device
+            zeroes it before another sequence gets it. A block whose prefix key still works keeps its content.
         num_host_blocks: blocks of host memory for `swap_out`; 0 for none.
         max_blocks_per_seq: width of the block tables on the device; None for no limit but the pool.
         max_step_tokens: most new tokens that one step gives one sequence. It lets a window hold a prompt that is
@@ -48,6 +50,7 @@ class CacheConfig:
     model_fingerprint: bytes = b""
     cache_dtype: str = ""
     verify_tokens: bool = False
+    scrub_on_free: bool = False
     num_host_blocks: int = 0
     max_blocks_per_seq: int | None = None
     max_step_tokens: int | None = None
@@ -61,7 +64,7 @@ class CacheConfig:
             value = getattr(self, field)
             if value is not None:
                 check_int(field, value, 1, INT32_MAX)
-        for field in ("enable_prefix_caching", "verify_tokens"):
+        for field in ("enable_prefix_caching", "verify_tokens", "scrub_on_free"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidInput(f"{field} is {getattr(self, field)!r}; it must be True or False.")
         if not isinstance(self.model_fingerprint, bytes):

@@ -154,7 +154,12 @@ def reset(state: CacheState) -> None:
     """Forgets the content of all blocks; see `CacheManager.reset`."""
     for sequence in state.sequences.values():
         sequence.table = sequence.swapped = None
+    old = state.pool
     state.clear_blocks()
+    if old.dirty is not None:
+        # New memory would be clean, but nothing here can know that it is new.
+        clean = {*old.free} - {*old.dirty}
+        state.pool.dirty = [block for block in range(1, old.num_blocks) if block not in clean]
     state.version += 1
 
 

@@ -208,6 +208,19 @@ class CacheManager:
             raise InvalidInput(f"sequence {seq_id!r} is not swapped out; only swap_out() puts one there.")
         return swap.swap_in(self._state, sequence, sequence.swapped)
 
+    @_verb
+    def scrub(self) -> CommittedStep:
+        """Scrubs what was freed since the last step: a step without rows, for an engine that goes idle.
+
+        While steps come, each names its own `blocks_to_scrub`; nobody has to call this then.
+
+        Raises:
+            InvalidInput: the cache was built without `scrub_on_free`.
+        """
+        if not self._state.config.scrub_on_free:
+            raise InvalidInput("scrub_on_free is False: the cache does not note freed blocks. Set it in CacheConfig.")
+        return commit_plan(self._state, plan_step(self._state, ()))
+
     # Steps
 
     @_verb

@@ -25,18 +25,20 @@ class BlockPool:
             holder from writing: a step's copies run before its writes.
         free: free blocks; the next one to be taken is the last.
         cached: cached blocks without a holder, the next one to be evicted first.
+        dirty: blocks that lost their content since the last step, for the next one to scrub; None if nobody scrubs.
         evictions: cached blocks that lost their key so far.
     """
 
-    __slots__ = ("cached", "evictions", "free", "index", "num_blocks", "pins", "refs")
+    __slots__ = ("cached", "dirty", "evictions", "free", "index", "num_blocks", "pins", "refs")
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex, *, scrub: bool = False) -> None:
         self.num_blocks = num_blocks
         self.index = index
         self.refs = [0] * num_blocks
         self.pins: dict[int, int] = {}
         self.free = list(range(num_blocks - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()
+        self.dirty: list[int] | None = [] if scrub else None
         self.evictions = 0
 
     @property
@@ -81,7 +83,7 @@ class BlockPool:
         Raises:
             CacheCorruption: nobody holds one of the blocks.
         """
-        refs, keys = self.refs, self.index.keys
+        refs, keys, dirty = self.refs, self.index.keys, self.dirty
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -94,6 +96,8 @@ class BlockPool:
                     self.cached[block] = None
                 else:
                     self.free.append(block)
+                    if dirty is not None:
+                        dirty.append(block)
 
     def pin(self, block: int) -> None:
         """Turns one hold of a table into a pin, which `unpin` gives back."""
@@ -108,8 +112,18 @@ class BlockPool:
             del self.pins[block]
         self.release((block,))
 
+    def take_dirty(self) -> tuple[int, ...]:
+        """Returns the blocks that the step that is being committed scrubs, and forgets them."""
+        if not self.dirty:
+            return ()
+        taken = tuple(self.dirty)
+        self.dirty.clear()
+        return taken
+
     def _evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
         self.index.forget(block)
+        if self.dirty is not None:
+            self.dirty.append(block)
         self.evictions += 1
         return block

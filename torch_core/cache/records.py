@@ -78,19 +78,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
-    """A step whose blocks are taken and which may be dispatched: swaps, then copies, then the rows' writes and reads.
+    """A step whose blocks are taken: it may be dispatched. The device scrubs, swaps, copies, then runs the rows.
 
     Attributes:
         step_id: counts up; `retire(step_id)` when the step's output was seen.
         rows: one row for each sequence, in the order of the work.
         copies: whole-block copies on the device.
         swaps: whole-block copies from or to host memory.
+        blocks_to_scrub: blocks to fill with zeros before anything else, with `CacheConfig.scrub_on_free`: all that were
+            freed since the last step, and those that this step took from the prefix cache.
     """
 
     step_id: int
     rows: tuple[SequenceRow, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     swaps: tuple[BlockSwap, ...] = ()
+    blocks_to_scrub: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,7 @@ class CacheState:
         """Makes every block and host slot free and forgets all keys and steps in flight."""
         self.index = PrefixIndex(len(self.groups), verify=self.config.verify_tokens)
         self.publishing = self.index if self.config.enable_prefix_caching else None
-        self.pool = BlockPool(self.config.num_blocks, self.index)
+        self.pool = BlockPool(self.config.num_blocks, self.index, scrub=self.config.scrub_on_free)
         self.steps: dict[int, StepRecord] = {}
         self.host_free = list(range(self.config.num_host_blocks - 1, -1, -1))
 

@@ -77,7 +77,9 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         table.last_step = step_id
     state.counters.copies += len(copies)
     state.version += 1
-    return CommittedStep(step_id=step_id, rows=tuple(rows), copies=tuple(copies))
+    return CommittedStep(
+        step_id=step_id, rows=tuple(rows), copies=tuple(copies), blocks_to_scrub=state.pool.take_dirty()
+    )
 
 
 def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:
