@@ -9,7 +9,14 @@ from torch_core.specs import KVCacheSpec
 
 __all__ = ["EngineConfig", "MemoryPlan", "plan_memory"]
 
-_SIZES = ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "steps_in_flight")
+_SIZES = (
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_bytes",
+    "num_scheduler_steps",
+    "steps_in_flight",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,9 @@ class EngineConfig:
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
             full length, as far as `kv_cache_bytes` goes.
         kv_cache_bytes: memory that the pool may take when `num_blocks` is None.
+        num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
+            while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
+            pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
         steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's.
         enable_prefix_caching: share the blocks of equal prefixes.
         seed: of requests that bring none of their own.
@@ -42,6 +52,7 @@ class EngineConfig:
     max_model_len: int | None = None
     num_blocks: int | None = None
     kv_cache_bytes: int = 1 << 30
+    num_scheduler_steps: int = 4
     steps_in_flight: int = 1
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -56,6 +67,11 @@ class EngineConfig:
             raise InvalidInput(
                 f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "
                 "it on the device, so at most 2 can be in flight."
+            )
+        if self.num_scheduler_steps > self.max_num_batched_tokens:
+            raise InvalidInput(
+                f"num_scheduler_steps is {self.num_scheduler_steps}; it must not be above max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidInput(

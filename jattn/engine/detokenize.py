@@ -37,6 +37,11 @@ class Detokenizer:
         self.text = ""
         self.stopped = False
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens read so far; those behind a stop string are not."""
+        return len(self._token_ids)
+
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Adds tokens and returns the text that is now certain and was not returned before.
 
@@ -46,6 +51,19 @@ class Detokenizer:
         """
         if self.stopped:
             return ""
+        # One at a time where one of them may end the text; at once is cheaper.
+        parts = [(token,) for token in token_ids] if self._stop and token_ids else [tuple(token_ids)]
+        for index, part in enumerate(parts):
+            self._decode(part, finished and index == len(parts) - 1)
+            self._cut()
+            if self.stopped:
+                break
+        end = len(self.text) if finished or self.stopped else len(self.text) - self._held_back()
+        new = self.text[self._handed_out : end]
+        self._handed_out = max(self._handed_out, end)
+        return new
+
+    def _decode(self, token_ids: Sequence[int], finished: bool) -> None:
         self._token_ids += token_ids
         before = self._tokenizer.decode(self._token_ids[self._prefix : self._read])
         now = self._tokenizer.decode(self._token_ids[self._prefix :])
@@ -53,11 +71,6 @@ class Detokenizer:
             self.text += now[len(before) :]
             self._prefix = self._read
             self._read = len(self._token_ids)
-        self._cut()
-        end = len(self.text) if finished or self.stopped else len(self.text) - self._held_back()
-        new = self.text[self._handed_out : end]
-        self._handed_out = max(self._handed_out, end)
-        return new
 
     def _cut(self) -> None:
         found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]

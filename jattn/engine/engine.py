@@ -33,7 +33,7 @@ class TokenDelta:
 
     Attributes:
         request_id: whose.
-        token_ids: its new tokens; empty when it was cancelled.
+        token_ids: its new tokens, in order; empty when it was cancelled.
         finish_reason: "length", "stop" or "cancelled"; None while it runs.
     """
 
@@ -216,8 +216,8 @@ class Engine:
         self._pool.copy_blocks(step.committed.copies)
         tokens = self._runner.dispatch(step)
         for index, row in enumerate(step.rows):
-            if row.samples:
-                row.request.num_pending_tokens += 1
+            if row.num_samples:
+                row.request.num_pending_tokens += row.num_samples
                 row.request.pending_row = index
         self._in_flight.append(_InFlight(step, tokens))
         return True
@@ -225,33 +225,42 @@ class Engine:
     def _read_oldest(self) -> list[TokenDelta]:
         entry = self._in_flight[0]
         with self._pool.guard():
-            tokens = np.asarray(entry.tokens)
+            tokens = np.asarray(entry.tokens)  # [num_decode_steps, max_num_seqs]
         self._in_flight.popleft()
         self._failed_steps = 0
         now = time.monotonic()
         deltas = []
-        for row, token in zip(entry.step.rows, tokens.tolist(), strict=False):
+        for row, sampled in zip(entry.step.rows, tokens.T.tolist(), strict=False):
             request = row.request
-            if not row.samples or request.finish_reason is not None:
+            if not row.num_samples or request.finish_reason is not None:
                 continue
-            request.num_pending_tokens -= 1
-            request.output_token_ids.append(token)
-            self._cache.append_tokens(request.request_id, (token,))
+            request.num_pending_tokens -= row.num_samples
+            new = _until_stop(sampled[: row.num_samples], request.eos_token_ids)
+            request.output_token_ids += new
+            self._cache.append_tokens(request.request_id, new)
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
-            if token in request.eos_token_ids:
-                deltas.append(self._finish(request, (token,), "stop"))
+            if new[-1] in request.eos_token_ids:
+                deltas.append(self._finish(request, new, "stop"))
             elif len(request.output_token_ids) >= request.params.max_tokens:
-                deltas.append(self._finish(request, (token,), "length"))
+                deltas.append(self._finish(request, new, "length"))
             else:
-                deltas.append(TokenDelta(request.request_id, (token,), None))
+                deltas.append(TokenDelta(request.request_id, new, None))
         self._cache.retire(entry.step.committed.step_id)
         return deltas
 
-    def stop(self, request: Request) -> None:
-        """Ends a request whose text reached a stop string; does nothing if it has ended."""
+    def stop(self, request: Request, num_output_tokens: int) -> None:
+        """Ends a request whose text reached a stop string, and drops the tokens that came with it and lie behind.
+
+        Args:
+            request: one of this engine's; it may have ended by its last tokens.
+            num_output_tokens: generated tokens to keep.
+        """
         if request.finish_reason is None:
             self._finish(request, (), "stop")
+        if num_output_tokens < len(request.output_token_ids):
+            del request.output_token_ids[num_output_tokens:]
+            request.finish_reason = "stop"
 
     def _finish(self, request: Request, tokens: tuple[int, ...], reason: str) -> TokenDelta:
         request.finish_reason = reason
@@ -287,3 +296,9 @@ class Engine:
                 f"{self._vocab_size - 1}."
             )
         return tuple(tokens.tolist())
+
+
+def _until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[int, ...]:
+    if not stops.isdisjoint(tokens):
+        tokens = tokens[: next(index for index, token in enumerate(tokens) if token in stops) + 1]
+    return tuple(tokens)

@@ -137,20 +137,20 @@ class LLM:
                     if index is None:
                         continue
                     request, detokenizer = requests[index], detokenizers[index]
-                    text = ""
+                    token_ids, text = delta.token_ids, ""
                     if detokenizer is not None:
-                        shown = delta.token_ids
-                        if delta.finish_reason == "stop":
-                            # The token that ended the text is no part of it.
-                            shown = ()
+                        # The token that ended the text is no part of it.
+                        shown = token_ids[:-1] if delta.finish_reason == "stop" else token_ids
                         text = detokenizer.push(shown, finished=delta.finish_reason is not None)
                         if detokenizer.stopped:
-                            self.engine.stop(request)
+                            behind = len(request.output_token_ids) - detokenizer.num_tokens
+                            token_ids = token_ids[: len(token_ids) - behind]
+                            self.engine.stop(request, detokenizer.num_tokens)
                     output = None
                     if request.finish_reason is not None:
                         unfinished -= 1
                         output = _output(request, detokenizer)
-                    yield TextDelta(index, text, delta.token_ids, output)
+                    yield TextDelta(index, text, token_ids, output)
         finally:
             self._cancel(requests)
 

@@ -186,9 +186,9 @@ class Request:
         return len(self.output_token_ids) + self.num_pending_tokens
 
     @property
-    def wants_tokens(self) -> bool:
-        """True while another token may be sampled for it."""
-        return self.num_sampled_tokens < self.params.max_tokens
+    def num_wanted_tokens(self) -> int:
+        """Tokens that may still be sampled for it."""
+        return self.params.max_tokens - self.num_sampled_tokens
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Returns the known tokens at positions `start` to `stop - 1`."""

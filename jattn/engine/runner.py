@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jattn.engine.config import EngineConfig, MemoryPlan
-from jattn.engine.sampler import SamplingKind, sample, sampling_kind
+from jattn.engine.program import PER_SEQUENCE, jitted_step
+from jattn.engine.sampler import SamplingKind, sampling_kind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
-from jattn.metadata import AttentionMetadata
 from jattn.models import Decoder
 from jattn.pool import KVPool
 from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata, metadata_layout
@@ -58,7 +57,7 @@ class ModelRunner:
             "new tokens of a row", config.max_num_batched_tokens, smallest=_SMALLEST_QUERY
         )
         self._prefill_num_seqs = Buckets("sequences of a prefill step", tuple(sorted({1, config.max_num_seqs})))
-        self._step, self._programs = _jitted_step(graph, treedef)
+        self._step, self._programs = jitted_step(graph, treedef)
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -69,7 +68,7 @@ class ModelRunner:
         return tuple(self._programs)
 
     def dispatch(self, step: ScheduledStep) -> jax.Array:
-        """Starts a step and returns its sampled tokens, int32[max_num_seqs], one for each row in order.
+        """Starts a step and returns its sampled tokens, int32[num_decode_steps, max_num_seqs], a column for each row.
 
         Raises:
             PoolLost: the step failed and took the pool's contents with it.
@@ -81,7 +80,7 @@ class ModelRunner:
             block_size=self._plan.block_size,
             num_blocks=self._plan.num_blocks,
             num_seqs=layout["seq_lens"].shape[0],
-            num_tokens=layout["token_ids"].shape[0],
+            num_tokens=layout["slot_mapping"].shape[0],
             max_blocks=self._plan.max_blocks,
             window_left=self._window_left,
             table_cache=self._tables,
@@ -89,15 +88,20 @@ class ModelRunner:
             buffer=buffer,
         )
         kind = _fill_requests(step.rows, layout, buffer)
-        self._last_tokens = self._pool.run(
+        tokens, self._last_tokens = self._pool.run(
             functools.partial(
-                self._step, layout=layout, max_query_len=max_query_len, kind=kind, max_num_seqs=self._max_num_seqs
+                self._step,
+                layout=layout,
+                max_query_len=max_query_len,
+                num_steps=step.num_decode_steps,
+                kind=kind,
+                max_num_seqs=self._max_num_seqs,
             ),
             self._leaves,
             self._last_tokens,
             buffer,
         )
-        return self._last_tokens
+        return tokens
 
     def forget_last_tokens(self) -> None:
         """Drops the tokens of a failed step."""
@@ -105,32 +109,18 @@ class ModelRunner:
 
     def _bucket(self, step: ScheduledStep) -> tuple[PackedLayout, int]:
         longest = max(row.num_new_tokens for row in step.rows)
-        if longest == 1:
+        if longest == 1 or step.num_decode_steps > 1:
             num_seqs = self._num_seqs.pad(len(step.rows))
-            return _layout(num_seqs, num_seqs, self._plan.max_blocks), 1
+            return _layout(num_seqs, num_seqs, num_seqs * step.num_decode_steps, self._plan.max_blocks), 1
         # A padded row costs next to nothing in a prefill step, a program more costs seconds.
         num_seqs = self._prefill_num_seqs.pad(len(step.rows))
         num_tokens = self._num_tokens.pad(step.num_tokens)
-        return _layout(num_seqs, num_tokens, self._plan.max_blocks), self._query_len.pad(longest)
-
-
-@functools.lru_cache(maxsize=8)
-def _jitted_step(graph: Any, treedef: Any) -> tuple[Any, list[str]]:
-    """Returns the jitted step of one kind of model and the list of its traces."""
-    programs: list[str] = []
-    # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
-    step = jax.jit(
-        functools.partial(_step, programs, graph, treedef),
-        donate_argnums=0,
-        static_argnames=("layout", "max_query_len", "kind", "max_num_seqs"),
-    )
-    return step, programs
+        return _layout(num_seqs, num_tokens, num_tokens, self._plan.max_blocks), self._query_len.pad(longest)
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(num_seqs: int, num_tokens: int, max_blocks: int) -> PackedLayout:
-    per_row = ("temperature", "top_k", "top_p", "seed", "sample_index")
-    extra = [("token_ids", (num_tokens,)), *((name, (num_seqs,)) for name in per_row)]
+def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int) -> PackedLayout:
+    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs,)) for name in PER_SEQUENCE)]
     return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
 
 
@@ -138,12 +128,10 @@ def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: n
     token_ids = layout["token_ids"].of(buffer)
     first = 0
     for row in rows:
-        request, stop = row.request, row.start + row.num_new_tokens
-        if row.start >= request.num_known_tokens:
-            token_ids[first] = -1 - request.pending_row
-        else:
-            token_ids[first : first + row.num_new_tokens] = request.token_ids(row.start, stop)
-        first += row.num_new_tokens
+        request = row.request
+        new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
+        token_ids[first : first + len(new)] = new
+        first += len(new)
     requests = [row.request for row in rows]
     count = len(requests)
     params = [request.params for request in requests]
@@ -155,49 +143,3 @@ def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: n
     return sampling_kind(
         [each.temperature for each in params], [each.top_k for each in params], [each.top_p for each in params]
     )
-
-
-def _step(
-    programs: list[str],
-    graph: Any,
-    treedef: Any,
-    kv_caches: tuple[jax.Array, ...],
-    leaves: list[jax.Array],
-    last_tokens: jax.Array,
-    buffer: jax.Array,
-    *,
-    layout: PackedLayout,
-    max_query_len: int,
-    kind: SamplingKind,
-    max_num_seqs: int,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    fields = layout.unpack(buffer)
-    num_seqs, num_tokens = fields["seq_lens"].shape[0], fields["token_ids"].shape[0]
-    # Runs when JAX traces, so the list counts compilations.
-    programs.append(f"{num_seqs} sequences, {num_tokens} tokens, queries up to {max_query_len}, {kind.value}")
-    model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
-    metadata = AttentionMetadata(
-        block_tables=fields["block_tables"],
-        seq_lens=fields["seq_lens"],
-        query_start_loc=fields["query_start_loc"],
-        slot_mapping=fields["slot_mapping"],
-        max_query_len=max_query_len,
-    )
-    token_ids = fields["token_ids"]
-    token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
-    hidden, kv_caches = model(token_ids, fields["positions"], kv_caches, metadata)
-    last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
-    tokens = sample(
-        model.logits(hidden[last_rows]),
-        _as_float(fields["temperature"]),
-        fields["top_k"],
-        _as_float(fields["top_p"]),
-        jax.lax.bitcast_convert_type(fields["seed"], jnp.uint32),
-        fields["sample_index"],
-        kind=kind,
-    )
-    return jnp.zeros(max_num_seqs, jnp.int32).at[:num_seqs].set(tokens), kv_caches
-
-
-def _as_float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)

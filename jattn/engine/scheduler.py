@@ -21,21 +21,29 @@ class ScheduledRow:
         request: whose tokens.
         start: position of the first new token.
         num_new_tokens: tokens to compute.
-        samples: the row ends at the request's last token, so its next token is sampled.
+        num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
+            where the step decodes several in a row.
     """
 
     request: Request
     start: int
     num_new_tokens: int
-    samples: bool
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step whose blocks are taken: ready to be dispatched."""
+    """A step whose blocks are taken: ready to be dispatched.
+
+    Attributes:
+        rows: what each request gets.
+        committed: the blocks it writes and reads.
+        num_decode_steps: tokens that its program decodes one after the other; 1 unless every row decodes.
+    """
 
     rows: tuple[ScheduledRow, ...]
     committed: CommittedStep
+    num_decode_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +143,7 @@ class Scheduler:
                     request.num_computed_tokens = 0
                 break
             start = request.num_computed_tokens
-            rows.append(ScheduledRow(request, start, num_new, start + num_new == request.num_tokens))
+            rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new
             admitted += is_new
         if not rows:
@@ -149,20 +157,33 @@ class Scheduler:
         return ScheduledStep(tuple(rows), committed)
 
     def _schedule_decode(self) -> ScheduledStep | None:
+        num_steps = self._config.num_scheduler_steps
+        if self._waiting and len(self._running) < self._config.max_num_seqs:
+            num_steps = 1
         while rows := self._decodable():
+            wanted = max(request.num_wanted_tokens for request in rows)
+            # With half of its steps unwanted a program would cost more than the host's work that it saves.
+            num_steps = num_steps if 2 * wanted > num_steps else 1
+            counts = [min(request.num_wanted_tokens, num_steps) for request in rows]
             try:
-                committed = self._cache.step([(request.request_id, 1) for request in rows])
+                committed = self._cache.step([(r.request_id, count) for r, count in zip(rows, counts, strict=True)])
             except OutOfBlocks:
+                if num_steps > 1:
+                    num_steps = 1
+                    continue
                 if any(request.num_pending_tokens for request in self._running):
                     return None
                 self._preempt(self._running[-1])
                 continue
-            scheduled = tuple(ScheduledRow(request, request.num_computed_tokens, 1, True) for request in rows)
-            return ScheduledStep(scheduled, committed)
+            scheduled = tuple(
+                ScheduledRow(request, request.num_computed_tokens, count, count)
+                for request, count in zip(rows, counts, strict=True)
+            )
+            return ScheduledStep(scheduled, committed, num_steps)
         return None
 
     def _decodable(self) -> list[Request]:
-        return [r for r in self._running if _remaining(r) == 1 and r.wants_tokens][: self._config.max_num_seqs]
+        return [r for r in self._running if _remaining(r) == 1 and r.num_wanted_tokens > 0][: self._config.max_num_seqs]
 
     def _register(self, request: Request) -> None:
         seq_id = request.request_id

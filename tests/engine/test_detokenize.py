@@ -62,6 +62,13 @@ def test_the_first_of_several_stop_strings_wins(tokenizer) -> None:
     assert detokenizer.text == "a"
 
 
+def test_tokens_behind_a_stop_string_are_not_counted(tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, (".",))
+
+    assert detokenizer.push(tokenizer.encode("a.bc", add_special_tokens=False)) == "a"
+    assert detokenizer.num_tokens == 2
+
+
 def test_nothing_is_said_after_a_stop(tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, (".",))
     detokenizer.push(tokenizer.encode("a.", add_special_tokens=False))

@@ -54,6 +54,7 @@ def test_cached_generation_equals_running_the_whole_sequence_again(engine, decod
     [
         {"max_num_batched_tokens": 4},
         {"steps_in_flight": 2},
+        {"num_scheduler_steps": 1},
         {"enable_prefix_caching": False},
         {"max_num_seqs": 1, "max_num_batched_tokens": 8},
         {"block_size": 16},
@@ -285,6 +286,13 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
             (
                 "steps_in_flight is 3; a step reads the tokens of the one before it on the device, so at most 2 "
                 "can be in flight."
+            ),
+        ),
+        (
+            {"num_scheduler_steps": 9, "max_num_seqs": 8, "max_num_batched_tokens": 8},
+            (
+                "num_scheduler_steps is 9; it must not be above max_num_batched_tokens (8), the tokens that a "
+                "sequence may get in one step."
             ),
         ),
         ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295."),

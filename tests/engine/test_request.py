@@ -63,5 +63,5 @@ def test_pending_tokens_count_towards_the_limit() -> None:
     request.output_token_ids.append(7)
     request.num_pending_tokens = 1
 
-    assert not request.wants_tokens
+    assert request.num_wanted_tokens == 0
     assert (request.num_known_tokens, request.num_tokens) == (2, 3)

@@ -1,0 +1,133 @@
+"""What a step computes on the device: the model over one batch, the sampler, and further decode steps in a loop."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.engine.sampler import SamplingKind, sample
+from jattn.metadata import AttentionMetadata
+from jattn.models import Decoder
+from torch_core.metadata import PackedLayout
+from torch_core.specs import PAD_SLOT_ID
+
+__all__ = ["PER_SEQUENCE", "jitted_step"]
+
+#: What a step needs to know of each sequence besides the metadata; int32 or the bits of a float32 or uint32.
+PER_SEQUENCE = ("temperature", "top_k", "top_p", "seed", "sample_index")
+
+KVCaches = tuple[jax.Array, ...]
+Fields = dict[str, jax.Array]
+
+
+@functools.lru_cache(maxsize=8)
+def jitted_step(graph: Any, treedef: Any) -> tuple[Any, list[str]]:
+    """Returns the jitted step of one kind of model and the list of its traces.
+
+    The step is `step(kv_caches, leaves, last_tokens, buffer, *, layout, max_query_len, num_steps, kind, max_num_seqs)`
+    and returns `((tokens int32[num_steps, max_num_seqs], last_tokens int32[max_num_seqs]), kv_caches)`. It consumes
+    kv_caches. An input token of `-1 - row` stands for `last_tokens[row]`.
+    """
+    programs: list[str] = []
+    # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
+    step = jax.jit(
+        functools.partial(_step, programs, graph, treedef),
+        donate_argnums=0,
+        static_argnames=("layout", "max_query_len", "num_steps", "kind", "max_num_seqs"),
+    )
+    return step, programs
+
+
+def _step(
+    programs: list[str],
+    graph: Any,
+    treedef: Any,
+    kv_caches: KVCaches,
+    leaves: list[jax.Array],
+    last_tokens: jax.Array,
+    buffer: jax.Array,
+    *,
+    layout: PackedLayout,
+    max_query_len: int,
+    num_steps: int,
+    kind: SamplingKind,
+    max_num_seqs: int,
+) -> tuple[tuple[jax.Array, jax.Array], KVCaches]:
+    fields = layout.unpack(buffer)
+    num_seqs, num_tokens = fields["seq_lens"].shape[0], fields["token_ids"].shape[0]
+    # Runs when JAX traces, so the list counts compilations.
+    programs.append(
+        f"{num_seqs} sequences, {num_tokens} tokens, queries up to {max_query_len}, "
+        + (f"{num_steps} steps, " if num_steps > 1 else "")
+        + kind.value
+    )
+    model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+    token_ids = fields["token_ids"]
+    token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
+    if num_steps == 1:
+        sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, max_query_len, kind)
+        sampled = sampled[None]
+    else:
+        sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, num_steps, kind)
+    tokens = jnp.zeros((num_steps, max_num_seqs), jnp.int32).at[:, :num_seqs].set(sampled)
+    return (tokens, tokens[-1]), kv_caches
+
+
+def _decoded(
+    model: Decoder, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, num_steps: int, kind: SamplingKind
+) -> tuple[jax.Array, KVCaches]:
+    """Decodes up to `num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
+    first = fields["query_start_loc"][:-1]
+    num_slots = jnp.diff(fields["query_start_loc"])
+    one_each = jnp.minimum(jnp.arange(first.size + 1), (num_slots > 0).sum())
+
+    def decode(carry: tuple[jax.Array, KVCaches], index: jax.Array) -> tuple[tuple[jax.Array, KVCaches], jax.Array]:
+        token_ids, kv_caches = carry
+        # A sequence without a slot left stays at its last one, writes nothing and keeps its token.
+        wanted = index < num_slots
+        done = jnp.where(wanted, index, jnp.maximum(num_slots - 1, 0))
+        now = fields | {
+            "positions": fields["positions"][first + done],
+            "seq_lens": fields["seq_lens"] - jnp.maximum(num_slots - 1, 0) + done,
+            "query_start_loc": one_each,
+            "slot_mapping": jnp.where(wanted, fields["slot_mapping"][first + done], PAD_SLOT_ID),
+            "sample_index": fields["sample_index"] + done,
+        }
+        sampled, kv_caches = _sampled(model, kv_caches, token_ids, now, 1, kind)
+        token_ids = jnp.where(wanted, sampled, token_ids)
+        return (token_ids, kv_caches), token_ids
+
+    (_, kv_caches), sampled = jax.lax.scan(decode, (token_ids, kv_caches), jnp.arange(num_steps))
+    return sampled, kv_caches
+
+
+def _sampled(
+    model: Decoder, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, max_query_len: int, kind: SamplingKind
+) -> tuple[jax.Array, KVCaches]:
+    metadata = AttentionMetadata(
+        block_tables=fields["block_tables"],
+        seq_lens=fields["seq_lens"],
+        query_start_loc=fields["query_start_loc"],
+        slot_mapping=fields["slot_mapping"],
+        max_query_len=max_query_len,
+    )
+    hidden, kv_caches = model(token_ids, fields["positions"], kv_caches, metadata)
+    last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
+    tokens = sample(
+        model.logits(hidden[last_rows]),
+        _as_float(fields["temperature"]),
+        fields["top_k"],
+        _as_float(fields["top_p"]),
+        jax.lax.bitcast_convert_type(fields["seed"], jnp.uint32),
+        fields["sample_index"],
+        kind=kind,
+    )
+    return tokens, tuple(kv_caches)
+
+
+def _as_float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
