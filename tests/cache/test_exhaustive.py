@@ -113,7 +113,7 @@ def fingerprint(model: Model) -> Any:
     steps = tuple(
         (
             tuple(map(table_key, record.tables)),
-            tuple(record.starts),
+            record.counts,
             tuple(record.ends),
             tuple(map(table_key, record.leaving)),
             tuple(record.dropped),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, repeat
+from operator import itemgetter
 
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.records import CacheStats
@@ -80,15 +81,10 @@ def _audit_holds(state: CacheState) -> list[str]:
     holds = _deferred_holds(state)
     holds.update(chain.from_iterable(chain.from_iterable(table.blocks for table in _live_tables(state))))
     del holds[NULL_BLOCK]
-    counted = [0] * pool.num_blocks
-    strangers = []
-    for block, count in holds.items():
-        if 0 < block < pool.num_blocks:
-            counted[block] = count
-        else:
-            strangers.append(block)
+    counted = list(map(holds.get, range(pool.num_blocks), repeat(0)))
     report = []
-    if strangers:
+    if sum(counted) != holds.total():
+        strangers = [block for block in holds if not 0 < block < pool.num_blocks]
         report.append(f"Tables hold blocks outside the pool: {_named(strangers)}.")
     if counted != pool.refs:
         wrong = [b for b, (is_, should) in enumerate(zip(pool.refs, counted, strict=False)) if is_ != should]
@@ -98,24 +94,10 @@ def _audit_holds(state: CacheState) -> list[str]:
 
 
 def _audit_places(state: CacheState) -> list[str]:
-    pool, keys = state.pool, state.index.keys
-    free, cached = set(pool.free), pool.cached.keys()
-    unheld = {block for block, refs in enumerate(pool.refs) if refs == 0}
-    unheld.discard(NULL_BLOCK)
-    problems = (
-        (
-            "on the free list twice",
-            [b for b, n in Counter(pool.free).items() if n > 1] if len(free) != len(pool.free) else (),
-        ),
-        ("free and cached at once", free & cached),
-        ("without a holder, yet neither free nor cached", unheld - free - cached),
-        ("held, yet free or cached", (free | cached) - unheld),
-        ("free, yet they have a key", free & keys.keys()),
-        ("cached without a key", cached - keys.keys()),
-        ("the null block or no block of the pool, yet they have a key", keys.keys() - set(range(1, pool.num_blocks))),
-    )
-    report = [f"Blocks {what}: {_named(blocks)}." for what, blocks in problems if blocks]
-    if pool.dirty and not (free.issuperset(pool.dirty) and len({*pool.dirty}) == len(pool.dirty)):
+    pool = state.pool
+    report = [] if _places_look_right(state) else _misplaced_blocks(state)
+    if pool.dirty and not (set(pool.free).issuperset(pool.dirty) and len({*pool.dirty}) == len(pool.dirty)):
+        free = set(pool.free)
         wrong = [block for block, count in Counter(pool.dirty).items() if count > 1 or block not in free]
         report.append(f"Blocks to scrub that are not free, or named twice: {_named(wrong)}.")
     pins = Counter(chain.from_iterable(record.pinned for record in state.steps.values()))
@@ -134,20 +116,61 @@ def _audit_places(state: CacheState) -> list[str]:
     return report
 
 
+def _places_look_right(state: CacheState) -> bool:
+    """Says that each block is in one place, by sums and whole sets; `_misplaced_blocks` names those that are not."""
+    pool, keys = state.pool, state.index.keys
+    free, cached = set(pool.free), pool.cached.keys()
+    places = [*free, *cached]
+    return (
+        len(free) == len(pool.free)
+        and free.isdisjoint(cached)
+        and len(places) + 1 == pool.refs.count(0)
+        and min(places, default=1) > 0
+        and max(places, default=1) < pool.num_blocks
+        and not any(map(pool.refs.__getitem__, places))
+        and free.isdisjoint(keys)
+        and cached <= keys.keys()
+        and min(keys, default=1) > 0
+        and max(keys, default=1) < pool.num_blocks
+    )
+
+
+def _misplaced_blocks(state: CacheState) -> list[str]:
+    pool, keys = state.pool, state.index.keys
+    free, cached = set(pool.free), pool.cached.keys()
+    unheld = {block for block, refs in enumerate(pool.refs) if refs == 0}
+    unheld.discard(NULL_BLOCK)
+    problems = (
+        (
+            "on the free list twice",
+            [b for b, n in Counter(pool.free).items() if n > 1] if len(free) != len(pool.free) else (),
+        ),
+        ("free and cached at once", free & cached),
+        ("without a holder, yet neither free nor cached", unheld - free - cached),
+        ("held, yet free or cached", (free | cached) - unheld),
+        ("free, yet they have a key", free & keys.keys()),
+        ("cached without a key", cached - keys.keys()),
+        ("the null block or no block of the pool, yet they have a key", keys.keys() - set(range(1, pool.num_blocks))),
+    )
+    return [f"Blocks {what}: {_named(blocks)}." for what, blocks in problems if blocks]
+
+
 def _audit_index(state: CacheState) -> list[str]:
     index = state.index
     wrong: list[int] = []
     orphans: list[int] = []
-    keeps = [group.keeps_everything for group in state.groups]
-    for block, (group, digest, parent) in index.keys.items():
-        blocks = index.blocks[group]
-        if blocks.get(digest) != block and block not in index.twins[group].get(digest, ()):
-            wrong.append(block)
-        if parent is not None and parent not in blocks and keeps[group]:
-            orphans.append(block)
-    named = [*chain.from_iterable(blocks.values() for blocks in index.blocks)]
-    named.extend(chain.from_iterable(chain.from_iterable(twins.values() for twins in index.twins)))
-    if len(named) != len(index.keys):
+    if not _index_looks_right(state):
+        keeps = [group.keeps_everything for group in state.groups]
+        for block, (group, digest, parent) in index.keys.items():
+            blocks = index.blocks[group]
+            if blocks.get(digest) != block and block not in index.twins[group].get(digest, ()):
+                wrong.append(block)
+            if parent is not None and parent not in blocks and keeps[group]:
+                orphans.append(block)
+    num_twins = sum(map(len, chain.from_iterable(twins.values() for twins in index.twins)))
+    if sum(map(len, index.blocks)) + num_twins != len(index.keys):
+        named = [*chain.from_iterable(blocks.values() for blocks in index.blocks)]
+        named.extend(chain.from_iterable(chain.from_iterable(twins.values() for twins in index.twins)))
         wrong.extend(set(named) - index.keys.keys())
         wrong.extend(block for block, count in Counter(named).items() if count > 1)
     report = [f"Index and blocks disagree about the keys of blocks {_named(wrong)}."] if wrong else []
@@ -156,6 +179,17 @@ def _audit_index(state: CacheState) -> list[str]:
     if index.verify and index.nodes.keys() != index.keys.keys():
         report.append(f"Keys and lineages disagree: blocks {_named(index.nodes.keys() ^ index.keys.keys())}.")
     return report
+
+
+def _index_looks_right(state: CacheState) -> bool:
+    """Says, for the plain case of one group and no twins, that keys and blocks agree and that parents are there."""
+    index = state.index
+    if len(index.blocks) > 1 or index.twins[0] or not index.keys:
+        return False
+    blocks = index.blocks[0]
+    groups, digests, parents = (map(itemgetter(field), index.keys.values()) for field in range(3))
+    reachable = not state.groups[0].keeps_everything or all(map(blocks.__contains__, filter(None, parents)))
+    return reachable and not any(groups) and list(map(blocks.get, digests)) == list(index.keys)
 
 
 def _digests(state: CacheState, *, rehash: bool) -> dict[int, list[bytes]]:
@@ -206,7 +240,9 @@ def _audit_column(state: CacheState, table: SequenceTable, number: int, digests:
     full = min(len(table.sequence.tokens), table.scheduled) // size
     # A block that a fork shares may have got its key from the other holder, before this chain reached it.
     known = min(full, len(digests))
-    wrong = [
+    found = list(map(keys.get, column[dropped:]))
+    expected = list(zip(repeat(number), digests, chain((None,), digests)))[dropped:published]
+    wrong = found != expected + [None] * (len(column) - published) and [
         block
         for position, block in enumerate(column)
         if (block in keys and position < known and keys[block][:2] != (number, digests[position]))

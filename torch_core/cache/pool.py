@@ -68,11 +68,11 @@ class BlockPool:
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Adds a hold to each block; they are held or cached already. The null block is passed over."""
-        refs = self.refs
+        refs, cached = self.refs, self.cached
         for block in blocks:
             if block != NULL_BLOCK:
-                if refs[block] == 0:
-                    del self.cached[block]
+                if not refs[block]:
+                    del cached[block]
                 refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:

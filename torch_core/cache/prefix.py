@@ -12,7 +12,7 @@ from torch_core.cache.keys import KeyChain, LineageNode, same_lineage
 
 __all__ = ["PrefixIndex"]
 
-#: Keys are computed this many blocks ahead of the first miss, so that a cold prompt is not hashed whole.
+#: Keys are computed this many blocks ahead at first, so that a cold prompt is not hashed whole.
 _HASH_AHEAD = 32
 
 
@@ -120,12 +120,15 @@ class PrefixIndex:
         size = chain.block_size
         count = limit // size
         blocks, digests = self.blocks[group], chain.digests
-        for position in range(count):
-            if position >= len(digests):
-                chain.extend(tokens, min(count, position + _HASH_AHEAD))
-            hit = digests[position] in blocks if not self.verify else self.find(group, chain, position) is not None
-            if not hit:
-                return position * size
+        start, ahead = 0, _HASH_AHEAD
+        while start < count:
+            stop = min(count, start + ahead)
+            chain.extend(tokens, stop)
+            for position, digest in enumerate(digests[start:stop], start):
+                if digest not in blocks or (self.verify and self.find(group, chain, position) is None):
+                    return position * size
+            # What was found so far makes more of it likely.
+            start, ahead = stop, 2 * ahead
         return count * size
 
     def _longest_tail(
@@ -146,10 +149,10 @@ class PrefixIndex:
         return 0
 
     def _table(self, index: int, group: GroupLayout, chain: KeyChain, length: int) -> list[int]:
-        first = group.first_needed_token(length) // chain.block_size
-        table = [NULL_BLOCK] * first
-        blocks, digests = self.blocks[index], chain.digests
-        for position in range(first, length // chain.block_size):
-            block = self.find(index, chain, position) if self.verify else blocks[digests[position]]
-            table.append(NULL_BLOCK if block is None else block)
-        return table
+        first, stop = group.first_needed_token(length) // chain.block_size, length // chain.block_size
+        if self.verify:
+            found = [self.find(index, chain, position) or NULL_BLOCK for position in range(first, stop)]
+        else:
+            blocks = self.blocks[index]
+            found = [blocks[digest] for digest in chain.digests[first:stop]]
+        return [NULL_BLOCK] * first + found

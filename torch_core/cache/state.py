@@ -32,8 +32,8 @@ class StepRecord:
 
     Attributes:
         tables: the tables that the step uses.
-        starts: the tokens of each before the step; empty for a step without rows.
         ends: the tokens of each after the step.
+        counts: the new tokens of each; empty for a step without rows.
         leaving: tables without a sequence; their blocks are released when the step retires.
         dropped: blocks that left a table (window drop); one hold each is released.
         pinned: sources of the step's copies; one pin each is released.
@@ -42,8 +42,8 @@ class StepRecord:
     """
 
     tables: list[SequenceTable] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    counts: tuple[int, ...] = ()
     leaving: list[SequenceTable] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)

@@ -60,8 +60,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         )
     fresh = iter(state.pool.take(plan.blocks_needed))
     step_id, record = state.open_step()
-    record.tables, record.ends = plan.tables, plan.ends
-    record.starts = [table.scheduled for table in plan.tables]
+    record.tables, record.ends, record.counts = plan.tables, plan.ends, plan.counts
     copies: list[BlockCopy] = []
     for position, growth in plan.growths.items():
         _grow(state, record, plan.tables[position], growth, fresh, copies)
@@ -133,27 +132,28 @@ def _checked_cuts(record: StepRecord, step_id: int, num_kept_tokens: Mapping[str
     cuts = []
     for seq_id, kept in num_kept_tokens.items():
         position = positions.get(seq_id)
-        if position is None or not record.starts:
+        if position is None or not record.counts:
             raise InvalidInput(f"num_kept_tokens names sequence {seq_id!r}, which has no row in step {step_id}.")
-        table, start, end = record.tables[position], record.starts[position], record.ends[position]
-        if type(kept) is not int or not 1 <= kept <= end - start:
+        table, count, end = record.tables[position], record.counts[position], record.ends[position]
+        if type(kept) is not int or not 1 <= kept <= count:
             raise InvalidInput(
-                f"num_kept_tokens of sequence {seq_id!r} is {kept!r}; it must be an int from 1 to {end - start}, the "
-                f"new tokens of its row in step {step_id}."
+                f"num_kept_tokens of sequence {seq_id!r} is {kept!r}; it must be an int from 1 to {count}, the new "
+                f"tokens of its row in step {step_id}."
             )
-        if start + kept == end:
+        if kept == count:
             continue
+        end -= count - kept
         if table.last_step != step_id:
             raise InvalidInput(
-                f"sequence {seq_id!r} cannot keep {kept} of its {end - start} tokens of step {step_id}: step "
+                f"sequence {seq_id!r} cannot keep {kept} of its {count} tokens of step {step_id}: step "
                 f"{table.last_step}, which continues behind them, is committed already."
             )
-        if table.known > start + kept:
+        if table.known > end:
             raise InvalidInput(
                 f"sequence {seq_id!r} has {table.known} known tokens, and keeping {kept} of step {step_id} leaves "
-                f"{start + kept}; append the ids of a step after it was retired with num_kept_tokens."
+                f"{end}; append the ids of a step after it was retired with num_kept_tokens."
             )
-        cuts.append((position, start + kept))
+        cuts.append((position, end))
     return cuts
 
 
