@@ -48,15 +48,8 @@ class ModelRunner:
         self._window_left = None if window is None else window - 1
         self._tables = BlockTableCache()
         self._max_num_seqs = config.max_num_seqs
-        self._num_seqs = Buckets.powers_of_two("sequences of a step", config.max_num_seqs)
-        self._num_tokens = Buckets.powers_of_two(
-            "new tokens of a step", max(config.max_num_batched_tokens, _SMALLEST_PREFILL), smallest=_SMALLEST_PREFILL
-        )
         self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
-        self._query_len = Buckets.powers_of_two(
-            "new tokens of a row", config.max_num_batched_tokens, smallest=_SMALLEST_QUERY
-        )
-        self._prefill_num_seqs = Buckets("sequences of a prefill step", tuple(sorted({1, config.max_num_seqs})))
+        self._num_seqs, self._prefill_num_seqs, self._num_tokens, self._query_len = _buckets(config)
         self._step, self._programs = jitted_step(graph, treedef)
 
     @property
@@ -112,10 +105,27 @@ class ModelRunner:
         if longest == 1 or step.num_decode_steps > 1:
             num_seqs = self._num_seqs.pad(len(step.rows))
             return _layout(num_seqs, num_seqs, num_seqs * step.num_decode_steps, self._plan.max_blocks), 1
-        # A padded row costs next to nothing in a prefill step, a program more costs seconds.
         num_seqs = self._prefill_num_seqs.pad(len(step.rows))
         num_tokens = self._num_tokens.pad(step.num_tokens)
         return _layout(num_seqs, num_tokens, num_tokens, self._plan.max_blocks), self._query_len.pad(longest)
+
+
+def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets, Buckets, Buckets]:
+    """Returns the sizes of a decode step's sequences and of a prefill step's sequences, tokens and longest row."""
+    most_seqs, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    most_padded = max(most_tokens, _SMALLEST_PREFILL)
+    names = ("sequences of a step", "sequences of a prefill step", "new tokens of a step", "new tokens of a row")
+    if config.batch_invariant:
+        sizes = (most_seqs, most_seqs, most_padded, most_tokens)
+        decode, prefill, tokens, query = (Buckets(name, (size,)) for name, size in zip(names, sizes, strict=True))
+        return decode, prefill, tokens, query
+    return (
+        Buckets.powers_of_two(names[0], most_seqs),
+        # A padded row costs next to nothing in a prefill step, a program more costs seconds.
+        Buckets(names[1], tuple(sorted({1, most_seqs}))),
+        Buckets.powers_of_two(names[2], most_padded, smallest=_SMALLEST_PREFILL),
+        Buckets.powers_of_two(names[3], most_tokens, smallest=_SMALLEST_QUERY),
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -100,6 +100,40 @@ def test_sampled_tokens_do_not_depend_on_neighbours(engine, seed) -> None:
     assert [run(engine, [prompt], params)[0] for prompt in prompts] == together
 
 
+def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_without_neighbours(seed) -> None:
+    prompts = prompts_of(seed, 6, 21, 11)
+    config = EngineConfig(
+        block_size=4, max_num_seqs=8, max_num_batched_tokens=64, batch_invariant=True, enable_prefix_caching=False
+    )
+    contents = []
+    for batch in (prompts[:1], prompts):
+        other = Engine(tiny_decoder(implementation="xla"), config)
+        requests = [other.add(prompt, GREEDY) for prompt in batch]
+        while requests[0].num_sampled_tokens < 5:
+            other.step()
+        # The first request took blocks 1 and 2: its prompt and two decoded tokens.
+        contents.append([layer[1:3].numpy().copy() for layer in other._pool.as_torch()])
+
+    for alone, beside in zip(*contents, strict=True):
+        np.testing.assert_array_equal(alone, beside)
+
+
+def test_a_batch_invariant_engine_compiles_one_prefill_and_one_decode_program(decoder, seed) -> None:
+    config = EngineConfig(
+        block_size=4, max_num_seqs=3, max_num_batched_tokens=32, num_scheduler_steps=1, batch_invariant=True
+    )
+    other = Engine(decoder, config)
+    before = len(other.programs)
+
+    run(other, prompts_of(seed, 20, 2))
+    run(other, prompts_of(seed, 5))
+
+    assert other.programs[before:] == (
+        "3 sequences, 64 tokens, queries up to 32, greedy",
+        "3 sequences, 3 tokens, queries up to 1, greedy",
+    )
+
+
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:
     engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32))
     (prompt,) = prompts_of(seed, 18)
