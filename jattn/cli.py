@@ -144,7 +144,7 @@ def _summary(outputs: list[Any], started: float, peak_blocks: int, llm: Any) -> 
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     first = min(output.metrics.first_token_time for output in outputs)
     last = max(output.metrics.finish_time for output in outputs)
-    plan = llm.engine.memory_plan
+    plan = llm.engine.pool_plan
     return {
         "new_tokens": tokens,
         "time_to_first_token_s": first - started,

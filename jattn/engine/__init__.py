@@ -1,6 +1,6 @@
 """Generation: requests, continuous batching, jitted steps over a donated pool, sampling on the device."""
 
-from jattn.engine.config import EngineConfig, MemoryPlan, plan_memory
+from jattn.engine.config import EngineConfig
 from jattn.engine.engine import Engine, TokenDelta
 from jattn.engine.llm import LLM, TextDelta, generate
 from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
@@ -10,12 +10,10 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineConfig",
-    "MemoryPlan",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "TextDelta",
     "TokenDelta",
     "generate",
-    "plan_memory",
 ]

@@ -1,13 +1,14 @@
-"""The frozen sizes of an engine, and the plan of its memory made from them."""
+"""The frozen sizes of an engine, and the plan of its pool made from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jattn.pool import PoolPlan, plan_pool
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec
 
-__all__ = ["EngineConfig", "MemoryPlan", "plan_memory"]
+__all__ = ["EngineConfig", "plan_engine_pool"]
 
 _SIZES = (
     "block_size",
@@ -86,72 +87,23 @@ class EngineConfig:
             raise InvalidInput(f"seed is {self.seed!r}; it must be an int from 0 to {(1 << 32) - 1}.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """What the pool will be.
-
-    Attributes:
-        num_blocks: blocks, the null block included.
-        block_size: tokens of one block.
-        max_model_len: tokens of one sequence at most.
-        bytes_per_block: of all layers together.
-    """
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    bytes_per_block: int
-
-    @property
-    def max_blocks(self) -> int:
-        """Columns of a block table."""
-        return -(-self.max_model_len // self.block_size)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.num_blocks * self.bytes_per_block
-
-    def __str__(self) -> str:
-        tokens = (self.num_blocks - 1) * self.block_size
-        return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens ({tokens} tokens, {self.num_bytes / 2**30:.3f} GiB)"
-        )
-
-
-def plan_memory(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, model_len: int) -> MemoryPlan:
-    """Works out the pool's size; nothing is allocated.
+def plan_engine_pool(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:
+    """Works out the size of an engine's pool; nothing is allocated.
 
     Args:
         config: the engine's sizes.
         spec: one layer's cache.
         num_layers: layers of the model.
-        model_len: the model's own limit on a sequence.
+        max_model_len: tokens of one sequence at most.
 
     Raises:
-        InvalidInput: the byte budget does not hold one sequence of full length, or `max_model_len` is beyond the
-            model's limit.
+        InvalidInput: the byte budget does not hold one sequence of full length.
     """
-    max_model_len = model_len if config.max_model_len is None else config.max_model_len
-    if max_model_len > model_len:
-        raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {model_len} tokens at most.")
-    bytes_per_block = num_layers * spec.bytes_per_block
-    max_blocks = -(-max_model_len // config.block_size)
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        num_blocks = min(config.max_num_seqs * max_blocks + 1, config.kv_cache_bytes // bytes_per_block)
-        if num_blocks < max_blocks + 1:
-            raise InvalidInput(
-                f"kv_cache_bytes is {config.kv_cache_bytes} and holds {num_blocks} blocks; one sequence of "
-                f"{max_model_len} tokens needs {max_blocks} and the null block ({(max_blocks + 1) * bytes_per_block} "
-                "bytes). Raise it, or lower max_model_len."
-            )
-    return MemoryPlan(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        bytes_per_block=bytes_per_block,
-    )
+    if config.num_blocks is not None:
+        return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks)
+    plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)
+    enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
+    return replace(plan, num_blocks=min(plan.num_blocks, enough))
 
 
 def _check_size(name: str, value: int, low: int) -> None:

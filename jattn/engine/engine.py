@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.engine.config import EngineConfig, MemoryPlan, plan_memory
+from jattn.engine.config import EngineConfig, plan_engine_pool
 from jattn.engine.request import Request, RequestMetrics, SamplingParams
 from jattn.engine.runner import ModelRunner
 from jattn.engine.scheduler import ScheduledStep, Scheduler
 from jattn.models import Decoder
-from jattn.pool import KVPool
+from jattn.pool import KVPool, PoolPlan
 from torch_core.cache import CacheConfig, CacheManager, CacheStats
 from torch_core.errors import CacheCorruption, InvalidInput, PoolLost, RequestTooLong
 from torch_core.specs import KVCacheSpec
@@ -79,9 +79,11 @@ class Engine:
         )
         self._vocab_size = shape.vocab_size
         self._eos_token_ids = frozenset(shape.eos_token_ids)
-        self._plan = plan_memory(
-            config, spec, num_layers=shape.num_hidden_layers, model_len=shape.max_position_embeddings
+        self._max_model_len = _max_model_len(config.max_model_len, shape.max_position_embeddings)
+        self._plan = plan_engine_pool(
+            config, spec, num_layers=shape.num_hidden_layers, max_model_len=self._max_model_len
         )
+        max_blocks = -(-self._max_model_len // config.block_size)
         self._cache = CacheManager(
             CacheConfig(
                 num_blocks=self._plan.num_blocks,
@@ -91,11 +93,11 @@ class Engine:
                 max_step_tokens=config.max_num_batched_tokens,
                 model_fingerprint=model_fingerprint,
                 cache_dtype=spec.dtype,
-                max_blocks_per_seq=self._plan.max_blocks,
+                max_blocks_per_seq=max_blocks,
             )
         )
         self._pool = KVPool(spec, num_layers=shape.num_hidden_layers, num_blocks=self._plan.num_blocks)
-        self._runner = ModelRunner(model, self._pool, config, self._plan)
+        self._runner = ModelRunner(model, self._pool, config, max_blocks=max_blocks)
         self._scheduler = Scheduler(config, self._cache)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -103,8 +105,8 @@ class Engine:
         self._failed_steps = 0
 
     @property
-    def memory_plan(self) -> MemoryPlan:
-        """The pool's size."""
+    def pool_plan(self) -> PoolPlan:
+        """The pool's size; its text gives blocks, tokens and GiB."""
         return self._plan
 
     @property
@@ -150,10 +152,10 @@ class Engine:
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput(f"salt must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None.")
         total = len(tokens) + params.max_tokens
-        if total > self._plan.max_model_len:
+        if total > self._max_model_len:
             raise RequestTooLong(
                 f"{request_id!r} needs {total} tokens ({len(tokens)} prompt + {params.max_tokens} new); this engine's "
-                f"max_model_len is {self._plan.max_model_len}. Shorten the prompt or lower max_tokens."
+                f"max_model_len is {self._max_model_len}. Shorten the prompt or lower max_tokens."
             )
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         seed = params.seed if params.seed is not None else (self._config.seed + self._num_added) & 0xFFFFFFFF
@@ -296,6 +298,12 @@ class Engine:
                 f"{self._vocab_size - 1}."
             )
         return tuple(tokens.tolist())
+
+
+def _max_model_len(wanted: int | None, model_len: int) -> int:
+    if wanted is not None and wanted > model_len:
+        raise InvalidInput(f"max_model_len is {wanted}; the model was made for {model_len} tokens at most.")
+    return model_len if wanted is None else wanted
 
 
 def _until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.engine.config import EngineConfig, MemoryPlan
+from jattn.engine.config import EngineConfig
 from jattn.engine.program import PER_SEQUENCE, jitted_step
 from jattn.engine.sampler import SamplingKind, sampling_kind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
@@ -36,14 +36,14 @@ class ModelRunner:
         model: the decoder; its leaves are captured now.
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
-        plan: the pool's plan.
+        max_blocks: columns of a block table.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool, config: EngineConfig, plan: MemoryPlan) -> None:
+    def __init__(self, model: Decoder, pool: KVPool, config: EngineConfig, *, max_blocks: int) -> None:
         graph, state = nnx.split(model)
         self._leaves, treedef = jax.tree.flatten(state)
         self._pool = pool
-        self._plan = plan
+        self._max_blocks = max_blocks
         window = model.config.sliding_window
         self._window_left = None if window is None else window - 1
         self._tables = BlockTableCache()
@@ -70,11 +70,11 @@ class ModelRunner:
         buffer = np.zeros(layout.num_elements, np.int32)
         build_common_metadata(
             step.committed.rows,
-            block_size=self._plan.block_size,
-            num_blocks=self._plan.num_blocks,
+            block_size=self._pool.spec.block_size,
+            num_blocks=self._pool.num_blocks,
             num_seqs=layout["seq_lens"].shape[0],
             num_tokens=layout["slot_mapping"].shape[0],
-            max_blocks=self._plan.max_blocks,
+            max_blocks=self._max_blocks,
             window_left=self._window_left,
             table_cache=self._tables,
             layout=layout,
@@ -104,10 +104,10 @@ class ModelRunner:
         longest = max(row.num_new_tokens for row in step.rows)
         if longest == 1 or step.num_decode_steps > 1:
             num_seqs = self._num_seqs.pad(len(step.rows))
-            return _layout(num_seqs, num_seqs, num_seqs * step.num_decode_steps, self._plan.max_blocks), 1
+            return _layout(num_seqs, num_seqs, num_seqs * step.num_decode_steps, self._max_blocks), 1
         num_seqs = self._prefill_num_seqs.pad(len(step.rows))
         num_tokens = self._num_tokens.pad(step.num_tokens)
-        return _layout(num_seqs, num_tokens, num_tokens, self._plan.max_blocks), self._query_len.pad(longest)
+        return _layout(num_seqs, num_tokens, num_tokens, self._max_blocks), self._query_len.pad(longest)
 
 
 def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets, Buckets, Buckets]:

@@ -341,7 +341,7 @@ def test_bad_engine_sizes_are_named(arguments, message) -> None:
 
 def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
     with pytest.raises(
-        InvalidInput, match="kv_cache_bytes is 4096 and holds 4 blocks; one sequence of 128 tokens needs 32"
+        InvalidInput, match="the budget of 4,096 bytes holds 4 blocks; a sequence of 128 tokens needs 32"
     ):
         Engine(decoder, EngineConfig(block_size=4, kv_cache_bytes=4096))
 
