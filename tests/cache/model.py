@@ -218,8 +218,12 @@ class Model:
         self.cuts += 1
         sequence, _, start = flight.starts[name]
         end = start + count
-        gone = {sequence.content(n, p) for n in range(len(self.groups)) for p in range(end, sequence.computed)}
-        flight.writes = [write for write in flight.writes if write[2] not in gone]
+        gone = {
+            (ids[position // group.block_size], position % group.block_size)
+            for ids, group in zip(sequence.blocks, self.groups, strict=True)
+            for position in range(end, sequence.computed)
+        }
+        flight.writes = [write for write in flight.writes if write[:2] not in gone]
         # The next id is still to be drawn: what the step had there came to nothing.
         del sequence.tokens[end:]
         sequence.computed = end
