@@ -1,7 +1,7 @@
 """Runs a torch function inside a jitted JAX program on XLA's own buffers, in place and without a copy.
 
-This is the CPU path and, on CUDA, the debug and cross-check path: Python runs once for each call. The serving path on
-CUDA is `jattn.bridge.native`.
+This is the CPU path and, on CUDA, the debug and cross-check path. There Python runs for each call, or once for each
+call site where the call can be captured. The serving path on CUDA is `jattn.bridge.native`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def call_torch(
     *,
     aliases: Mapping[int, int] | None = None,
     num_threads: int | None = None,
+    capturable: bool = False,
 ) -> list[jax.Array]:
     """Calls `function(*input_tensors, *output_tensors)` from inside a JAX program.
 
@@ -47,6 +48,9 @@ def call_torch(
         num_threads: torch's thread count during the call on CPU; None leaves it. Small work wants 1: XLA's own
             threads wait on the same cores, and a team of OpenMP threads woken for microseconds costs far more.
             A thread that first uses torch during the call starts with this count: torch hands down the latest one.
+        capturable: XLA may record what the function launches on CUDA into a graph and replay it without the function:
+            it must launch something, allocate nothing, and launch the same for the same shapes. Otherwise a replay
+            would use memory that torch has long given to somebody else.
 
     Returns:
         The outputs, in order.
@@ -57,9 +61,11 @@ def call_torch(
     """
     aliases = dict(aliases or {})
     own_outputs = tuple(index for index in range(len(outputs)) if index not in aliases.values())
-    # Not command_buffer_compatible: a replayed graph would use scratch that torch has long given to somebody else.
     call = buffer_callback(
-        _TorchCallback(function, own_outputs, num_threads), list(outputs), input_output_aliases=aliases
+        _TorchCallback(function, own_outputs, num_threads),
+        list(outputs),
+        input_output_aliases=aliases,
+        command_buffer_compatible=capturable,
     )
     with typed_errors():
         return call(*arguments)

@@ -1,17 +1,26 @@
-"""The torch core's ops as native custom calls of a JAX program: implementation="triton"."""
+"""The torch core's plans as ops of a JAX program: as native custom calls, implementation="triton", unless told else."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jattn.bridge.native import array_spec, call_operation, device_limits
-from torch_core.plans.plan import ArraySpec
+from torch_core.plans.plan import ArraySpec, OperationPlan
 from torch_core.specs import AttentionSpec
 
 # The plan functions import Triton, so they are imported where they are used: this module must load without it.
 
-__all__ = ["attention", "copy_blocks", "merge_states", "paged_attention", "write_kv_cache"]
+__all__ = ["CallOperation", "attention", "copy_blocks", "merge_states", "paged_attention", "write_kv_cache"]
+
+
+class CallOperation(Protocol):
+    """What puts a plan's launches into the program: returns its outputs and in-place operands by name."""
+
+    def __call__(self, plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]: ...
 
 
 def paged_attention(
@@ -28,6 +37,7 @@ def paged_attention(
     spec: AttentionSpec,
     max_query_len: int,
     with_lse: bool,
+    call: CallOperation = call_operation,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Adds the launches of `torch_core.plans.attention.plan_paged_attention`; lse is None unless asked for."""
     if query.shape[0] == 0 or seq_lens.shape[0] == 0:
@@ -50,7 +60,7 @@ def paged_attention(
         limits=device_limits(),
         **_specs(options),
     )
-    results = call_operation(plan, {**required, **options})
+    results = call(plan, {**required, **options})
     return results["out"], results.get("lse")
 
 
@@ -67,6 +77,7 @@ def attention(
     max_query_len: int,
     max_key_len: int,
     with_lse: bool,
+    call: CallOperation = call_operation,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Adds the launches of `torch_core.plans.attention.plan_attention`; lse is None unless asked for.
 
@@ -92,7 +103,7 @@ def attention(
         limits=device_limits(),
         **_specs(options),
     )
-    results = call_operation(plan, {**required, **options})
+    results = call(plan, {**required, **options})
     return results["out"], results.get("lse")
 
 
@@ -103,6 +114,8 @@ def write_kv_cache(
     slot_mapping: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    *,
+    call: CallOperation = call_operation,
 ) -> jax.Array:
     """Adds the launch of `torch_core.plans.write.plan_write_kv_cache`; the result is the same memory."""
     if slot_mapping.shape[0] == 0:
@@ -112,27 +125,34 @@ def write_kv_cache(
     arrays = {"key": key, "value": value, "kv_cache": kv_cache, "slot_mapping": slot_mapping}
     scales = _present(k_scale=k_scale, v_scale=v_scale)
     plan = plan_write_kv_cache(*map(array_spec, arrays.values()), **_specs(scales))
-    return call_operation(plan, {**arrays, **scales})["kv_cache"]
+    return call(plan, {**arrays, **scales})["kv_cache"]
 
 
-def copy_blocks(kv_cache: jax.Array, block_mapping: jax.Array) -> jax.Array:
+def copy_blocks(kv_cache: jax.Array, block_mapping: jax.Array, *, call: CallOperation = call_operation) -> jax.Array:
     """Adds the launch of `torch_core.plans.copy.plan_copy_blocks`; the result is the same memory."""
     if block_mapping.shape[0] == 0:
         return kv_cache
     from torch_core.plans.copy import plan_copy_blocks
 
     plan = plan_copy_blocks(array_spec(kv_cache), array_spec(block_mapping))
-    return call_operation(plan, {"kv_cache": kv_cache, "block_mapping": block_mapping})["kv_cache"]
+    return call(plan, {"kv_cache": kv_cache, "block_mapping": block_mapping})["kv_cache"]
 
 
-def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def merge_states(
+    out_a: jax.Array,
+    lse_a: jax.Array,
+    out_b: jax.Array,
+    lse_b: jax.Array,
+    *,
+    call: CallOperation = call_operation,
+) -> tuple[jax.Array, jax.Array]:
     """Adds the launch of `torch_core.plans.merge.plan_merge_states`."""
     if out_a.shape[0] == 0:
         return out_a, lse_a
     from torch_core.plans.merge import plan_merge_states
 
     arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    results = call_operation(plan_merge_states(*map(array_spec, arrays.values())), arrays)
+    results = call(plan_merge_states(*map(array_spec, arrays.values())), arrays)
     return results["out"], results["lse"]
 
 

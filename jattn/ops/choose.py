@@ -7,7 +7,7 @@ from types import ModuleType
 
 import jax
 
-from jattn.bridge import native, native_ops, torch_ops
+from jattn.bridge import native, native_ops, torch_cuda_ops, torch_ops
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["IMPLEMENTATIONS", "available_implementations", "bridged", "choose"]
@@ -40,7 +40,9 @@ def choose(implementation: str | None) -> str:
 
 def bridged(implementation: str) -> ModuleType:
     """Returns the module that holds the ops of "triton" or "torch", under the same names and arguments."""
-    return native_ops if implementation == "triton" else torch_ops
+    if implementation == "triton":
+        return native_ops
+    return torch_cuda_ops if jax.default_backend() == "gpu" else torch_ops
 
 
 # The jnp ops were the faster of the two in every row of `jattn bench generate` (README, "Measured"): for a small model

@@ -23,7 +23,7 @@ from torch_core.plans.plan import (
     Scalar,
 )
 
-__all__ = ["array_spec", "device_limits", "dtype_name", "run_operation", "torch_dtype"]
+__all__ = ["array_spec", "device_limits", "dtype_name", "prepare_operation", "run_operation", "torch_dtype"]
 
 
 def run_operation(
@@ -31,15 +31,15 @@ def run_operation(
 ) -> dict[str, torch.Tensor]:
     """Runs the launches of a plan in order on the current stream, without waiting for the device.
 
-    Outputs that `out` lacks, and all scratch, are allocated with `torch.empty`: under CUDA graph capture they come
-    from the graph's pool. Kernels are compiled (or read from Triton's disk cache) and loaded on the first run, so a
+    Outputs and scratch that `out` lacks are allocated with `torch.empty`: under CUDA graph capture they come from the
+    graph's pool. Kernels are compiled (or read from Triton's disk cache) and loaded on the first run, so a
     plan must run once before it is captured.
 
     Args:
         plan: made for arrays of exactly these shapes, dtypes and strides; that is the caller's duty, only alignment
             and the set of names are checked here.
         tensors: the plan's inputs by name, all on one device.
-        out: outputs to fill, by name; contiguous.
+        out: outputs to fill and scratch to use, by name; contiguous.
 
     Returns:
         The plan's outputs by name.
@@ -54,11 +54,9 @@ def run_operation(
         raise InvalidInput(f"{plan.name}: the inputs {missing} are missing; give a tensor for each.")
     buffers = dict(tensors)
     device = tensors[plan.inputs[0][0]].device
-    for name, spec in plan.outputs:
+    for name, spec in (*plan.outputs, *plan.scratch):
         given = None if out is None else out.get(name)
         buffers[name] = _empty(spec, device) if given is None else _checked_output(plan.name, name, given, spec)
-    for name, spec in plan.scratch:
-        buffers[name] = _empty(spec, device)
     if device.type == "cuda":
         if torch.cuda.current_device() == device.index:
             _launch_all(plan, buffers, device)
@@ -69,6 +67,17 @@ def run_operation(
         for launch in plan.launches:
             run_interpreted(launch.kernel, launch.grid, _interpreter_arguments(launch, buffers))
     return {name: buffers[name] for name, _ in plan.outputs}
+
+
+def prepare_operation(plan: OperationPlan, device: torch.device) -> None:
+    """Compiles a plan's kernels and loads them onto a CUDA device, so that its first run may be a captured one.
+
+    Raises:
+        Unsupported: a kernel does not fit the device.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()
+        _prepared(plan, device.index)
 
 
 def array_spec(tensor: torch.Tensor) -> ArraySpec:
