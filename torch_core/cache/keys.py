@@ -18,15 +18,12 @@ from collections.abc import Iterable
 
 from torch_core.errors import InvalidInput
 
-# The interpreter's own SHA-256: a block is so short that most of OpenSSL's time goes into setting its context up
-# (1.07 against 0.73 us on 114 bytes). The module's name depends on the version, and a build may lack it.
+# The interpreter's own SHA-256 where it has one under this name: a block is so short that most of OpenSSL's time goes
+# into setting its context up (1.07 against 0.73 us on 114 bytes).
 try:
-    from _sha2 import sha256 as _sha256  # pyright: ignore[reportMissingImports]
+    from _sha256 import sha256 as _sha256
 except ImportError:
-    try:
-        from _sha256 import sha256 as _sha256
-    except ImportError:
-        from hashlib import sha256 as _sha256
+    from hashlib import sha256 as _sha256
 
 __all__ = ["BLOCK_TAG", "ROOT_TAG", "KeyChain", "LineageNode", "encode_root", "same_lineage"]
 

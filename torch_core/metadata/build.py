@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,10 +17,11 @@ from torch_core.metadata.check import (
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
-from torch_core.metadata.rows import SequenceRowLike
-from torch_core.metadata.slots import compute_positions, write_slots
+from torch_core.metadata.lengths import lengths_of
+from torch_core.metadata.rows import RowColumns, SequenceRowLike
+from torch_core.metadata.slots import compute_positions, write_slots, write_uniform_slots
 from torch_core.metadata.table_cache import BlockTableCache
-from torch_core.metadata.tables import seq_ids_of, tables_of, write_tables
+from torch_core.metadata.tables import write_tables
 
 __all__ = ["build_common_metadata"]
 
@@ -90,18 +90,15 @@ def build_common_metadata(
     """
     num_reqs = len(rows)
     _check_pool(block_size, num_blocks)
-    computed, new = _lengths(rows)
-    totals = computed + new
-    num_new = int(new.sum())
-    longest_query = int(new.max(initial=0)) if num_new > num_reqs else min(num_new, 1)
-    longest = int(totals.max(initial=0))
+    columns = RowColumns(rows)
+    computed, new, totals, num_new, longest_query, longest, uniform = lengths_of(columns)
     _check_limit("sequence length", longest, _INT32_MAX, "int32 metadata")
     live = -(-totals // block_size)
     widest = -(-longest // block_size)
 
     num_seqs = _padded("num_seqs", num_seqs, num_reqs, "rows")
     num_tokens = _padded("num_tokens", num_tokens, num_new, "new tokens")
-    width = _table_width(max_blocks, widest, live, totals, block_size, rows)
+    width = _table_width(max_blocks, widest, live, totals, block_size, columns)
     max_query_len = _padded("max_query_len", max_query_len, longest_query, "new tokens in its longest row")
     max_seq_len = _padded("max_seq_len", max_seq_len, longest, "tokens in its longest sequence")
 
@@ -113,21 +110,25 @@ def build_common_metadata(
     slot_mapping = layout["slot_mapping"].of(buffer)
     positions = layout["positions"].of(buffer)
 
-    query_start_loc[0] = 0
-    query_start_loc[1 : num_reqs + 1] = np.cumsum(new)
-    query_start_loc[num_reqs + 1 :] = num_new
+    if uniform:
+        query_start_loc[: num_reqs + 1] = np.arange(0, num_new + 1, uniform)
+    else:
+        query_start_loc[0] = 0
+        query_start_loc[1 : num_reqs + 1] = np.cumsum(new)
     seq_lens[:num_reqs] = totals
-    seq_lens[num_reqs:] = 0
+    if num_seqs > num_reqs:
+        query_start_loc[num_reqs + 1 :] = num_new
+        seq_lens[num_reqs:] = 0
+        tables[num_reqs:] = 0
     write_tables(
-        tables_of(rows, cache_group),
+        columns.tables(cache_group),
         tables[:num_reqs],
         live,
         totals,
         block_size=block_size,
-        seq_ids=lambda: seq_ids_of(rows),
+        seq_ids=columns.seq_ids,
         table_cache=table_cache,
     )
-    tables[num_reqs:] = 0
     first_read = first_read_block(computed, window_left, block_size=block_size)
     if not block_tables_look_right(tables[:num_reqs], live, num_blocks, first_read):
         check_block_tables(
@@ -137,18 +138,18 @@ def build_common_metadata(
             block_size=block_size,
             num_blocks=num_blocks,
             window_left=window_left,
-            seq_ids=seq_ids_of(rows),
+            seq_ids=columns.seq_ids(),
         )
 
-    sequence = np.arange(num_reqs)
-    if longest_query == 1:
-        positions[:num_new] = computed
+    if uniform:
+        write_uniform_slots(slot_mapping, positions, computed, uniform, tables, block_size=block_size)
     else:
-        sequence = np.repeat(sequence, new)
         positions[:num_new] = compute_positions(query_start_loc[: num_reqs + 1], computed)
-    positions[num_new:] = 0
-    write_slots(slot_mapping, positions[:num_new], sequence, tables, block_size=block_size)
-    check_written_blocks(slot_mapping[:num_new], new, block_size=block_size, seq_ids=lambda: seq_ids_of(rows))
+        positions[num_new:] = 0
+        sequence = np.repeat(np.arange(num_reqs), new)
+        write_slots(slot_mapping, positions[:num_new], sequence, tables, block_size=block_size)
+    if num_new > 1:
+        check_written_blocks(slot_mapping[:num_new], new, block_size=block_size, seq_ids=columns.seq_ids)
 
     encoder = None
     if encoder_rows is not None:
@@ -158,7 +159,7 @@ def build_common_metadata(
             buffer=buffer,
             block_size=block_size,
             num_blocks=num_blocks,
-            seq_ids=seq_ids_of(rows),
+            seq_ids=columns.seq_ids(),
         )
     views = (query_start_loc, seq_lens, tables, slot_mapping, positions)
     for view in views:
@@ -196,33 +197,6 @@ def _check_limit(name: str, value: int, limit: int, why: str) -> None:
         raise InvalidInput(f"{name} is {value}; {why} allow at most {limit}.")
 
 
-def _lengths(rows: Sequence[SequenceRowLike]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int64 arrays of the computed and new tokens, checked for type and sign."""
-    computed = _ints("num_computed_tokens", [row.num_computed_tokens for row in rows], rows, smallest=0)
-    new = _ints("num_new_tokens", [row.num_new_tokens for row in rows], rows, smallest=1)
-    return computed, new
-
-
-def _ints(name: str, values: list[int], rows: Sequence[SequenceRowLike], *, smallest: int) -> np.ndarray:
-    try:
-        # array() takes whole numbers only, where numpy would cut a float; it is also the faster of the two.
-        out = np.frombuffer(array("q", values), np.int64)
-    except (TypeError, OverflowError):
-        bad = next(
-            (index for index, value in enumerate(values) if not isinstance(value, int) or abs(value) > _INT32_MAX), 0
-        )
-        raise InvalidInput(
-            f"{name} of {row_name(bad, seq_ids_of(rows))} is {values[bad]!r}; it must be an int up to {_INT32_MAX}."
-        ) from None
-    if out.size and out.min() < smallest:
-        index = int(np.argmax(out < smallest))
-        raise InvalidInput(
-            f"{name} of {row_name(index, seq_ids_of(rows))} is {out[index]}; it must be at least {smallest}. Leave a "
-            "sequence that does nothing out of the step."
-        )
-    return out
-
-
 def _padded(name: str, size: int | None, needed: int, what: str) -> int:
     if size is None:
         return needed
@@ -237,7 +211,7 @@ def _table_width(
     live: np.ndarray,
     totals: np.ndarray,
     block_size: int,
-    rows: Sequence[SequenceRowLike],
+    columns: RowColumns,
 ) -> int:
     if max_blocks is None:
         return widest
@@ -245,7 +219,7 @@ def _table_width(
         index = int(np.argmax(live > max_blocks))
         raise RequestTooLong(
             f"seq_lens[{index}] is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has "
-            f"{max_blocks} columns (max_blocks) for {row_name(index, seq_ids_of(rows))}. Widen the table or end the "
+            f"{max_blocks} columns (max_blocks) for {row_name(index, columns.seq_ids())}. Widen the table or end the "
             "sequence."
         )
     return max_blocks

@@ -38,7 +38,8 @@ class FieldLayout:
 
     def of(self, buffer: Any) -> Any:
         """Returns this field of a numpy, torch or JAX buffer: a view for the first two, a slice inside jit."""
-        return buffer[self.offset : self.offset + self.size].reshape(self.shape)
+        part = buffer[self.offset : self.offset + self.size]
+        return part if len(self.shape) == 1 else part.reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,17 @@
-"""The input of the metadata builders: one row per sequence of the step."""
+"""The input of the metadata builders: one row per sequence of the step, and the same seen column by column."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
-__all__ = ["SequenceRow", "SequenceRowLike"]
+from torch_core.errors import InvalidInput
+
+__all__ = ["RowColumns", "SequenceRow", "SequenceRowLike"]
+
+_NEEDED = {"block_ids", "num_computed_tokens", "num_new_tokens"}
 
 
 class SequenceRowLike(Protocol):
@@ -52,3 +57,55 @@ class SequenceRow:
     num_computed_tokens: int
     num_new_tokens: int
     seq_id: str | None = None
+
+
+class RowColumns:
+    """The rows of a step, a field at a time.
+
+    Named tuples of one kind, which allocators hand out by the hundred, are turned around as a whole: that costs a
+    fifth of reading them attribute by attribute.
+    """
+
+    __slots__ = ("_columns", "_rows")
+
+    def __init__(self, rows: Sequence[SequenceRowLike]) -> None:
+        self._rows = rows
+        self._columns: dict[str, tuple] | None = None
+        kinds = set(map(type, rows))
+        if len(kinds) == 1:
+            names = getattr(kinds.pop(), "_fields", ())
+            if _NEEDED.issubset(names):
+                turned: Any = zip(*rows, strict=True)  # type: ignore[misc]
+                self._columns = dict(zip(names, turned, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Returns the field of every row, in order; raises AttributeError if a row has none of that name."""
+        if self._columns is not None and name in self._columns:
+            return list(self._columns[name])
+        return list(map(attrgetter(name), self._rows))
+
+    def seq_ids(self) -> list[str | None]:
+        """Returns the `seq_id` of each row, None for one without."""
+        try:
+            return self["seq_id"]
+        except AttributeError:
+            return [getattr(row, "seq_id", None) for row in self._rows]
+
+    def tables(self, cache_group: int | None) -> list[Sequence[int]]:
+        """Returns the block table of each row, of one cache group when it is given.
+
+        Raises:
+            InvalidInput: the rows have no such group.
+        """
+        if cache_group is None:
+            return self["block_ids"]
+        try:
+            return [tables[cache_group] for tables in self["group_block_ids"]]
+        except (AttributeError, IndexError):
+            raise InvalidInput(
+                f"cache_group is {cache_group}, but a row has no group_block_ids[{cache_group}]; the rows come from an "
+                "allocator with fewer cache groups."
+            ) from None

@@ -75,18 +75,21 @@ class BlockTableCache:
         self._seq_ids, self._tables, self._rows, self._lens = list(seq_ids), tables, rows, lens
 
     def _update(self, index: int, table: Sequence[int]) -> None:
-        last = self._tables[index]
-        start = 0
-        # Equal ids are mostly the same objects, so this comparison costs a tenth of a conversion.
-        if type(last) is tuple and type(table) is tuple and table[: len(last)] == last:
-            start = len(last)
-        ids = array("i", table[start:])
-        stop = len(table)
+        last, stop = self._tables[index], len(table)
         if stop > self._rows.shape[1]:
             grown = np.zeros((self._rows.shape[0], max(stop, 2 * self._rows.shape[1])), np.int32)
             grown[:, : self._rows.shape[1]] = self._rows
             self._rows = grown
-        self._rows[index, start:stop] = ids
-        self._rows[index, stop : self._lens[index]] = 0
+        # Equal ids are mostly the same objects, so this comparison costs a tenth of a conversion.
+        if type(last) is tuple and type(table) is tuple and table[: len(last)] == last:
+            start = len(last)
+            if stop == start + 1 and type(table[start]) is int:
+                # Most tables that changed have grown by one block.
+                self._rows[index, start] = table[start]
+            else:
+                self._rows[index, start:stop] = array("i", table[start:])
+        else:
+            self._rows[index, :stop] = array("i", table)
+            self._rows[index, stop : self._lens[index]] = 0
         self._lens[index] = stop
         self._tables[index] = table if type(table) is tuple else _NEVER_SEEN

@@ -11,7 +11,7 @@ from torch_core.errors import InvalidInput
 from torch_core.metadata.check import SeqIds, row_name
 from torch_core.metadata.table_cache import BlockTableCache
 
-__all__ = ["seq_ids_of", "tables_of", "write_tables"]
+__all__ = ["write_tables"]
 
 
 def write_tables(
@@ -55,31 +55,6 @@ def write_tables(
     out[:] = np.frombuffer(b"".join(pieces), np.int32).reshape(out.shape)
 
 
-def tables_of(rows: Sequence, cache_group: int | None) -> list[Sequence[int]]:
-    """Returns the tables of the rows, of one cache group when it is given.
-
-    Raises:
-        InvalidInput: the rows have no such group.
-    """
-    if cache_group is None:
-        return [row.block_ids for row in rows]
-    try:
-        return [row.group_block_ids[cache_group] for row in rows]
-    except (AttributeError, IndexError):
-        raise InvalidInput(
-            f"cache_group is {cache_group}, but a row has no group_block_ids[{cache_group}]; the rows come from an "
-            "allocator with fewer cache groups."
-        ) from None
-
-
-def seq_ids_of(rows: Sequence) -> list[str | None]:
-    """Returns the `seq_id` of each row, None for one without."""
-    try:
-        return [row.seq_id for row in rows]
-    except AttributeError:
-        return [getattr(row, "seq_id", None) for row in rows]
-
-
 def _write_converted(
     tables: list,
     out: np.ndarray,
@@ -92,14 +67,16 @@ def _write_converted(
         rows, lens = table_cache.convert(seq_ids(), tables)
     except (TypeError, OverflowError):
         return False
-    if (lens < live).any():
-        return False
     columns = min(out.shape[1], rows.shape[1])
-    if (lens == live).all():
+    # The bytes of a few hundred lengths compare in a tenth of the time of a reduction.
+    if lens.tobytes() == live.tobytes():
         out[:, :columns] = rows[:, :columns]
+    elif (lens < live).any():
+        return False
     else:
         np.multiply(rows[:, :columns], np.arange(columns) < live[:, None], out=out[:, :columns])
-    out[:, columns:] = 0
+    if columns < out.shape[1]:
+        out[:, columns:] = 0
     return True
 
 
