@@ -120,41 +120,48 @@ class Scheduler:
         self._to_resume |= self._registered
 
     def _schedule_prefill(self) -> ScheduledStep | None:
+        rows = self._prefill_candidates()
+        while rows:
+            try:
+                committed = self._cache.step([(row.request.request_id, row.num_new_tokens) for row in rows])
+            except OutOfBlocks:
+                self._hold_back(rows.pop().request)
+                continue
+            for row in rows:
+                if row.request.state is not RequestState.RUNNING:
+                    self._waiting.remove(row.request)
+                    self._running.append(row.request)
+                    row.request.move(RequestState.RUNNING)
+            return ScheduledStep(tuple(rows), committed)
+        return None
+
+    def _prefill_candidates(self) -> list[ScheduledRow]:
+        """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
         budget = self._config.max_num_batched_tokens
+        places = self._config.max_num_seqs - len(self._running)
+        stats = self._cache.stats()
+        room = (stats.free + stats.cached) * self._config.block_size
         rows: list[ScheduledRow] = []
-        work: list[tuple[str, int]] = []
-        admitted = 0
         for request in [*(r for r in self._running if _remaining(r) > 1), *self._waiting]:
             is_new = request.state is not RequestState.RUNNING
-            if budget == 0 or (is_new and len(self._running) + admitted >= self._config.max_num_seqs):
+            if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
                 break
             if is_new:
                 self._register(request)
-            num_new = min(budget, _remaining(request))
-            work.append((request.request_id, num_new))
-            try:
-                self._cache.plan(work)
-            except OutOfBlocks:
-                work.pop()
-                if is_new:
-                    # A prefix that it holds while it waits could be what an older request is short of.
-                    self._cache.preempt(request.request_id)
-                    self._to_resume.add(request.request_id)
-                    request.num_computed_tokens = 0
-                break
+                places -= 1
             start = request.num_computed_tokens
+            num_new = min(budget, _remaining(request))
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new
-            admitted += is_new
-        if not rows:
-            return None
-        committed = self._cache.step(work)
-        for row in rows:
-            if row.request.state is not RequestState.RUNNING:
-                self._waiting.remove(row.request)
-                self._running.append(row.request)
-                row.request.move(RequestState.RUNNING)
-        return ScheduledStep(tuple(rows), committed)
+            room -= num_new
+        return rows
+
+    def _hold_back(self, request: Request) -> None:
+        if request.state is not RequestState.RUNNING:
+            # A prefix that it holds while it waits could be what an older request is short of.
+            self._cache.preempt(request.request_id)
+            self._to_resume.add(request.request_id)
+            request.num_computed_tokens = 0
 
     def _schedule_decode(self) -> ScheduledStep | None:
         num_steps = self._config.num_scheduler_steps
