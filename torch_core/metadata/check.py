@@ -254,18 +254,21 @@ def check_written_blocks(
     Raises:
         InvalidInput: otherwise.
     """
-    ordered = np.sort(slots)
-    blocks = ordered // block_size
-    if query_lens.shape[0] == slots.shape[0]:
-        # One token each: any block that is written twice is wrong, and sorting the slots is enough to see it.
-        suspicious = bool(((blocks[1:] == blocks[:-1]) & (ordered[1:] >= 0)).any())
+    # A screen that may suspect padding as well; what it suspects is looked at slot by slot.
+    if query_lens.shape[0] == 1:
+        ordered = np.sort(slots)
+        suspicious = ordered[1:] == ordered[:-1]
+    elif query_lens.shape[0] == slots.shape[0]:
+        # One token each: any block that is written twice is wrong.
+        blocks = np.sort(slots // block_size)
+        suspicious = blocks[1:] == blocks[:-1]
     else:
-        owner = np.repeat(np.arange(query_lens.shape[0]), query_lens)
         order = np.argsort(slots, kind="stable")
-        owner = owner[order]
-        same_block = (blocks[1:] == blocks[:-1]) & (ordered[1:] >= 0)
-        suspicious = bool((same_block & ((owner[1:] != owner[:-1]) | (ordered[1:] == ordered[:-1]))).any())
-    if suspicious:
+        ordered, owner = slots[order], np.repeat(np.arange(query_lens.shape[0]), query_lens)[order]
+        blocks = ordered // block_size
+        suspicious = (owner[1:] != owner[:-1]) | (ordered[1:] == ordered[:-1])
+        suspicious &= blocks[1:] == blocks[:-1]
+    if np.count_nonzero(suspicious):
         _explain_written_blocks(slots, query_lens, block_size, seq_ids() if seq_ids else None)
 
 

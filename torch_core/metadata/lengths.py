@@ -71,7 +71,9 @@ def _ints(name: str, values: list[int], rows: RowColumns, *, smallest: int) -> t
         ) from None
     if not values:
         return out, 0
-    if len(values) < _MANY_ROWS:
+    if values.count(values[0]) == len(values):
+        least = most = values[0]
+    elif len(values) < _MANY_ROWS:
         least, most = min(values), max(values)
     else:
         least, most = int(out.min()), int(out.max())
