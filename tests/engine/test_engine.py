@@ -112,7 +112,7 @@ def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_wit
         while requests[0].num_sampled_tokens < 5:
             other.step()
         # The first request took blocks 1 and 2: its prompt and two decoded tokens.
-        contents.append([layer[1:3].numpy().copy() for layer in other._pool.as_torch()])
+        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._pool.as_torch()])
 
     for alone, beside in zip(*contents, strict=True):
         np.testing.assert_array_equal(alone, beside)
