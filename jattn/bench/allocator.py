@@ -1,4 +1,4 @@
-"""The block allocator's host time: a decode step, key hashing, a long look-up, the audit; vLLM's pool beside it.
+"""The block allocator's host time: a decode step and its metadata, hashing, a long look-up, the audit; vLLM beside it.
 
 All of it is one thread that never waits, so its processor time is its latency on a machine with a core to spare, and
 other processes do not blur it as they would the wall clock.
@@ -17,10 +17,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from torch_core.cache import CacheConfig, CacheManager
 from torch_core.cache.keys import KeyChain, encode_root
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
+from torch_core.metadata import BlockTableCache, build_common_metadata, metadata_layout
 
 __all__ = ["AllocatorRow", "main", "run"]
 
@@ -109,18 +112,33 @@ def _decode_rows(batch: int, context: int, block_size: int, repeats: int) -> lis
         cache.add(seq_id, prompt)
         cache.retire(cache.step([(seq_id, len(prompt))]).step_id)
         cache.append_tokens(seq_id, (1,))
-    steps, appends = [], []
+    layout = metadata_layout(num_seqs=batch, num_tokens=batch, max_blocks=-(-(context + repeats + 1) // block_size))
+    tables, buffer = BlockTableCache(), np.zeros(layout.num_elements, np.int32)
+    steps, appends, builds = [], [], []
     for _ in range(repeats):
         start = time.thread_time()
-        cache.retire(cache.commit(cache.plan(work)).step_id)
-        middle = time.thread_time()
+        step = cache.commit(cache.plan(work))
+        cache.retire(step.step_id)
+        stepped = time.thread_time()
         for seq_id, _ in work:
             cache.append_tokens(seq_id, (1,))
-        steps.append(middle - start)
-        appends.append(time.thread_time() - middle)
+        appended = time.thread_time()
+        build_common_metadata(
+            step.rows,
+            block_size=block_size,
+            num_blocks=blocks,
+            max_blocks=layout["block_tables"].shape[1],
+            layout=layout,
+            buffer=buffer,
+            table_cache=tables,
+        )
+        builds.append(time.thread_time() - appended)
+        steps.append(stepped - start)
+        appends.append(appended - stepped)
     return [
         _row(f"plan + commit + retire, {batch} decoding", "us", steps, 1e6, limit=500),
         _row(f"append_tokens, {batch} times", "us", appends, 1e6),
+        _row(f"metadata build, {batch} decoding", "us", builds, 1e6, limit=200),
     ]
 
 

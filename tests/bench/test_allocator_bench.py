@@ -14,15 +14,22 @@ ARGUMENTS = [word for name, value in SMALL.items() for word in (f"--{name.replac
 
 def test_every_measurement_has_a_row_with_positive_times():
     rows = allocator.run(**SMALL)
-    assert len(rows) == 7
+    assert len(rows) == 8
     assert all(0 < row.best <= row.median for row in rows)
-    assert [row.limit for row in rows] == [500, None, 100, 15, 10, None, None]
+    assert [row.limit for row in rows] == [500, None, 200, 100, 15, 10, None, None]
 
 
 def test_the_table_names_each_measurement(capsys):
     assert allocator.main(ARGUMENTS) == 0
     table = capsys.readouterr().out
-    for text in ("plan + commit + retire, 4 decoding", "key hashing", "add with a cached prefix of 1k", "audit of 50"):
+    names = (
+        "plan + commit + retire, 4",
+        "metadata build, 4",
+        "key hashing",
+        "add with a cached prefix of 1k",
+        "audit of 50",
+    )
+    for text in names:
         assert text in table
 
 

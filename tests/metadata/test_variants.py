@@ -20,6 +20,7 @@ from torch_core.metadata import (
     make_local_attention_virtual_batches,
     mask_slots_of_other_ranks,
     metadata_layout,
+    prefix_piece_tokens,
     use_cascade_attention,
 )
 
@@ -111,6 +112,50 @@ def test_cascade_is_off_for_masks_that_it_cannot_serve(options):
 @pytest.mark.parametrize(("prefix", "reqs"), [(0, 64), (128, 64), (8192, 1), (512, 4), (256, 8)])
 def test_cascade_is_off_where_it_would_lose(prefix, reqs):
     assert not use_cascade_attention(prefix, np.ones(reqs), **SHAPE)
+
+
+# (sequences, shared tokens, microseconds of a step without and with cascade) on an H200: 32 query heads over 8 of 128,
+# bfloat16, 64 tokens of its own for each sequence.
+MEASURED = (
+    (2, 256, 16.4, 17.8), (2, 512, 12.1, 20.6), (2, 1024, 13.4, 18.1), (2, 2048, 15.9, 19.4), (2, 4096, 21.9, 21.3),
+    (2, 8192, 25.5, 24.5), (3, 256, 11.4, 17.9), (3, 512, 12.1, 17.7), (3, 1024, 13.5, 18.1), (3, 2048, 16.5, 19.6),
+    (3, 4096, 22.0, 20.9), (3, 8192, 30.8, 24.3), (4, 256, 12.0, 18.2), (4, 512, 13.2, 18.6), (4, 1024, 16.2, 19.1),
+    (4, 2048, 21.8, 20.0), (4, 4096, 25.4, 23.2), (4, 8192, 40.3, 25.3), (6, 256, 14.8, 18.1), (6, 512, 16.1, 18.6),
+    (6, 1024, 18.7, 18.6), (6, 2048, 24.0, 19.8), (6, 4096, 31.9, 21.8), (6, 8192, 56.4, 27.2), (8, 256, 16.5, 20.4),
+    (8, 512, 16.1, 18.9), (8, 1024, 21.3, 18.5), (8, 2048, 24.6, 19.7), (8, 4096, 41.3, 24.1), (8, 8192, 69.8, 25.4),
+    (12, 256, 16.1, 18.5), (12, 512, 19.4, 19.5), (12, 1024, 25.1, 19.6), (12, 2048, 31.6, 20.9),
+    (12, 4096, 51.6, 22.5), (12, 8192, 92.5, 26.3), (16, 256, 12.7, 19.4), (16, 512, 15.4, 19.5),
+    (16, 1024, 25.1, 19.9), (16, 2048, 39.7, 21.2), (16, 4096, 68.0, 23.0), (16, 8192, 94.6, 28.9),
+    (32, 256, 19.1, 23.9), (32, 512, 21.7, 23.9), (32, 1024, 30.3, 24.5), (32, 2048, 50.1, 27.1),
+    (32, 4096, 113.6, 30.6), (32, 8192, 174.3, 42.5), (64, 256, 22.7, 23.3), (64, 512, 28.5, 24.0),
+    (64, 1024, 44.3, 26.1), (64, 2048, 75.5, 29.6), (64, 4096, 167.8, 39.1), (64, 8192, 296.7, 49.9),
+    (128, 256, 33.6, 32.0), (128, 512, 48.7, 34.7), (128, 1024, 79.5, 38.2), (128, 2048, 141.5, 48.2),
+    (128, 4096, 307.3, 58.5), (128, 8192, 558.5, 80.3), (256, 256, 63.6, 46.0), (256, 512, 91.7, 48.0),
+    (256, 1024, 152.4, 56.6), (256, 2048, 276.1, 74.6), (256, 4096, 563.0, 92.3), (256, 8192, 1065.8, 134.1),
+)  # fmt: skip
+
+
+def test_cascade_is_chosen_nowhere_where_it_was_measured_slower():
+    for reqs, prefix, plain, cascade in MEASURED:
+        if use_cascade_attention(prefix, np.ones(reqs), **SHAPE):
+            assert cascade < plain, (reqs, prefix)
+
+
+def test_cascade_is_chosen_wherever_it_was_measured_a_third_faster():
+    for reqs, prefix, plain, cascade in MEASURED:
+        if plain > 4 / 3 * cascade:
+            assert use_cascade_attention(prefix, np.ones(reqs), **SHAPE), (reqs, prefix)
+
+
+def test_cascade_is_off_without_multiprocessors():
+    assert not use_cascade_attention(8192, np.ones(64), **{**SHAPE, "num_sms": 0})
+
+
+def test_queries_of_a_prefix_are_cut_into_pieces_until_they_fill_a_device_alone():
+    assert prefix_piece_tokens(64, num_query_heads=32, num_kv_heads=8) == 16
+    assert prefix_piece_tokens(511, num_query_heads=32, num_kv_heads=8) == 511
+    assert prefix_piece_tokens(64, num_query_heads=8, num_kv_heads=8) == 64
+    assert prefix_piece_tokens(64, num_query_heads=100, num_kv_heads=1) == 1
 
 
 def test_cascade_refuses_impossible_arguments():

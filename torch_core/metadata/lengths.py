@@ -49,12 +49,25 @@ def lengths_of(rows: RowColumns) -> Lengths:
     """
     before, added = rows["num_computed_tokens"], rows["num_new_tokens"]
     computed, most_computed = _ints("num_computed_tokens", before, rows, smallest=0)
+    if _are_alike(added):
+        query_len = int(added[0])
+        new = np.full(len(added), query_len, np.int64)
+        num_new, longest = query_len * len(added), most_computed + query_len
+        return Lengths(computed, new, computed + query_len, num_new, query_len, longest, query_len)
     new, longest_query = _ints("num_new_tokens", added, rows, smallest=1)
     totals = computed + new
-    if added and added.count(longest_query) == len(added):
-        num_new, longest = longest_query * len(added), most_computed + longest_query
-        return Lengths(computed, new, totals, num_new, longest_query, longest, longest_query)
     return Lengths(computed, new, totals, sum(added), longest_query, int(totals.max(initial=0)), 0)
+
+
+def _are_alike(values: list[int]) -> bool:
+    """Says whether the values are one and the same positive int32; False means to look closer."""
+    if not values or values.count(values[0]) != len(values):
+        return False
+    try:
+        # 1.0 equals 1, but one float among ints makes the sum a float.
+        return type(sum(values)) is int and 1 <= values[0] <= _INT32_MAX
+    except TypeError:
+        return False
 
 
 def _ints(name: str, values: list[int], rows: RowColumns, *, smallest: int) -> tuple[np.ndarray, int]:
@@ -71,9 +84,7 @@ def _ints(name: str, values: list[int], rows: RowColumns, *, smallest: int) -> t
         ) from None
     if not values:
         return out, 0
-    if values.count(values[0]) == len(values):
-        least = most = values[0]
-    elif len(values) < _MANY_ROWS:
+    if len(values) < _MANY_ROWS:
         least, most = min(values), max(values)
     else:
         least, most = int(out.min()), int(out.max())

@@ -71,12 +71,10 @@ class RowColumns:
     def __init__(self, rows: Sequence[SequenceRowLike]) -> None:
         self._rows = rows
         self._columns: dict[str, tuple] | None = None
-        kinds = set(map(type, rows))
-        if len(kinds) == 1:
-            names = getattr(kinds.pop(), "_fields", ())
-            if _NEEDED.issubset(names):
-                turned: Any = zip(*rows, strict=True)  # type: ignore[misc]
-                self._columns = dict(zip(names, turned, strict=True))
+        names = getattr(rows[0], "_fields", ()) if rows else ()
+        if _NEEDED.issubset(names) and list(map(type, rows)).count(type(rows[0])) == len(rows):
+            turned: Any = zip(*rows, strict=False)  # type: ignore[misc]
+            self._columns = dict(zip(names, turned, strict=True))
 
     def __len__(self) -> int:
         return len(self._rows)
