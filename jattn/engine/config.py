@@ -37,6 +37,8 @@ class EngineConfig:
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
         steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's.
         enable_prefix_caching: share the blocks of equal prefixes.
+        scrub_on_free: fill a block with zeros on the device as soon as its content belongs to no request and to no
+            cached prefix, before anybody else gets it.
         batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
             on the requests beside it. Without it the last bits can, because XLA rounds the programs of different
             padded sizes differently; a small batch then costs what a full one does.
@@ -59,6 +61,7 @@ class EngineConfig:
     num_scheduler_steps: int = 4
     steps_in_flight: int = 1
     enable_prefix_caching: bool = True
+    scrub_on_free: bool = False
     batch_invariant: bool = False
     seed: int = 0
 

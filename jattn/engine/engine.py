@@ -94,6 +94,7 @@ class Engine:
                 model_fingerprint=model_fingerprint,
                 cache_dtype=spec.dtype,
                 max_blocks_per_seq=max_blocks,
+                scrub_on_free=config.scrub_on_free,
             )
         )
         self._pool = KVPool(spec, num_layers=shape.num_hidden_layers, num_blocks=self._plan.num_blocks)
@@ -176,7 +177,9 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise InvalidInput(f"no unfinished request has the id {request_id!r}.")
-        return self._finish(request, (), "cancelled")
+        delta = self._finish(request, (), "cancelled")
+        self._scrub_if_idle()
+        return delta
 
     def step(self) -> list[TokenDelta]:
         """Dispatches the next step if there is one and reads the oldest if it must; returns what came.
@@ -215,6 +218,7 @@ class Engine:
         step = self._scheduler.schedule()
         if step is None:
             return False
+        self._pool.scrub_blocks(step.committed.blocks_to_scrub)
         self._pool.copy_blocks(step.committed.copies)
         tokens = self._runner.dispatch(step)
         for index, row in enumerate(step.rows):
@@ -249,6 +253,7 @@ class Engine:
             else:
                 deltas.append(TokenDelta(request.request_id, new, None))
         self._cache.retire(entry.step.committed.step_id)
+        self._scrub_if_idle()
         return deltas
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
@@ -260,6 +265,7 @@ class Engine:
         """
         if request.finish_reason is None:
             self._finish(request, (), "stop")
+            self._scrub_if_idle()
         if num_output_tokens < len(request.output_token_ids):
             del request.output_token_ids[num_output_tokens:]
             request.finish_reason = "stop"
@@ -270,6 +276,13 @@ class Engine:
         self._scheduler.finish(request)
         del self._requests[request.request_id]
         return TokenDelta(request.request_id, tokens, reason)
+
+    def _scrub_if_idle(self) -> None:
+        # While steps come, each scrubs what was freed before it.
+        if self._config.scrub_on_free and not self._in_flight and not self.num_unfinished:
+            last = self._cache.scrub()
+            self._pool.scrub_blocks(last.blocks_to_scrub)
+            self._cache.retire(last.step_id)
 
     def _recover(self) -> None:
         self._in_flight.clear()

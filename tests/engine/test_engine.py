@@ -134,6 +134,30 @@ def test_a_batch_invariant_engine_compiles_one_prefill_and_one_decode_program(de
     )
 
 
+def test_an_idle_engine_that_scrubs_holds_nothing_of_anybody(decoder, seed) -> None:
+    config = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "enable_prefix_caching": False}
+    plain, scrubbing = (Engine(decoder, EngineConfig(**config, scrub_on_free=scrub)) for scrub in (False, True))
+    prompts = prompts_of(seed, 20, 2, 9, 14, 3)
+
+    tokens = [run(other, prompts) for other in (plain, scrubbing)]
+    left = [any(layer.count_nonzero().item() for layer in other._pool.as_torch()) for other in (plain, scrubbing)]
+
+    assert tokens[0] == tokens[1]
+    assert left == [True, False]
+
+
+def test_cancelling_the_last_request_scrubs_what_it_left(decoder, seed) -> None:
+    config = EngineConfig(block_size=4, max_num_seqs=4, enable_prefix_caching=False, scrub_on_free=True)
+    other = Engine(decoder, config)
+    (prompt,) = prompts_of(seed, 9)
+    request = other.add(prompt, GREEDY)
+    other.step()
+
+    other.cancel(request.request_id)
+
+    assert not any(layer.count_nonzero().item() for layer in other._pool.as_torch())
+
+
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:
     engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32))
     (prompt,) = prompts_of(seed, 18)
