@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from torch_core.kernels.attention_mask import visible_keys
+from torch_core.kernels.attention_pairs import as_pairs, attend_pairs, interleave, split_pairs
 from torch_core.kernels.attention_softmax import finish_rows
 from torch_core.kernels.attention_step import attend_tile
 from torch_core.kernels.attention_store import as_multiplied, query_tile, store_rows, zero_rows
@@ -73,6 +74,7 @@ def attention_split_kernel(
     NEGATE: tl.constexpr,
     EXACT: tl.constexpr,
     ZERO_PADDING: tl.constexpr,
+    PAIRS: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
     QUERY_STRIDES: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
@@ -88,7 +90,7 @@ def attention_split_kernel(
     MAX_QUERY query rows are left to another kernel. A sequence with one chunk is finished here; the others leave
     their running softmax in partial_out[row, chunk, head, :], partial_max[row, chunk, head] and partial_sum, row =
     sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last chunk
-    zero the rows of padded tokens.
+    zero the rows of padded tokens. With PAIRS, 8-bit keys and values are read two at a time, see attention_pairs.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
@@ -96,19 +98,29 @@ def attention_split_kernel(
     # The heads of a chunk are neighbours in memory and in the grid.
     item = tl.program_id(0) // HEAD_PROGRAMS
     kv_head = tl.program_id(0) % HEAD_PROGRAMS // HEAD_GROUPS
+    rows = tl.arange(0, BLOCK_M)
+    tokens = rows // PACK
+    in_group = tl.program_id(0) % HEAD_GROUPS * PACK + rows % PACK
+    heads = kv_head * GROUP + in_group
+    live_rows = (rows < MAX_QUERY * PACK) & (in_group < GROUP)
+    columns = tl.arange(0, BLOCK_N)
+    # A single sequence is fetched beside its lengths, not after them: its row of the table may be read to its end, and
+    # its queries are the first ones.
+    SINGLE: tl.constexpr = BLOCK_SEQS == 1 and window_left is None and attention_chunk is None
+    if SINGLE:
+        bound = tl.where(item < max_chunks, table_tokens, 0)
+        pages = page_ids(block_tables, item * CHUNK + columns, None, bound, BLOCK_SIZE)
     seq, index, total = locate_chunk(
         item, query_start_loc, seq_lens, num_seqs, table_tokens, window_left, attention_chunk, BLOCK_SEQS, CHUNK,
         MAX_QUERY,
     )  # fmt: skip
-
-    rows = tl.arange(0, BLOCK_M)
-    in_group = tl.program_id(0) % HEAD_GROUPS * PACK + rows % PACK
-    heads = kv_head * GROUP + in_group
-    live_rows = (rows < MAX_QUERY * PACK) & (in_group < GROUP)
+    if SINGLE:
+        present = live_rows & (tokens < num_tokens)
+        q = query_tile(query, tokens, heads, present, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
 
     if item >= total:
         if ZERO_PADDING:
-            padded = tl.load(query_start_loc + num_seqs) + (item - total) * MAX_QUERY + rows // PACK
+            padded = tl.load(query_start_loc + num_seqs) + (item - total) * MAX_QUERY + tokens
             live = live_rows & (padded < num_tokens)
             zero_rows(out, lse, padded, heads, live, VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES)
         return
@@ -122,11 +134,11 @@ def attention_split_kernel(
     seq_len = tl.load(seq_lens + seq)
     num_keys = tl.minimum(seq_len, table_tokens)
     first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
-    tokens = rows // PACK
     live = live_rows & (tokens < query_len)
     context = seq_len - query_len
     query_pos = context + tokens
-    q = query_tile(query, query_start + tokens, heads, live, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
+    if not SINGLE:
+        q = query_tile(query, query_start + tokens, heads, live, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
     q = as_multiplied(q, key_cache)
     right = window_right
     if causal_flags is not None:
@@ -152,12 +164,21 @@ def attention_split_kernel(
         start = tl.multiple_of(first_key // BLOCK_N * BLOCK_N, BLOCK_N)
     key_base = key_cache + kv_head * KEY_STRIDES[2]
     value_base = value_cache + kv_head * VALUE_STRIDES[2]
-    columns = tl.arange(0, BLOCK_N)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
+    if PAIRS:
+        q_even, q_odd = split_pairs(q)
+        key_base = as_pairs(key_base)
+        value_base = as_pairs(value_base)
+        acc_even = tl.zeros([BLOCK_M, VALUE_PADDED // 2], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, VALUE_PADDED // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
 
-    pages = page_ids(block_table, start + columns, first_key, high, BLOCK_SIZE)
+    if SINGLE:
+        pages = tl.where(start + columns < high, pages, 0)
+    else:
+        pages = page_ids(block_table, start + columns, first_key, high, BLOCK_SIZE)
     for position in tl.range(start, high, BLOCK_N, num_stages=STAGES):
         keys = position + columns
         if PREFETCH:
@@ -165,13 +186,24 @@ def attention_split_kernel(
             pages = page_ids(block_table, keys + BLOCK_N, first_key, high, BLOCK_SIZE)
         else:
             current = page_ids(block_table, keys, first_key, high, BLOCK_SIZE)
-        acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, current, position, columns, readable(keys, first_key, high), query_pos,
-            num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
-            attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
-            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, True,
-            ALIBI_SQRT, 0, True, EXACT,
-        )  # fmt: skip
+        if PAIRS:
+            acc_even, acc_odd, row_max, row_sum = attend_pairs(
+                q_even, q_odd, acc_even, acc_odd, row_max, row_sum, current, position, columns,
+                readable(keys, first_key, high), query_pos, num_keys, context, key_base, value_base, key_scale_base,
+                value_scale_base, window_left, right, attention_chunk, scale, soft_cap, slopes, qq_bias,
+                qq_bias_size, key_cache.dtype.element_ty, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED,
+                KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, ALIBI_SQRT,
+            )  # fmt: skip
+        else:
+            acc, row_max, row_sum = attend_tile(
+                q, acc, row_max, row_sum, current, position, columns, readable(keys, first_key, high), query_pos,
+                num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
+                attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
+                VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, True,
+                ALIBI_SQRT, 0, True, EXACT,
+            )  # fmt: skip
+    if PAIRS:
+        acc = interleave(acc_even, acc_odd)
 
     if chunks == 1:
         inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["key_rows", "load_tile", "page_ids", "readable", "token_head_scales"]
+__all__ = ["block_of", "key_rows", "load_tile", "offset_in_block", "page_ids", "readable", "token_head_scales"]
 
 
 @triton.jit
@@ -20,7 +20,19 @@ def readable(keys, low, high):
 @triton.jit
 def page_ids(block_table, keys, low, high, BLOCK_SIZE: tl.constexpr):
     """Block ids of the keys in [low, high); 0 for the others, whose table entries are not read."""
-    return tl.load(block_table + keys // BLOCK_SIZE, mask=readable(keys, low, high), other=0)
+    return tl.load(block_table + block_of(keys, BLOCK_SIZE), mask=readable(keys, low, high), other=0)
+
+
+@triton.jit
+def block_of(keys, BLOCK_SIZE: tl.constexpr):
+    """The column of the block table for each key. No key is negative, which spares the division its case for that."""
+    return (keys.to(tl.uint32) // BLOCK_SIZE).to(tl.int32)
+
+
+@triton.jit
+def offset_in_block(keys, BLOCK_SIZE: tl.constexpr):
+    """The place of each key in its block; no key is negative."""
+    return (keys.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
 
 
 @triton.jit
@@ -31,7 +43,7 @@ def key_rows(base, pages, position, columns, STRIDES: tl.constexpr, BLOCK_SIZE: 
     multiplied: a pool may have more than 2^31 elements.
     """
     if PAGED:
-        rows = base + (pages.to(tl.int64) * STRIDES[0] + ((position + columns) % BLOCK_SIZE) * STRIDES[1])
+        rows = base + (pages.to(tl.int64) * STRIDES[0] + offset_in_block(position + columns, BLOCK_SIZE) * STRIDES[1])
     else:
         rows = (base + tl.cast(position, tl.int64) * STRIDES[1]) + columns * STRIDES[1]
     return rows
@@ -61,5 +73,5 @@ def load_tile(rows, inside, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl
 @triton.jit
 def token_head_scales(base, pages, keys, inside, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """The scale of each key's row in a cache quantised per token and head; 0 outside."""
-    offsets = pages.to(tl.int64) * STRIDES[0] + (keys % BLOCK_SIZE) * STRIDES[1]
+    offsets = pages.to(tl.int64) * STRIDES[0] + offset_in_block(keys, BLOCK_SIZE) * STRIDES[1]
     return tl.load(base + offsets, mask=inside, other=0.0)

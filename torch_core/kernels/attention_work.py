@@ -74,7 +74,7 @@ def locate_chunk(
     CHUNK: tl.constexpr,
     MAX_QUERY: tl.constexpr,
 ):
-    """Finds the key chunk number `work` of the batch, sequence by sequence.
+    """Finds the key chunk number `work` of the batch, sequence by sequence. With BLOCK_SEQS 1 there is one sequence.
 
     Returns:
         (sequence, chunk counted from the sequence's first one, number of chunks of the batch).
@@ -82,15 +82,21 @@ def locate_chunk(
     before = 0
     total = 0
     seq = 0
-    for base in range(0, num_seqs, BLOCK_SEQS):
-        seqs = base + tl.arange(0, BLOCK_SEQS)
-        live = seqs < num_seqs
-        query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
-        query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
-        seq_len = tl.load(seq_lens + seqs, mask=live, other=0)
-        _, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
-        past = live & (total + tl.cumsum(chunks, 0) <= work)
-        seq += tl.sum(past.to(tl.int32), 0)
-        before += tl.sum(tl.where(past, chunks, 0), 0)
-        total += tl.sum(chunks, 0)
+    if BLOCK_SEQS == 1:
+        only_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
+        _, total = chunk_span(
+            tl.load(seq_lens), only_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY
+        )  # fmt: skip
+    else:
+        for base in range(0, num_seqs, BLOCK_SEQS):
+            seqs = base + tl.arange(0, BLOCK_SEQS)
+            live = seqs < num_seqs
+            query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
+            query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
+            seq_len = tl.load(seq_lens + seqs, mask=live, other=0)
+            _, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
+            past = live & (total + tl.cumsum(chunks, 0) <= work)
+            seq += tl.sum(past.to(tl.int32), 0)
+            before += tl.sum(tl.where(past, chunks, 0), 0)
+            total += tl.sum(chunks, 0)
     return seq, work - before, total

@@ -26,6 +26,7 @@ from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 from torch_core.errors import Unsupported
+from torch_core.kernels.attention_pairs import widened, widened_plainly
 
 __all__ = ["run_interpreted"]
 
@@ -39,6 +40,8 @@ _TORCH_DTYPES = {
 }
 _BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _PATCHED = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base, tl.dtype)
+# Functions of inline assembly, which the interpreter cannot run, and what computes the same without.
+_PLAIN = {widened.fn: widened_plainly.fn}
 _twins: dict[Any, InterpretedFunction] = {}
 
 
@@ -115,7 +118,7 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imp
 
 
 def _twin(kernel: Any) -> Any:
-    original = kernel.fn
+    original = _PLAIN.get(kernel.fn, kernel.fn)
     if original not in _twins:
         scope = dict(original.__globals__)
         function = types.FunctionType(

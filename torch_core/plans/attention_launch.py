@@ -11,8 +11,9 @@ from torch_core.plans.attention_call import OUTPUT_LIMITS, AttentionCall
 from torch_core.plans.attention_tables import RowsTile, SplitTile
 from torch_core.plans.operands import ScaleSpec, ceil_div, power_of_two, scale_pointer
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, LaunchPlan, Pointer, Scalar
+from torch_core.specs import DTYPE_BYTES
 
-__all__ = ["combine_launch", "max_chunks", "rows_launch", "split_launch"]
+__all__ = ["combine_launch", "max_chunks", "rows_launch", "scalar_arguments", "split_launch"]
 
 # Positions and windows stay below this, so that their sum fits 32 bits.
 _NO_BOUND = 1 << 30
@@ -38,7 +39,7 @@ def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: in
         "key_start_loc": _pointer("key_start_loc", call.key_start_loc),
         "mm_prefix_range": _pointer("mm_prefix_range", call.mm_prefix_range),
         **_output_arguments(call),
-        **_scalar_arguments(call),
+        **scalar_arguments(call),
     }
     constexprs = {
         **_common_constexprs(call),
@@ -78,7 +79,7 @@ def split_launch(
         "partial_out": Pointer("partial_out") if split else ABSENT,
         "partial_max": Pointer("partial_max") if split else ABSENT,
         "partial_sum": Pointer("partial_sum") if split else ABSENT,
-        **_scalar_arguments(call),
+        **scalar_arguments(call),
         "max_chunks": _count(chunks),
     }
     if max_query == 1:
@@ -96,6 +97,7 @@ def split_launch(
         "PACK": pack,
         "NUM_KV_HEADS": call.num_kv_heads,
         "ZERO_PADDING": zero_padding,
+        "PAIRS": _reads_pairs(call, tile),
     }
     writes = ("out", *(("lse",) if call.with_lse else ()), *(_PARTIALS if split else ()))
     return _launch(
@@ -107,7 +109,7 @@ def combine_launch(call: AttentionCall, *, chunk: int, max_query: int) -> Launch
     """Plans attention_combine_kernel after a split launch with more than one chunk."""
     chunks = max_chunks(call, chunk, max_query)
     common = _common_arguments(call)
-    scalars = _scalar_arguments(call)
+    scalars = scalar_arguments(call)
     arguments = {
         **{name: common[name] for name in ("seq_lens", "query_start_loc", "sinks", "v_scale", "out_scale")},
         "partial_out": Pointer("partial_out"),
@@ -171,6 +173,21 @@ def _launch(
     )
 
 
+def _reads_pairs(call: AttentionCall, tile: SplitTile) -> bool:
+    """8-bit keys and values are read two at a time, but not into tall tiles, which multiply from shared memory."""
+    sizes = (call.key.shape[-1], call.value.shape[-1], call.value_offset)
+    strides = (*call.key.element_strides[:-1], *call.value.element_strides[:-1])
+    return (
+        DTYPE_BYTES[call.key.dtype] == 1
+        and call.query.dtype != "float32"
+        and tile.block_m < 64
+        and min(call.head_padded, call.value_padded) >= 32
+        and call.key.aligned
+        and call.value.aligned
+        and not any(number % 2 for number in (*sizes, *strides))
+    )
+
+
 def _pointer(name: str, spec: ArraySpec | None) -> Argument:
     return ABSENT if spec is None else Pointer(name)
 
@@ -201,7 +218,8 @@ def _output_arguments(call: AttentionCall) -> dict[str, Argument]:
     return {"out": Pointer("out"), "lse": Pointer("lse") if call.with_lse else ABSENT}
 
 
-def _scalar_arguments(call: AttentionCall) -> dict[str, Argument]:
+def scalar_arguments(call: AttentionCall) -> dict[str, Argument]:
+    """Returns the by-value arguments of all attention kernels, by parameter name."""
     spec = call.spec
     right = spec.window_right
     if call.seq_causal is not None:
