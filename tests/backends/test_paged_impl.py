@@ -305,6 +305,32 @@ def test_cascade_equals_plain_attention(options, new, rng, within_bound):
     assert (found[case.step.num_actual_tokens :] == 0).all()
 
 
+def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
+    case = Case(rng, shared_prefix_rows(9, 3, new=6), num_seqs=12, num_tokens=72)
+    metadata = metadata_of(case.step, prefix=3 * BLOCK)
+    assert metadata.cu_prefix_query_lens.tolist() == [0, 32, 54, 54]
+    assert metadata.prefix_block_table.tolist() == [[1, 2, 3]] * 3
+
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
+    found, plain = case.run(impl, metadata), case.run(impl, metadata_of(case.step))
+
+    within_bound(found, plain, case.expected(AttentionSpec(scale=SCALE)))
+    assert (found[case.step.num_actual_tokens :] == 0).all()
+
+
+def test_cascade_stores_a_quantised_output(rng):
+    case = Case(rng, shared_prefix_rows(5, 6), num_seqs=8, num_tokens=8)
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
+    scale = torch.tensor([0.05])
+    exact = case.run(impl, metadata_of(case.step))
+    output = torch.empty(exact.shape, dtype=torch.float8_e4m3fn)
+
+    case.run(impl, metadata_of(case.step, prefix=6 * BLOCK), output=output, output_scale=scale)
+
+    # Half a spacing of e4m3's numbers.
+    assert (output.float() * scale - exact).abs().max() <= 2**-4 * exact.abs().max() + 1e-6
+
+
 def test_cascade_refuses_what_it_cannot_serve(rng):
     case = Case(rng, shared_prefix_rows(3, 2))
     metadata = metadata_of(case.step, prefix=8)

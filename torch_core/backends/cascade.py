@@ -35,22 +35,23 @@ def cascade_attention(
 ) -> None:
     """Writes to `out` what plain paged attention would, within rounding.
 
-    All queries of the batch attend to the prefix as one long sequence without a mask, since every one of them stands
-    behind it. Each sequence attends to its own rest. Two softmaxes over disjoint keys merge by their log-sum-exp
-    (Hydragen, arXiv 2402.05099; FlashInfer's cascade).
+    All queries of the batch attend to the prefix without a mask, since every one of them stands behind it: in pieces
+    (see `torch_core.metadata.prefix_piece_tokens`), so that whatever the batch, enough programs share the work. Each
+    sequence attends to its own rest. Two softmaxes over disjoint keys merge by their log-sum-exp (Hydragen,
+    arXiv 2402.05099; FlashInfer's cascade).
 
     Args:
         query: [num_tokens, num_heads, head_size].
         kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size].
         metadata: with the cascade fields.
         spec: causal, and without a mask that depends on the distance.
-        out: like `query`; written.
-        out_scale: not served together with cascade.
+        out: like `query`; written. fp8 with `out_scale`.
+        out_scale: `out` holds `result / out_scale`.
         **options: further arguments of `torch_core.launch.paged_attention_with_lse`; sinks count once.
 
     Raises:
         InvalidInput: the metadata has no cascade fields.
-        Unsupported: windows, chunks, ALiBi, bidirectional spans or a quantised output.
+        Unsupported: windows, chunks, ALiBi or bidirectional spans.
     """
     prefix_tables, prefix_lens, prefix_queries, suffix_tables, suffix_lens = (
         _needed(getattr(metadata, name)) for name in _FIELDS
@@ -60,7 +61,6 @@ def cascade_attention(
         "attention_chunk": spec.attention_chunk is not None,
         "ALiBi": options.get("alibi_slopes") is not None,
         "mm_prefix_range": options.get("mm_prefix_range") is not None,
-        "output_scale": out_scale is not None,
     }
     for name, found in clash.items():
         if found:
@@ -74,7 +74,7 @@ def cascade_attention(
         prefix_lens,
         prefix_queries,
         spec=once,
-        max_query_len=query.shape[0],
+        max_query_len=metadata.max_prefix_query_len,
         **without_sinks,
     )
     suffix_out, suffix_lse = launch.paged_attention_with_lse(
@@ -85,9 +85,11 @@ def cascade_attention(
         metadata.query_start_loc,
         spec=spec,
         max_query_len=metadata.max_query_len,
+        # Merged where it lies, unless that place is too coarse for half a result.
+        out=out if out_scale is None else None,
         **options,
     )
-    out.copy_(launch.merge_states(prefix_out, prefix_lse, suffix_out, suffix_lse)[0])
+    launch.merge_states(prefix_out, prefix_lse, suffix_out, suffix_lse, out=out, out_scale=out_scale)
 
 
 def _needed(tensor: Tensor | None) -> Tensor:

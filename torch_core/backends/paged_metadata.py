@@ -14,7 +14,12 @@ from torch_core.backends.builder import AttentionMetadataBuilder
 from torch_core.backends.types import AttentionCGSupport, AttentionType
 from torch_core.backends.upload import upload
 from torch_core.errors import InvalidInput
-from torch_core.metadata import CommonAttentionMetadata, get_dcp_local_seq_lens, use_cascade_attention
+from torch_core.metadata import (
+    CommonAttentionMetadata,
+    get_dcp_local_seq_lens,
+    prefix_piece_tokens,
+    use_cascade_attention,
+)
 from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID
 
 __all__ = ["PagedAttentionMetadata", "PagedAttentionMetadataBuilder"]
@@ -45,9 +50,10 @@ class PagedAttentionMetadata:
         num_prefill_tokens: their tokens.
         use_cascade: the shared prefix is attended once.
         common_prefix_len: its tokens.
-        cu_prefix_query_lens: [2]; all queries as one sequence.
-        prefix_kv_lens: [1]; the prefix.
-        prefix_block_table: [1, prefix blocks].
+        max_prefix_query_len: bound on the queries that attend to the prefix as one sequence.
+        cu_prefix_query_lens: [pieces + 1]; all queries, in pieces of that many.
+        prefix_kv_lens: [pieces]; the prefix for each.
+        prefix_block_table: [pieces, prefix blocks]; views of one row.
         suffix_kv_lens: [num_seqs]; what follows the prefix.
         suffix_block_table: [num_seqs, max_blocks - prefix blocks].
         encoder_seq_lens: [num_seqs]; keys of cross attention.
@@ -77,6 +83,7 @@ class PagedAttentionMetadata:
     num_prefill_tokens: int = 0
     use_cascade: bool = False
     common_prefix_len: int = 0
+    max_prefix_query_len: int = 0
     cu_prefix_query_lens: Tensor | None = None
     prefix_kv_lens: Tensor | None = None
     prefix_block_table: Tensor | None = None
@@ -187,6 +194,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             cache_group=self.config.cache_group,
             use_cascade=False,
             common_prefix_len=0,
+            max_prefix_query_len=0,
             cu_prefix_query_lens=None,
             prefix_kv_lens=None,
             prefix_block_table=None,
@@ -243,14 +251,21 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     def _with_cascade(self, metadata: PagedAttentionMetadata, prefix: int) -> PagedAttentionMetadata:
         blocks = prefix // metadata.block_size
         starts = metadata.query_start_loc
+        num_tokens = metadata.slot_mapping.shape[0]
+        tokens = prefix_piece_tokens(
+            num_tokens, num_query_heads=self.config.num_heads, num_kv_heads=self.kv_cache_spec.num_kv_heads
+        )
+        pieces = -(-num_tokens // tokens)
+        # Made on the device from what is there: a second upload would cost more than these small kernels.
+        ends = torch.arange(pieces + 1, dtype=torch.int32, device=starts.device) * tokens
         return replace(
             metadata,
             use_cascade=True,
             common_prefix_len=prefix,
-            # Made on the device from what is there: a second upload would cost more than these small kernels.
-            cu_prefix_query_lens=torch.stack((starts[0], starts[-1])),
-            prefix_kv_lens=torch.full((1,), prefix, dtype=torch.int32, device=starts.device),
-            prefix_block_table=metadata.block_table[:1, :blocks].contiguous(),
+            max_prefix_query_len=tokens,
+            cu_prefix_query_lens=torch.minimum(ends, starts[-1]),
+            prefix_kv_lens=torch.full((pieces,), prefix, dtype=torch.int32, device=starts.device),
+            prefix_block_table=metadata.block_table[:1, :blocks].expand(pieces, -1),
             suffix_kv_lens=(metadata.seq_lens - prefix).clamp(min=0),
             suffix_block_table=metadata.block_table[:, blocks:].contiguous(),
         )

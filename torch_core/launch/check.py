@@ -205,7 +205,15 @@ def check_copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tenso
         written.add(target)
 
 
-def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+def check_merge_states(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_scale: Tensor | float | None = None,
+) -> None:
     """Checks the arguments of `torch_core.launch.merge_states`; raises as `check_paged_attention`."""
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         check_tensor(name, tensor, 3, FLOATS, out_a.device)
@@ -218,3 +226,6 @@ def check_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
                 f"{name} has shape {list(tensor.shape)}; out_a has {list(out_a.shape)}, so it must be "
                 f"{list(out_a.shape[:2])}."
             )
+    check_out(out, out_a, out_a.shape[2], out_scale)
+    if out_scale is not None:
+        check_scale("out_scale", out_scale)

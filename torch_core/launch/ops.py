@@ -272,7 +272,15 @@ def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> 
     return _accelerated(block_mapping, "cuda_cache").copy_blocks(kv_caches, block_mapping)
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_scale: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Merges two attention results over disjoint sets of keys into the result over their union.
 
     The exact semantics are those of `torch_core.reference.merge_states`: a state with lse -inf (or +inf) is empty and
@@ -283,9 +291,11 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         lse_a: float32 `[num_tokens, num_heads]`, natural logarithm.
         out_b: as `out_a`.
         lse_b: as `lse_a`.
+        out: like the merged output, written and returned; it may be `out_a` or `out_b`. None makes one.
+        out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
 
     Returns:
-        The merged output in the dtype of `out_a`, and the merged lse.
+        The merged output in the dtype of `out_a` (or `out`), and the merged lse.
 
     Raises:
         InvalidInput: ranks, shapes, dtypes or devices that do not fit.
@@ -298,9 +308,10 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
         1.5
     """
     if _on_cpu("out_a", out_a):
-        check.check_merge_states(out_a, lse_a, out_b, lse_b)
-        return cpu.merge_states(out_a, lse_a, out_b, lse_b)
-    return _accelerated(out_a, "cuda_cache").merge_states(out_a, lse_a, out_b, lse_b)
+        check.check_merge_states(out_a, lse_a, out_b, lse_b, out=out, out_scale=out_scale)
+        return cpu.merge_states(out_a, lse_a, out_b, lse_b, out=out, out_scale=out_scale)
+    accelerated = _accelerated(out_a, "cuda_cache")
+    return accelerated.merge_states(out_a, lse_a, out_b, lse_b, out=out, out_scale=out_scale)
 
 
 def _on_cpu(name: str, tensor: Tensor) -> bool:

@@ -10,7 +10,12 @@ from torch_core.metadata.batch import (
 )
 from torch_core.metadata.buckets import Buckets, pad_to_bucket
 from torch_core.metadata.build import build_common_metadata
-from torch_core.metadata.cascade import CascadeCosts, common_prefix_length, use_cascade_attention
+from torch_core.metadata.cascade import (
+    CascadeCosts,
+    common_prefix_length,
+    prefix_piece_tokens,
+    use_cascade_attention,
+)
 from torch_core.metadata.check import check_metadata
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.context_parallel import get_dcp_local_seq_lens, mask_slots_of_other_ranks
@@ -52,6 +57,7 @@ __all__ = [
     "mask_slots_of_other_ranks",
     "metadata_layout",
     "pad_to_bucket",
+    "prefix_piece_tokens",
     "reorder_batch_to_split_decodes_and_prefills",
     "split_decodes_and_prefills",
     "split_decodes_prefills_and_extends",
