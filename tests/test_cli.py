@@ -23,7 +23,7 @@ def test_generate_streams_text_and_reports_speed_on_stderr(folder, capsys) -> No
     assert code == 0
     assert out.startswith("abc")
     assert "4 tokens from 1 prompts; time to first token" in err
-    assert "tokens/s; cache " in err
+    assert "tokens/s without it; cache " in err
 
 
 def test_generate_marks_the_lines_of_several_prompts(folder, capsys) -> None:
@@ -39,7 +39,7 @@ def test_generate_as_json_is_one_object(folder, capsys) -> None:
     result = json.loads(capsys.readouterr().out)
     assert [output["prompt"] for output in result["outputs"]] == ["a", "bc"]
     assert all(len(output["token_ids"]) <= 4 for output in result["outputs"])
-    assert {"new_tokens", "tokens_per_second", "time_to_first_token_s", "peak_blocks"} <= set(result)
+    assert {"new_tokens", "tokens_per_second", "time_to_first_token_s", "peak_blocks", "compile_s"} <= set(result)
 
 
 def test_equal_seeds_give_equal_text(folder, capsys) -> None:
@@ -59,6 +59,7 @@ def test_equal_seeds_give_equal_text(folder, capsys) -> None:
         (["generate", "--model", "/no/such/folder"], "jattn: "),
         (["generate", "--temperature", "-1"], "jattn: temperature is -1.0; it must be a finite number of at least 0."),
         (["generate", "--max-tokens", "0"], "jattn: max_tokens is 0; it must be an int of at least 1."),
+        (["generate", "--prompt", ""], "jattn: a prompt is an empty string; give it at least one character"),
         (["bench", "nothing"], "jattn: bench 'nothing' does not exist; use one of generate, "),
     ],
 )

@@ -116,6 +116,11 @@ class Engine:
         return self._runner.programs
 
     @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling them, within the steps that needed them."""
+        return self._runner.compile_seconds
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         return self._scheduler.num_unfinished

@@ -157,6 +157,11 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(prompt, str):
             return self.engine.add(prompt, params)
+        if not prompt:
+            raise InvalidInput(
+                "a prompt is an empty string; give it at least one character, or pass token ids (the model's "
+                "beginning-of-sequence token, to start from nothing)."
+            )
         if self.tokenizer is None:
             raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
         return self.engine.add(self.tokenizer.encode(prompt), params, prompt=prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 
 import jax
@@ -50,6 +51,7 @@ class ModelRunner:
         self._max_num_seqs = config.max_num_seqs
         self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
         self._num_seqs, self._prefill_num_seqs, self._num_tokens, self._query_len = _buckets(config)
+        self._compile_seconds = 0.0
         self._step, self._programs = jitted_step(graph, treedef)
 
     @property
@@ -59,6 +61,11 @@ class ModelRunner:
         Runners of equally built models share their programs.
         """
         return tuple(self._programs)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time that `dispatch` has spent on tracing and compiling."""
+        return self._compile_seconds
 
     def dispatch(self, step: ScheduledStep) -> jax.Array:
         """Starts a step and returns its sampled tokens, int32[num_decode_steps, max_num_seqs], a column for each row.
@@ -81,6 +88,7 @@ class ModelRunner:
             buffer=buffer,
         )
         kind = _fill_requests(step.rows, layout, buffer)
+        num_programs, started = len(self._programs), time.monotonic()
         tokens, self._last_tokens = self._pool.run(
             functools.partial(
                 self._step,
@@ -94,6 +102,8 @@ class ModelRunner:
             self._last_tokens,
             buffer,
         )
+        if len(self._programs) > num_programs:
+            self._compile_seconds += time.monotonic() - started
         return tokens
 
     def forget_last_tokens(self) -> None:

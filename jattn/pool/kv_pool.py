@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,30 @@ import numpy as np
 import torch
 
 from jattn.bridge import to_jax, to_torch, typed_errors
+from jattn.pool import programs
 from torch_core.errors import InvalidInput, PoolLost, Unsupported
 from torch_core.specs import KVCacheSpec
 
-__all__ = ["KVPool"]
+__all__ = ["BlockMoves", "KVPool"]
 
 Result = TypeVar("Result")
+
+
+class BlockMoves(Protocol):
+    """What a step does to whole blocks before its rows, as `torch_core.cache.CommittedStep` describes it."""
+
+    @property
+    def blocks_to_scrub(self) -> Sequence[int]: ...
+    @property
+    def swaps(self) -> Sequence[Any]: ...
+    @property
+    def copies(self) -> Sequence[tuple[int, ...]]: ...
+
+
+class SwapExecutor(Protocol):
+    """Executes swaps between this pool and host memory: `jattn.pool.HostBlocks`."""
+
+    def execute(self, swaps: Sequence[Any]) -> None: ...
 
 
 class KVPool:
@@ -66,7 +83,7 @@ class KVPool:
         self._generation = 1
         # What a torch-owned pool was made from; its memory is torch's and must not be freed under JAX.
         self._owners: tuple[torch.Tensor, ...] = ()
-        self._arrays = self._allocate()
+        self._arrays: tuple[jax.Array, ...] = self._allocate()
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -168,6 +185,26 @@ class KVPool:
                 generation=lost,
             ) from error
 
+    def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
+        """Executes what a committed step does to whole blocks, in its order: scrubs, swaps, copies.
+
+        Call it once for every committed step, before the step itself: a block that the allocator hands out was
+        scrubbed by then. Device work, in the order of the steps; nothing waits but for blocks on their way to the host.
+
+        Args:
+            step: `torch_core.cache.CommittedStep`.
+            host: where swapped blocks go and come from; None for a cache without host blocks.
+
+        Raises:
+            InvalidInput: an id is not in the pool, or the step swaps and there is no `host`.
+        """
+        if step.swaps and host is None:
+            raise InvalidInput(f"the step has {len(step.swaps)} swaps; give the HostBlocks that hold them as host.")
+        self.scrub_blocks(step.blocks_to_scrub)
+        if step.swaps and host is not None:
+            host.execute(step.swaps)
+        self.copy_blocks(step.copies)
+
     def copy_blocks(self, copies: Sequence[tuple[int, ...]]) -> None:
         """Copies whole blocks in every layer, on the device and in the order of the steps: copy-on-write.
 
@@ -182,8 +219,7 @@ class KVPool:
             return
         pairs = np.array([copy[:2] for copy in copies], np.int32)
         self._check_blocks("copies", pairs)
-        # Padded with the null block onto itself, so that a handful of programs serve every number of copies.
-        self.run(_copy_blocks, _padded(pairs))
+        self.run(*programs.copy_program(self._arrays[0].device, pairs))
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Fills whole blocks with zeros in every layer, on the device and in the order of the steps.
@@ -197,7 +233,7 @@ class KVPool:
         ids = np.asarray(blocks, np.int32)
         if ids.size:
             self._check_blocks("blocks", ids)
-            self.run(_scrub_blocks, _padded(ids))
+            self.run(programs.scrub_blocks, programs.pad_blocks(ids))
 
     def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
         """Copies whole blocks to the host, [len(blocks), 2, block_size, num_kv_heads, head_size] for each layer.
@@ -208,7 +244,8 @@ class KVPool:
         ids = np.asarray(blocks, np.int32)
         self._check_blocks("blocks", ids)
         with self.guard():
-            return [np.asarray(layer)[: len(ids)] for layer in _read_blocks(self._arrays, _padded(ids))]
+            found = programs.read_blocks(self._arrays, programs.pad_blocks(ids))
+            return [np.asarray(layer)[: len(ids)] for layer in found]
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[np.ndarray]) -> None:
         """Copies whole blocks from the host, in the order of the steps.
@@ -228,8 +265,9 @@ class KVPool:
                 f"contents are {found}; {self._num_layers} arrays of {(len(ids), *self._spec.shape(1)[1:])} "
                 f"{self._spec.dtype} are required."
             )
-        padding = ((0, len(_padded(ids)) - len(ids)), *((0, 0),) * 4)
-        self.run(_write_blocks, _padded(ids), [np.pad(layer, padding) for layer in contents])
+        padded = programs.pad_blocks(ids)
+        padding = ((0, len(padded) - len(ids)), *((0, 0),) * 4)
+        self.run(programs.write_blocks, padded, [np.pad(layer, padding) for layer in contents])
 
     def as_torch(self) -> tuple[torch.Tensor, ...]:
         """Views every layer as a torch tensor over the same memory, for torch to read and write in place.
@@ -321,31 +359,3 @@ class KVPool:
                 f"{len(self._views)} torch views from as_torch() are alive; XLA would copy the pool instead of "
                 "updating it in place. Delete them (and what was sliced from them) before the next step."
             )
-
-
-def _padded(blocks: np.ndarray) -> np.ndarray:
-    """Pads a list of blocks to a power of two with the null block, which holds nothing that anybody reads."""
-    size = 1 << max(len(blocks) - 1, 0).bit_length()
-    return np.pad(blocks, ((0, size - len(blocks)), *((0, 0),) * (blocks.ndim - 1)))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _copy_blocks(kv_caches: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
-    return None, tuple(cache.at[pairs[:, 1]].set(cache[pairs[:, 0]]) for cache in kv_caches)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _scrub_blocks(kv_caches: tuple[jax.Array, ...], blocks: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
-    return None, tuple(cache.at[blocks].set(0) for cache in kv_caches)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write_blocks(
-    kv_caches: tuple[jax.Array, ...], blocks: jax.Array, contents: list[jax.Array]
-) -> tuple[None, tuple[jax.Array, ...]]:
-    return None, tuple(cache.at[blocks].set(new) for cache, new in zip(kv_caches, contents, strict=True))
-
-
-@jax.jit
-def _read_blocks(kv_caches: tuple[jax.Array, ...], blocks: jax.Array) -> list[jax.Array]:
-    return [cache[blocks] for cache in kv_caches]

@@ -193,6 +193,19 @@ def test_nothing_is_compiled_after_every_bucket_was_seen(engine, seed) -> None:
     assert engine.programs == before
 
 
+def test_only_steps_that_compile_count_as_compiling(decoder, seed) -> None:
+    config = EngineConfig(block_size=2, max_num_seqs=1, max_num_batched_tokens=8, enable_prefix_caching=False)
+    other = Engine(decoder, config)
+    (prompt,) = prompts_of(seed, 5)
+    run(other, [prompt])
+    first = other.compile_seconds
+
+    run(other, [prompt])
+
+    assert first > 0
+    assert other.compile_seconds == first
+
+
 def test_an_end_of_sequence_token_ends_the_request(engine, seed) -> None:
     (prompt,) = prompts_of(seed, 5)
     (tokens,) = run(engine, [prompt])

@@ -80,6 +80,13 @@ def test_one_bad_prompt_starts_none(llm) -> None:
     assert llm.engine.num_unfinished == 0
 
 
+def test_an_empty_string_is_no_prompt(llm) -> None:
+    with pytest.raises(InvalidInput, match="a prompt is an empty string; give it at least one character, or pass"):
+        llm.generate(["fine", ""], GREEDY)
+
+    assert llm.engine.num_unfinished == 0
+
+
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llm) -> None:
     with pytest.raises(
         RequestTooLong, match=r"needs 306 tokens \(300 prompt \+ 6 new\); this engine's max_model_len is 256"
