@@ -1,0 +1,68 @@
+"""The programs that move whole blocks: each consumes the cache arrays and returns them, updated in place."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from jattn.bridge import native, native_ops
+
+__all__ = ["copy_program", "pad_blocks", "read_blocks", "scrub_blocks", "write_blocks"]
+
+_Caches = tuple[jax.Array, ...]
+
+
+def copy_program(device: jax.Device, pairs: np.ndarray):  # pyright: ignore[reportInvalidTypeForm]
+    """Returns the program that copies blocks, and its pairs padded.
+
+    On CUDA that is the torch core's kernel, which touches the copied blocks only and runs its copies in no order; it is
+    not for a block that is read by one copy and written by another.
+
+    Args:
+        device: where the arrays are.
+        pairs: int32[copies, 2], each source and target.
+    """
+    if device.platform == "gpu" and native.why_not() is None and not np.isin(pairs[:, 1], pairs[:, 0]).any():
+        return copy_blocks_native, pad_blocks(pairs, fill=-1)
+    return copy_blocks, pad_blocks(pairs)
+
+
+def pad_blocks(blocks: np.ndarray, *, fill: int = 0) -> np.ndarray:
+    """Pads a list of blocks to a power of two, so that a handful of programs serve every number of them.
+
+    By default with the null block, which holds nothing that anybody reads.
+    """
+    size = 1 << max(len(blocks) - 1, 0).bit_length()
+    return np.pad(blocks, ((0, size - len(blocks)), *((0, 0),) * (blocks.ndim - 1)), constant_values=fill)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_blocks(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
+    """Copies blocks in plain jnp; every source is read before any target is written."""
+    return None, tuple(cache.at[pairs[:, 1]].set(cache[pairs[:, 0]]) for cache in kv_caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_blocks_native(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
+    """Copies blocks by the torch core's kernel; a negative id copies nothing."""
+    return None, tuple(native_ops.copy_blocks(cache, pairs) for cache in kv_caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def scrub_blocks(kv_caches: _Caches, blocks: jax.Array) -> tuple[None, _Caches]:
+    """Fills blocks with zeros."""
+    return None, tuple(cache.at[blocks].set(0) for cache in kv_caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_blocks(kv_caches: _Caches, blocks: jax.Array, contents: list[jax.Array]) -> tuple[None, _Caches]:
+    """Writes blocks from arrays, one for each layer."""
+    return None, tuple(cache.at[blocks].set(new) for cache, new in zip(kv_caches, contents, strict=True))
+
+
+@jax.jit
+def read_blocks(kv_caches: _Caches, blocks: jax.Array) -> list[jax.Array]:
+    """Gathers blocks of each layer."""
+    return [cache[blocks] for cache in kv_caches]
