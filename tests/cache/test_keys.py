@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+import sys
 from array import array
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -146,3 +148,29 @@ def test_content_that_collides_is_not_shared_when_tokens_are_verified(monkeypatc
 def test_bad_key_fields_are_refused(arguments, message):
     with pytest.raises(InvalidInput, match=message):
         root(**arguments)
+
+
+def test_keys_do_not_depend_on_the_byte_order_of_the_machine(monkeypatch):
+    tokens = array("i", [1, 2, 3, 70_000])
+    swapped = tokens[:]
+    swapped.byteswap()
+    own = KeyChain(root(), 4)
+    own.extend(tokens, 1)
+    # A machine of the other order holds the same ids in swapped bytes.
+    monkeypatch.setattr("sys.byteorder", "big" if sys.byteorder == "little" else "little")
+    other = KeyChain(root(), 4)
+    other.extend(swapped, 1)
+    assert other.digests == own.digests
+
+
+def test_the_two_sha_256_of_the_standard_library_agree():
+    chain = KeyChain(root(), 4)
+    chain.extend(array("i", range(8)), 2)
+    first = hashlib.sha256(chain._header + chain._root + struct.pack("<4i", 0, 1, 2, 3)).digest()
+    assert chain.digests[0] == first
+
+
+def test_the_sizes_of_a_cache_never_change():
+    cache = CacheManager(CacheConfig(num_blocks=8, block_size=4))
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'block_size'"):
+        cache.config.block_size = 8  # type: ignore[misc]

@@ -99,6 +99,21 @@ def test_a_bad_length_in_a_uniform_batch_is_named(bad, count):
         build_common_metadata(rows, block_size=4, num_blocks=8)
 
 
+@pytest.mark.parametrize("bad", ["1", None, 1.0, 0, 1 << 40])
+def test_a_bad_number_of_new_tokens_is_named_when_all_rows_have_it(bad):
+    rows = [SequenceRow([1], 0, bad), SequenceRow([2], 0, bad)]
+    with pytest.raises(InvalidInput, match=r"num_new_tokens of sequence 0 is|sequence length is"):
+        build_common_metadata(rows, block_size=4, num_blocks=8)
+
+
+def test_rows_without_a_name_are_called_by_their_number():
+    class Row:
+        block_ids, num_computed_tokens, num_new_tokens = [9], 0, 1
+
+    with pytest.raises(InvalidInput, match=r"block_tables\[0, 0\] is 9; .* Sequence 0 has 1 tokens"):
+        build_common_metadata([Row()], block_size=4, num_blocks=8)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -76,9 +76,6 @@ class RowColumns:
             turned: Any = zip(*rows, strict=False)  # type: ignore[misc]
             self._columns = dict(zip(names, turned, strict=True))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, name: str) -> list[Any]:
         """Returns the field of every row, in order; raises AttributeError if a row has none of that name."""
         if self._columns is not None and name in self._columns:
