@@ -14,7 +14,15 @@ from torch_core.specs import AttentionSpec
 
 # The plan functions import Triton, so they are imported where they are used: this module must load without it.
 
-__all__ = ["CallOperation", "attention", "copy_blocks", "merge_states", "paged_attention", "write_kv_cache"]
+__all__ = [
+    "CallOperation",
+    "attention",
+    "copy_blocks",
+    "merge_states",
+    "paged_attention",
+    "write_kv_cache",
+    "write_kv_cache_per_token_head",
+]
 
 
 class CallOperation(Protocol):
@@ -33,6 +41,8 @@ def paged_attention(
     v_scale: jax.Array | None,
     alibi_slopes: jax.Array | None,
     sinks: jax.Array | None,
+    k_scale_cache: jax.Array | None = None,
+    v_scale_cache: jax.Array | None = None,
     *,
     spec: AttentionSpec,
     max_query_len: int,
@@ -51,7 +61,14 @@ def paged_attention(
         "seq_lens": seq_lens,
         "query_start_loc": query_start_loc,
     }
-    options = _present(k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks)
+    options = _present(
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+    )
     plan = plan_paged_attention(
         *map(array_spec, required.values()),
         spec=spec,
@@ -126,6 +143,33 @@ def write_kv_cache(
     scales = _present(k_scale=k_scale, v_scale=v_scale)
     plan = plan_write_kv_cache(*map(array_spec, arrays.values()), **_specs(scales))
     return call(plan, {**arrays, **scales})["kv_cache"]
+
+
+def write_kv_cache_per_token_head(
+    key: jax.Array,
+    value: jax.Array,
+    kv_cache: jax.Array,
+    k_scale_cache: jax.Array,
+    v_scale_cache: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    call: CallOperation = call_operation,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds the launch of `torch_core.plans.write.plan_write_kv_cache_per_token_head`, in place in all three caches."""
+    if slot_mapping.shape[0] == 0:
+        return kv_cache, k_scale_cache, v_scale_cache
+    from torch_core.plans.write import plan_write_kv_cache_per_token_head
+
+    arrays = {
+        "key": key,
+        "value": value,
+        "kv_cache": kv_cache,
+        "k_scale_cache": k_scale_cache,
+        "v_scale_cache": v_scale_cache,
+        "slot_mapping": slot_mapping,
+    }
+    results = call(plan_write_kv_cache_per_token_head(*map(array_spec, arrays.values())), arrays)
+    return results["kv_cache"], results["k_scale_cache"], results["v_scale_cache"]
 
 
 def copy_blocks(kv_cache: jax.Array, block_mapping: jax.Array, *, call: CallOperation = call_operation) -> jax.Array:

@@ -13,7 +13,15 @@ from jattn.bridge import native_ops
 from jattn.bridge.callback import call_torch
 from torch_core.plans.plan import ArraySpec, OperationPlan
 
-__all__ = ["attention", "call_operation", "copy_blocks", "merge_states", "paged_attention", "write_kv_cache"]
+__all__ = [
+    "attention",
+    "call_operation",
+    "copy_blocks",
+    "merge_states",
+    "paged_attention",
+    "write_kv_cache",
+    "write_kv_cache_per_token_head",
+]
 
 
 def call_operation(plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -58,6 +66,7 @@ copy_blocks = functools.partial(native_ops.copy_blocks, call=call_operation)
 merge_states = functools.partial(native_ops.merge_states, call=call_operation)
 paged_attention = functools.partial(native_ops.paged_attention, call=call_operation)
 write_kv_cache = functools.partial(native_ops.write_kv_cache, call=call_operation)
+write_kv_cache_per_token_head = functools.partial(native_ops.write_kv_cache_per_token_head, call=call_operation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,19 @@ import torch
 
 from jattn.bridge.callback import call_torch
 from torch_core import launch
+from torch_core.errors import Unsupported
 from torch_core.launch import cpu
 from torch_core.specs import AttentionSpec
 
-__all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache"]
+__all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache", "write_kv_cache_per_token_head"]
 
 # Below this many multiply-adds a second OpenMP thread costs more than it brings: XLA's own threads hold the cores.
 # Measured with the embedded model, see "CPU threads" in the README.
 _ONE_THREAD_BELOW = 1 << 24
+_NO_TOKEN_SCALES = (
+    "implementation='torch' has no scales per token and head (k_scale_cache, v_scale_cache) on a CPU; use "
+    "implementation='xla', or scales per tensor (k_scale, v_scale)."
+)
 
 
 def paged_attention(
@@ -32,12 +37,20 @@ def paged_attention(
     v_scale: jax.Array | None,
     alibi_slopes: jax.Array | None,
     sinks: jax.Array | None,
+    k_scale_cache: jax.Array | None = None,
+    v_scale_cache: jax.Array | None = None,
     *,
     spec: AttentionSpec,
     max_query_len: int,
     with_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs `torch_core.launch.paged_attention` in place of XLA's buffers; lse is None unless asked for."""
+    """Runs `torch_core.launch.paged_attention` in place of XLA's buffers; lse is None unless asked for.
+
+    Raises:
+        Unsupported: scales per token and head, which the torch core's CPU functions do not take.
+    """
+    if k_scale_cache is not None or v_scale_cache is not None:
+        raise Unsupported(_NO_TOKEN_SCALES)
     operands = {
         "query": query,
         "kv_cache": kv_cache,
@@ -109,6 +122,15 @@ def write_kv_cache(
         num_threads=_threads(key.size),
     )
     return cache
+
+
+def write_kv_cache_per_token_head(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Refuses.
+
+    Raises:
+        Unsupported: always; the torch core's CPU functions have no scales per token and head.
+    """
+    raise Unsupported(_NO_TOKEN_SCALES)
 
 
 def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:

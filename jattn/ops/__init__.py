@@ -1,6 +1,6 @@
 """Attention on JAX arrays: each op checks its arguments, chooses an implementation and crosses the bridge."""
 
-from jattn.ops.cache import write_kv_cache
+from jattn.ops.cache import write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.choose import IMPLEMENTATIONS, available_implementations
 from jattn.ops.dense import attention, attention_with_lse
 from jattn.ops.merge import merge_states
@@ -15,4 +15,5 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "write_kv_cache",
+    "write_kv_cache_per_token_head",
 ]

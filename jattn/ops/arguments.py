@@ -27,6 +27,7 @@ __all__ = [
     "check_head_vector",
     "check_metadata_arrays",
     "check_query",
+    "check_scale_caches",
     "check_tokens",
     "scale_array",
 ]
@@ -220,6 +221,35 @@ def check_dense(
         )
     _check_bound("max_query_len", max_query_len)
     _check_bound("max_key_len", max_key_len)
+
+
+def check_scale_caches(
+    kv_cache: jax.Array,
+    k_scale_cache: jax.Array | None,
+    v_scale_cache: jax.Array | None,
+    *,
+    tensor_scales: tuple[object, object] = (None, None),
+) -> None:
+    """Requires scales per token and head to come in pairs, without scales per tensor, and to fit a quantised cache."""
+    if k_scale_cache is None and v_scale_cache is None:
+        return
+    if k_scale_cache is None or v_scale_cache is None:
+        missing = "k_scale_cache" if k_scale_cache is None else "v_scale_cache"
+        raise InvalidInput(f"{missing} is missing; k_scale_cache and v_scale_cache come together.")
+    if any(scale is not None for scale in tensor_scales):
+        raise InvalidInput("k_scale or v_scale is given beside k_scale_cache and v_scale_cache; pass one kind.")
+    if kv_cache.dtype.itemsize != 1:
+        raise InvalidInput(
+            f"kv_cache has dtype {kv_cache.dtype.name}; scales per token and head belong to an int8 or fp8 cache."
+        )
+    num_blocks, _, block_size, num_kv_heads, _ = kv_cache.shape
+    for name, array in (("k_scale_cache", k_scale_cache), ("v_scale_cache", v_scale_cache)):
+        check_array(name, array, ("num_blocks", "block_size", "num_kv_heads"))
+        if array.shape != (num_blocks, block_size, num_kv_heads) or array.dtype != jnp.float32:
+            raise InvalidInput(
+                f"{name} is {array.dtype.name}{list(array.shape)}; it must be "
+                f"float32{[num_blocks, block_size, num_kv_heads]}, one scale for each token and head of kv_cache."
+            )
 
 
 def check_head_vector(name: str, vector: jax.Array | None, num_heads: int) -> jax.Array | None:

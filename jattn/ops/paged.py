@@ -32,6 +32,8 @@ def paged_attention(
     sinks: jax.Array | None = None,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
+    k_scale_cache: jax.Array | None = None,
+    v_scale_cache: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attends any mix of prefill, chunked prefill and decode rows to a paged KV cache.
@@ -57,6 +59,8 @@ def paged_attention(
         use_alibi_sqrt: the square-root form of ALiBi.
         sinks: float[num_heads], a logit without a value in each softmax denominator.
         k_scale, v_scale: real value = stored value * scale, for a quantised cache.
+        k_scale_cache, v_scale_cache: float32[num_blocks, block_size, num_kv_heads], such a scale for each token and
+            head, as `write_kv_cache_per_token_head` stores them.
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
 
     Returns:
@@ -75,7 +79,11 @@ def paged_attention(
         attention_chunk=attention_chunk,
         use_alibi_sqrt=use_alibi_sqrt,
     )
-    extras = arguments.attention_extras(query, k_scale, v_scale, alibi_slopes, sinks)
+    extras = (
+        *arguments.attention_extras(query, k_scale, v_scale, alibi_slopes, sinks),
+        k_scale_cache,
+        v_scale_cache,
+    )
     metadata = (block_tables, seq_lens, query_start_loc)
     return _attend(query, kv_cache, metadata, extras, spec, max_query_len, implementation, with_lse=False)[0]
 
@@ -98,6 +106,8 @@ def paged_attention_with_lse(
     sinks: jax.Array | None = None,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
+    k_scale_cache: jax.Array | None = None,
+    v_scale_cache: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Does what `paged_attention` does and also returns the log-sum-exp of each row's scores.
@@ -115,7 +125,11 @@ def paged_attention_with_lse(
         attention_chunk=attention_chunk,
         use_alibi_sqrt=use_alibi_sqrt,
     )
-    extras = arguments.attention_extras(query, k_scale, v_scale, alibi_slopes, sinks)
+    extras = (
+        *arguments.attention_extras(query, k_scale, v_scale, alibi_slopes, sinks),
+        k_scale_cache,
+        v_scale_cache,
+    )
     metadata = (block_tables, seq_lens, query_start_loc)
     out, lse = _attend(query, kv_cache, metadata, extras, spec, max_query_len, implementation, with_lse=True)
     return out, cast(jax.Array, lse)
@@ -133,6 +147,8 @@ def _attend(
     with_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     arguments.check_cache(kv_cache, query=query)
+    k_scale, v_scale, *_, k_scale_cache, v_scale_cache = extras
+    arguments.check_scale_caches(kv_cache, k_scale_cache, v_scale_cache, tensor_scales=(k_scale, v_scale))
     arguments.check_metadata_arrays(*metadata, max_query_len)
     chosen = choose(implementation)
     arguments.check_float64("query", query, chosen)

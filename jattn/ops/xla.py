@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jattn.ops import softmax
 from torch_core.specs import AttentionSpec
 
-__all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache"]
+__all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache", "write_kv_cache_per_token_head"]
 
 _TOKENS_PER_RUN = 128
+# A row of zeros has no largest element; vLLM's floor.
+_SMALLEST_SCALE = 1e-6
 _WEIGHTED_VALUES = "shgqk,skhd->shgqd"
 
 # Outside jit an op is one program and not one for each primitive; inside, `inline` leaves no trace of it.
@@ -36,6 +38,8 @@ def paged_attention(
     v_scale: jax.Array | None,
     alibi_slopes: jax.Array | None,
     sinks: jax.Array | None,
+    k_scale_cache: jax.Array | None = None,
+    v_scale_cache: jax.Array | None = None,
     *,
     spec: AttentionSpec,
     max_query_len: int,
@@ -79,6 +83,12 @@ def paged_attention(
         )
         keys = keys if k_scale is None else keys * k_scale.astype(dtype)
         values = values if v_scale is None else values * v_scale.astype(dtype)
+        if k_scale_cache is not None and v_scale_cache is not None:
+            k_scales, v_scales = (
+                jnp.where(seen, cache[blocks].reshape(tokens_shape[:3])[..., None].astype(dtype), 0)
+                for cache in (k_scale_cache, v_scale_cache)
+            )
+            keys, values = keys * k_scales, values * v_scales
         scores = jnp.einsum("sqhgd,skhd->shgqk", padded, keys)
         scores = softmax.modified_scores(scores, positions[:, None, None, :, None], key_positions, slopes, spec)
         scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -163,6 +173,31 @@ def write_kv_cache(
 
 
 @_one_program
+def write_kv_cache_per_token_head(
+    key: jax.Array,
+    value: jax.Array,
+    kv_cache: jax.Array,
+    k_scale_cache: jax.Array,
+    v_scale_cache: jax.Array,
+    slot_mapping: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scatters new keys and values, each row of a head with the scale that its largest element asks for."""
+    num_blocks, _, block_size = kv_cache.shape[:3]
+    blocks = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
+    offsets = slot_mapping % block_size
+    largest = _largest(kv_cache.dtype)
+    wide = [x.astype(jnp.float32) for x in (key, value)]
+    scales = [jnp.maximum(jnp.abs(x).max(-1) / largest, _SMALLEST_SCALE) for x in wide]
+    codes = [_quantised(x, scale[..., None], kv_cache.dtype) for x, scale in zip(wide, scales, strict=True)]
+    kv_cache = kv_cache.at[blocks[:, None], jnp.arange(2), offsets[:, None]].set(jnp.stack(codes, axis=1), mode="drop")
+    k_scale_cache, v_scale_cache = (
+        cache.at[blocks, offsets].set(scale, mode="drop")
+        for cache, scale in zip((k_scale_cache, v_scale_cache), scales, strict=True)
+    )
+    return kv_cache, k_scale_cache, v_scale_cache
+
+
+@_one_program
 def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Joins two attention results over disjoint keys by their LSE; two empty sides give zeros and -inf."""
     lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
@@ -215,6 +250,10 @@ def _to_ragged(
     return gathered, jnp.where(real[:, None], lse[sequence, row], -jnp.inf)
 
 
+def _largest(dtype: jnp.dtype) -> float:
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
 def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """Returns `x / scale` as elements of the cache; one-byte types saturate, int8 rounds to the nearest even."""
     one_byte = jnp.dtype(dtype).itemsize == 1
@@ -225,6 +264,5 @@ def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
     if scale is not None:
         x = x / scale
     if one_byte:
-        largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -largest, largest)
+        x = jnp.clip(x, -_largest(dtype), _largest(dtype))
     return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
