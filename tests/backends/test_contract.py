@@ -259,6 +259,7 @@ def test_cascade_follows_the_layers_masks():
     assert not choice(sliding_window=1024)
     assert not choice(attention_chunk=8192)
     assert not choice(context_parallel=ContextParallel(dcp_world_size=2))
+    assert not choice(batch_invariant=True)
 
 
 def test_cache_dtypes_have_names():

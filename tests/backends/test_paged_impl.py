@@ -216,6 +216,22 @@ def test_a_decoder_layer_follows_the_batch_when_it_is_not_causal(rng, within_bou
     within_bound(found, case.expected(spec, None), case.expected(spec))
 
 
+@pytest.mark.parametrize("prefix", [0, 8])
+def test_each_sequence_follows_its_own_causal_flag(prefix, rng, within_bound):
+    case = Case(rng, shared_prefix_rows(4, 2, new=4))
+    flags = torch.tensor([True, False, False, True])
+    builder = TritonAttentionMetadataBuilder(SPEC, [], BuilderConfig(num_heads=HEADS), "cpu")
+    spec = AttentionSpec(scale=SCALE)
+
+    found = case.run(
+        TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS), builder.build(prefix, case.step, seq_causal=flags)
+    )
+
+    exact = case.expected(spec, seq_causal=flags)
+    within_bound(found, case.expected(spec, None, seq_causal=flags), exact)
+    assert not torch.allclose(exact, case.expected(spec))
+
+
 def test_bidirectional_spans_are_seen(rng, within_bound):
     case = Case(rng)
     spans = torch.tensor([[[9, 10]], [[-1, -1]], [[2, 5]]], dtype=torch.int32)

@@ -66,7 +66,8 @@ def cascade_attention(
         if found:
             raise Unsupported(f"cascade attention does not serve {name}; build the metadata with common_prefix_len=0.")
     once = replace(spec, causal=False)
-    without_sinks = {**options, "sinks": None}
+    # Sinks count once, and no key of the prefix is to the right of a query.
+    for_prefix = {**options, "sinks": None, "seq_causal": None}
     prefix_out, prefix_lse = launch.paged_attention_with_lse(
         query,
         kv_cache,
@@ -75,7 +76,7 @@ def cascade_attention(
         prefix_queries,
         spec=once,
         max_query_len=metadata.max_prefix_query_len,
-        **without_sinks,
+        **for_prefix,
     )
     suffix_out, suffix_lse = launch.paged_attention_with_lse(
         query,

@@ -85,6 +85,7 @@ class BuilderConfig:
         context_parallel: this rank's place.
         cache_group: the allocator's group of layers.
         cascade_costs: what decides for cascade attention; None for the rates of an H200.
+        batch_invariant: a sequence's result may not depend on the rest of the batch, bit for bit; no cascade then.
 
     Raises:
         InvalidInput: a number is out of range.
@@ -100,6 +101,7 @@ class BuilderConfig:
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
     cache_group: int = 0
     cascade_costs: CascadeCosts | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("num_heads", self.num_heads)

@@ -323,6 +323,8 @@ class PagedAttentionImpl(AttentionImpl):
             options["q_scale"] = layer._q_scale
         if metadata.mm_prefix_range is not None:
             options["mm_prefix_range"] = metadata.mm_prefix_range
+        if metadata.seq_causal is not None:
+            options["seq_causal"] = metadata.seq_causal
         return options
 
     def _keys_of(self, metadata: PagedAttentionMetadata) -> tuple[Tensor, Tensor]:

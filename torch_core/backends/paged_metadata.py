@@ -63,6 +63,7 @@ class PagedAttentionMetadata:
         num_encoder_tokens: how many of them are real.
         dcp_local_seq_lens: [num_seqs]; the part of `seq_lens` on this rank.
         mm_prefix_range: [num_seqs, ranges, 2]; spans that see each other in both directions.
+        seq_causal: bool [num_seqs]; which sequences are causal, where they differ.
         scheduler_metadata: always None: the kernels plan on the device.
         prefix_scheduler_metadata: always None.
     """
@@ -96,6 +97,7 @@ class PagedAttentionMetadata:
     num_encoder_tokens: int | None = None
     dcp_local_seq_lens: Tensor | None = None
     mm_prefix_range: Tensor | None = None
+    seq_causal: Tensor | None = None
     scheduler_metadata: None = None
     prefix_scheduler_metadata: None = None
 
@@ -114,6 +116,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         *,
         arrays: Mapping[str, Tensor] | None = None,
         mm_prefix_range: Tensor | None = None,
+        seq_causal: Tensor | None = None,
     ) -> PagedAttentionMetadata:
         """See `AttentionMetadataBuilder.build`; the build is always fast.
 
@@ -123,6 +126,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             fast_build: as there.
             arrays: as there.
             mm_prefix_range: int32 [num_seqs, ranges, 2] on the device; bidirectional spans.
+            seq_causal: bool [num_seqs] on the device; overrides the batch's `causal` for each sequence.
 
         Raises:
             InvalidInput: the batch is for another block size or cache group, lacks the encoder's fields, or shares no
@@ -166,6 +170,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             num_encoder_tokens=None if encoder is None else encoder.num_encoder_tokens,
             dcp_local_seq_lens=local_seq_lens,
             mm_prefix_range=mm_prefix_range,
+            seq_causal=seq_causal,
         )
         return self._with_cascade(metadata, common_prefix_len) if common_prefix_len else metadata
 
@@ -203,9 +208,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
-        """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`."""
+        """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`.
+
+        Never where results must not depend on the batch: whether a prefix is shared does.
+        """
         spec, config = self.kv_cache_spec, self.config
-        return use_cascade_attention(
+        return not config.batch_invariant and use_cascade_attention(
             common_prefix_len,
             query_lens,
             num_query_heads=config.num_heads,
