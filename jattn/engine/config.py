@@ -37,6 +37,8 @@ class EngineConfig:
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
         steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's.
         enable_prefix_caching: share the blocks of equal prefixes.
+        num_host_blocks: blocks of host memory for preempted requests, which then go on where they were; without room
+            there, or with 0, they are computed again.
         scrub_on_free: fill a block with zeros on the device as soon as its content belongs to no request and to no
             cached prefix, before anybody else gets it.
         batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
@@ -61,6 +63,7 @@ class EngineConfig:
     num_scheduler_steps: int = 4
     steps_in_flight: int = 1
     enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
     scrub_on_free: bool = False
     batch_invariant: bool = False
     seed: int = 0
@@ -68,6 +71,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             _check_size(name, getattr(self, name), 1)
+        _check_size("num_host_blocks", self.num_host_blocks, 0)
         for name, low in (("max_model_len", 1), ("num_blocks", 2)):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name), low)

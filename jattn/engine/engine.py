@@ -16,8 +16,8 @@ from jattn.engine.request import Request, RequestMetrics, SamplingParams
 from jattn.engine.runner import ModelRunner
 from jattn.engine.scheduler import ScheduledStep, Scheduler
 from jattn.models import Decoder
-from jattn.pool import KVPool, PoolPlan
-from torch_core.cache import CacheConfig, CacheManager, CacheStats
+from jattn.pool import HostBlocks, KVPool, PoolPlan
+from torch_core.cache import CacheConfig, CacheManager, CacheStats, CommittedStep
 from torch_core.errors import CacheCorruption, InvalidInput, PoolLost, RequestTooLong
 from torch_core.specs import KVCacheSpec
 
@@ -95,11 +95,13 @@ class Engine:
                 cache_dtype=spec.dtype,
                 max_blocks_per_seq=max_blocks,
                 scrub_on_free=config.scrub_on_free,
+                num_host_blocks=config.num_host_blocks,
             )
         )
         self._pool = KVPool(spec, num_layers=shape.num_hidden_layers, num_blocks=self._plan.num_blocks)
         self._runner = ModelRunner(model, self._pool, config, max_blocks=max_blocks)
-        self._scheduler = Scheduler(config, self._cache)
+        self._host = HostBlocks(self._pool, config.num_host_blocks) if config.num_host_blocks else None
+        self._scheduler = Scheduler(config, self._cache, self._move_blocks)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_added = 0
@@ -223,8 +225,7 @@ class Engine:
         step = self._scheduler.schedule()
         if step is None:
             return False
-        self._pool.scrub_blocks(step.committed.blocks_to_scrub)
-        self._pool.copy_blocks(step.committed.copies)
+        self._pool.prepare(step.committed, self._host)
         tokens = self._runner.dispatch(step)
         for index, row in enumerate(step.rows):
             if row.num_samples:
@@ -285,9 +286,12 @@ class Engine:
     def _scrub_if_idle(self) -> None:
         # While steps come, each scrubs what was freed before it.
         if self._config.scrub_on_free and not self._in_flight and not self.num_unfinished:
-            last = self._cache.scrub()
-            self._pool.scrub_blocks(last.blocks_to_scrub)
-            self._cache.retire(last.step_id)
+            self._move_blocks(self._cache.scrub())
+
+    def _move_blocks(self, step: CommittedStep) -> None:
+        """Executes a step without rows."""
+        self._pool.prepare(step, self._host)
+        self._cache.retire(step.step_id)
 
     def _recover(self) -> None:
         self._in_flight.clear()

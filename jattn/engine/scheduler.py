@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jattn.engine.config import EngineConfig
@@ -59,16 +60,19 @@ class Scheduler:
 
     Args:
         config: sizes of a step.
-        cache: the allocator; the scheduler is the only one to call it.
+        cache: the allocator; the scheduler is the only one to plan with it.
+        move_blocks: executes and retires a step without rows: a swap.
     """
 
-    def __init__(self, config: EngineConfig, cache: CacheManager) -> None:
+    def __init__(self, config: EngineConfig, cache: CacheManager, move_blocks: Callable[[CommittedStep], None]) -> None:
         self._config = config
         self._cache = cache
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._registered: set[str] = set()
         self._to_resume: set[str] = set()
+        self._swapped: set[str] = set()
+        self._move_blocks = move_blocks
         self._prefilled_last = False
 
     @property
@@ -107,6 +111,7 @@ class Scheduler:
         if request.request_id in self._registered:
             self._registered.remove(request.request_id)
             self._to_resume.discard(request.request_id)
+            self._swapped.discard(request.request_id)
             self._cache.finish(request.request_id)
 
     def requeue_all(self) -> None:
@@ -117,6 +122,7 @@ class Scheduler:
         for request in self._waiting:
             request.num_computed_tokens = 0
         self._cache.reset()
+        self._swapped.clear()
         self._to_resume |= self._registered
 
     def _schedule_prefill(self) -> ScheduledStep | None:
@@ -147,7 +153,10 @@ class Scheduler:
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
                 break
             if is_new:
-                self._register(request)
+                try:
+                    self._register(request)
+                except OutOfBlocks:
+                    break
                 places -= 1
             start = request.num_computed_tokens
             num_new = min(budget, _remaining(request))
@@ -194,7 +203,10 @@ class Scheduler:
 
     def _register(self, request: Request) -> None:
         seq_id = request.request_id
-        if seq_id in self._to_resume:
+        if seq_id in self._swapped:
+            self._move_blocks(self._cache.swap_in(seq_id))
+            self._swapped.remove(seq_id)
+        elif seq_id in self._to_resume:
             request.num_computed_tokens = self._cache.resume(seq_id)
             self._to_resume.remove(seq_id)
         elif seq_id not in self._registered:
@@ -205,9 +217,23 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
+        if self._swap_out(request):
+            request.move(RequestState.PREEMPTED)
+            self._waiting.appendleft(request)
+            return
         self._cache.preempt(request.request_id)
         self._to_resume.add(request.request_id)
         self._put_back(request)
+
+    def _swap_out(self, request: Request) -> bool:
+        if not self._config.num_host_blocks:
+            return False
+        try:
+            self._move_blocks(self._cache.swap_out(request.request_id))
+        except OutOfBlocks:
+            return False
+        self._swapped.add(request.request_id)
+        return True
 
     def _put_back(self, request: Request) -> None:
         request.move(RequestState.PREEMPTED)

@@ -61,6 +61,7 @@ def test_cached_generation_equals_running_the_whole_sequence_again(engine, decod
         # 11 usable blocks of 4: four requests of up to 8 blocks cannot all stay, so some are preempted.
         {"num_blocks": 12},
         {"num_blocks": 12, "steps_in_flight": 2},
+        {"num_blocks": 12, "num_host_blocks": 12},
     ],
     ids=str,
 )
@@ -71,7 +72,9 @@ def test_tokens_do_not_depend_on_how_the_engine_batches(engine, decoder, changes
 
     assert run(other, prompts) == run(engine, prompts)
     assert other.cache_stats().used == 0
-    if "num_blocks" in changes:
+    if "num_host_blocks" in changes:
+        assert other.cache_stats().swapped_in == other.cache_stats().swapped_out > 0
+    elif "num_blocks" in changes:
         assert other.cache_stats().preemptions > 0
 
 
