@@ -97,6 +97,10 @@ def test_contents_of_another_shape_are_refused(pool) -> None:
         pool.write_blocks([1], [np.zeros((1, 2, 2, 1, 3), np.float32)] * 2)
 
 
+def test_host_memory_tells_its_size(pool) -> None:
+    assert HostBlocks(pool, 3).num_bytes == 3 * pool.num_layers * SPEC.bytes_per_block
+
+
 def test_host_memory_needs_a_positive_size(pool) -> None:
     with pytest.raises(InvalidInput, match="num_host_blocks is 0; it must be an int of at least 1"):
         HostBlocks(pool, 0)
