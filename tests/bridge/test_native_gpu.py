@@ -99,7 +99,9 @@ def test_an_exported_program_runs_after_it_was_stored():
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "seq_lens"), [([1, 1, 1], [40, 7, 200]), ([100, 1, 30], [150, 90, 30])], ids=["decode", "mixed"]
+    ("query_lens", "seq_lens"),
+    [([1, 1, 1], [40, 7, 200]), ([100, 1, 30], [150, 90, 30]), ([200, 1, 150], [250, 90, 150])],
+    ids=["decode", "mixed", "prefill"],
 )
 def test_native_calls_give_the_bits_of_the_torch_callback_and_of_the_torch_launch(query_lens, seq_lens, seed):
     arrays = _step_arrays(seed, query_lens, seq_lens)
@@ -156,12 +158,13 @@ def test_no_copy_of_the_cache_is_compiled_in(seed):
     assert compiled.memory_analysis().temp_size_in_bytes < arrays["kv_cache"].nbytes / 2
 
 
-def test_a_merge_and_dense_attention_run_natively_with_the_bits_of_the_callback(seed):
-    arrays = _step_arrays(seed, [70, 1, 30], [70, 1, 30])
+@pytest.mark.parametrize("longest", [70, 170])
+def test_a_merge_and_dense_attention_run_natively_with_the_bits_of_the_callback(longest, seed):
+    arrays = _step_arrays(seed, [longest, 1, 30], [longest, 1, 30])
     dense = (arrays["query"], arrays["key"], arrays["value"], arrays["query_start_loc"])
 
     def program(implementation: str):
-        out, lse = ops.attention_with_lse(*dense, max_query_len=70, implementation=implementation)
+        out, lse = ops.attention_with_lse(*dense, max_query_len=longest, implementation=implementation)
         return ops.merge_states(out, lse, out * 2, lse + 1, implementation=implementation)
 
     for found, expected in zip(jax.jit(program, static_argnums=0)("triton"), program("torch"), strict=True):

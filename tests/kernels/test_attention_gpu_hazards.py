@@ -13,7 +13,7 @@ from torch_core.specs import AttentionSpec
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("query_len", [1, 40])
+@pytest.mark.parametrize("query_len", [1, 40, 200])
 def test_blocks_at_the_top_of_a_pool_beyond_two_to_the_31_elements_are_found(query_len, seed):
     """int32 products of block id and stride wrap there: sequences end up reading other blocks."""
     block_elements = 2 * 256 * 8 * 128

@@ -57,8 +57,8 @@ def test_dtypes_have_the_names_of_the_specs():
     assert array_spec(torch.zeros(1, dtype=torch.bool)).dtype == "bool"
 
 
-def test_a_device_without_cuda_has_the_limits_of_an_h200():
-    assert device_limits(torch.device("cpu")).arch == 90
+def test_a_device_without_cuda_gets_the_portable_kernels():
+    assert device_limits(torch.device("cpu")).arch < 90
 
 
 def test_a_kernel_compiles_after_it_was_interpreted_in_the_same_process():

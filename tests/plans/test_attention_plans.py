@@ -63,11 +63,11 @@ def test_a_full_batch_of_short_tables_needs_no_merge():
 
 
 def test_one_long_query_runs_the_rows_kernel_alone():
-    assert _kernels(_paged(num_seqs=1, num_tokens=200, max_query_len=200)) == ["rows"]
+    assert _kernels(_paged(num_seqs=1, num_tokens=100, max_query_len=100)) == ["rows"]
 
 
 def test_a_mixed_batch_runs_both_kernels():
-    assert _kernels(_paged(num_tokens=400, max_query_len=200)) == ["rows", "split", "combine"]
+    assert _kernels(_paged(num_tokens=400, max_query_len=100)) == ["rows", "split", "combine"]
 
 
 def test_speculative_rows_run_the_split_kernel():
@@ -79,7 +79,7 @@ def test_bidirectional_ranges_run_the_rows_kernel():
 
 
 def test_dense_attention_runs_the_rows_kernel():
-    assert _kernels(_dense()) == ["rows"]
+    assert _kernels(_dense(max_query_len=100)) == ["rows"]
 
 
 def test_a_window_bounds_the_scratch():

@@ -25,6 +25,9 @@ from torch_core.plans.plan import (
 
 __all__ = ["array_spec", "device_limits", "dtype_name", "prepare_operation", "run_operation", "torch_dtype"]
 
+# An architecture that gets the portable kernels.
+_INTERPRETED_ARCH = 80
+
 
 def run_operation(
     plan: OperationPlan, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor] | None = None
@@ -95,14 +98,16 @@ def _array_spec(
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Returns the limits of a CUDA device; of an H200 for any other device, which only the interpreter runs.
+    """Returns the limits of a CUDA device; for any other device, those of an older one, which the interpreter can be.
+
+    Triton's interpreter runs no Gluon kernel: plans for it choose as if this were not a Hopper device.
 
     Example:
         >>> device_limits(torch.device("cpu")).num_sms
         132
     """
     if device.type != "cuda":
-        return DeviceLimits()
+        return DeviceLimits(arch=_INTERPRETED_ARCH)
     properties = torch.cuda.get_device_properties(device)
     return DeviceLimits(
         arch=properties.major * 10 + properties.minor,

@@ -6,7 +6,7 @@ from torch_core.plans.attention import plan_attention, plan_paged_attention
 from torch_core.plans.compile import KernelVariant, kernel_variant
 from torch_core.plans.copy import plan_copy_blocks
 from torch_core.plans.merge import plan_merge_states
-from torch_core.plans.plan import ArraySpec, OperationPlan
+from torch_core.plans.plan import ArraySpec, DeviceLimits, OperationPlan
 from torch_core.plans.write import plan_write_kv_cache, plan_write_kv_cache_per_token_head
 from torch_core.specs import AttentionSpec
 
@@ -41,6 +41,11 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "decode float32": _decode(dtype="float32", cache_dtype="float32"),
         "prefill": _prefill(),
         "prefill head 64": _prefill(head_size=64),
+        "prefill head 256": _prefill(head_size=256, num_heads=8, num_kv_heads=4),
+        "prefill window sinks": _prefill(spec=AttentionSpec(scale=0.088, window_left=4095), sinks=True),
+        "prefill float16 lse": _prefill(dtype="float16", cache_dtype="float16", with_lse=True),
+        "prefill not on Hopper": _prefill(limits=DeviceLimits(arch=80)),
+        "prefill mixed with decode": _prefill(num_seqs=_DECODE_SEQS, max_query_len=512),
         "prefill fp8": _prefill(cache_dtype="float8_e4m3fn", scaled=True),
         "prefill soft cap window": _prefill(
             head_size=256,
@@ -49,6 +54,7 @@ def plans_in_use() -> dict[str, OperationPlan]:
             spec=AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0),
         ),
         "dense": _dense(),
+        "dense not on Hopper": _dense(limits=DeviceLimits(arch=80)),
         "dense encoder": _dense(spec=AttentionSpec(scale=0.088, causal=False)),
     }
 
@@ -122,28 +128,39 @@ def _decode(
 
 def _prefill(
     *,
+    num_seqs: int = 1,
+    max_query_len: int = _PREFILL_TOKENS,
+    dtype: str = "bfloat16",
     cache_dtype: str = "bfloat16",
     num_heads: int = 32,
     num_kv_heads: int = 8,
     head_size: int = 128,
     spec: AttentionSpec | None = None,
     scaled: bool = False,
+    sinks: bool = False,
+    with_lse: bool = False,
+    limits: DeviceLimits | None = None,
 ) -> OperationPlan:
     scale = ArraySpec((1,), "float32") if scaled else None
     return plan_paged_attention(
-        ArraySpec((_PREFILL_TOKENS, num_heads, head_size), "bfloat16"),
+        ArraySpec((_PREFILL_TOKENS, num_heads, head_size), dtype),
         _cache(cache_dtype, num_kv_heads, head_size),
-        ArraySpec((1, _PREFILL_TOKENS // 16), "int32"),
-        ArraySpec((1,), "int32"),
-        ArraySpec((2,), "int32"),
+        ArraySpec((num_seqs, _PREFILL_TOKENS // 16), "int32"),
+        ArraySpec((num_seqs,), "int32"),
+        ArraySpec((num_seqs + 1,), "int32"),
         spec=spec or AttentionSpec(scale=0.088),
-        max_query_len=_PREFILL_TOKENS,
+        max_query_len=max_query_len,
+        with_lse=with_lse,
         k_scale=scale,
         v_scale=scale,
+        sinks=ArraySpec((num_heads,), "float32") if sinks else None,
+        limits=limits,
     )
 
 
-def _dense(*, head_size: int = 128, spec: AttentionSpec | None = None) -> OperationPlan:
+def _dense(
+    *, head_size: int = 128, spec: AttentionSpec | None = None, limits: DeviceLimits | None = None
+) -> OperationPlan:
     key = ArraySpec((_PREFILL_TOKENS, 8, head_size), "bfloat16")
     starts = ArraySpec((2,), "int32")
     return plan_attention(
@@ -154,4 +171,5 @@ def _dense(*, head_size: int = 128, spec: AttentionSpec | None = None) -> Operat
         starts,
         spec=spec or AttentionSpec(scale=0.088),
         max_query_len=_PREFILL_TOKENS,
+        limits=limits,
     )

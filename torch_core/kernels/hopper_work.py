@@ -1,0 +1,157 @@
+"""What the programs of the Hopper prefill kernel work on: which tile and head comes next, and which keys it sees."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["count_tiles", "key_span", "tile_rows", "work_item", "zero_outside"]
+
+_SEQS = gl.constexpr(32)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _tiles(base, query_start_loc, num_seqs, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    seqs = base + gl.arange(0, _SEQS, layout=layout)
+    live = seqs < num_seqs
+    query_end = gl.load(query_start_loc + seqs + 1, mask=live, other=0)
+    query_len = query_end - gl.load(query_start_loc + seqs, mask=live, other=0)
+    return gl.where(query_len >= MIN_QUERY, (query_len + TILE - 1) // TILE, 0), live
+
+
+@gluon.jit
+def count_tiles(query_start_loc, num_seqs, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
+    """The query tiles of the batch: one for every TILE tokens of the sequences with at least MIN_QUERY of them."""
+    total = 0
+    for base in range(0, num_seqs, _SEQS):
+        tiles, _ = _tiles(base, query_start_loc, num_seqs, TILE, MIN_QUERY)
+        total += gl.sum(tiles, 0)
+    return total
+
+
+@gluon.jit
+def work_item(
+    turn,
+    query_start_loc,
+    seq_lens,
+    key_start_loc,
+    num_seqs,
+    NUM_HEADS: gl.constexpr,
+    TILE: gl.constexpr,
+    MIN_QUERY: gl.constexpr,
+    PAGED: gl.constexpr,
+):
+    """The work of this program in its `turn`-th turn.
+
+    Work items are tiles times heads. Among 32 sequences side by side, those with the most keys under a causal mask
+    come first, all heads of a tile together. Programs take items in turns, every other turn in reverse order: so each
+    of them gets about the same number of keys in all (longest processing time first), and all of them are at about
+    the same keys at a time, which stay in the L2 cache.
+
+    Returns:
+        (item number, sequence, first token of the tile, head); the last three mean nothing beyond the last item.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lanes = gl.arange(0, _SEQS, layout=layout)
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    place = gl.where(turn % 2 == 0, place, programs - 1 - place)
+    item = turn * programs + place
+    wanted = item // NUM_HEADS
+    head = item % NUM_HEADS
+
+    chunk = 0
+    before = 0
+    total = 0
+    for base in range(0, num_seqs, _SEQS):
+        tiles, _ = _tiles(base, query_start_loc, num_seqs, TILE, MIN_QUERY)
+        chunk = gl.where(total <= wanted, base, chunk)
+        before = gl.where(total <= wanted, total, before)
+        total += gl.sum(tiles, 0)
+    rank = wanted - before
+
+    tiles, live = _tiles(chunk, query_start_loc, num_seqs, TILE, MIN_QUERY)
+    if PAGED:
+        keys = gl.load(seq_lens + chunk + lanes, mask=live, other=0)
+    else:
+        keys = gl.load(key_start_loc + chunk + lanes + 1, mask=live, other=0)
+        keys -= gl.load(key_start_loc + chunk + lanes, mask=live, other=0)
+    # The last tile of a sequence has level `top`, the one before it the next level, and so on.
+    key_tiles = gl.where(tiles > 0, (keys + TILE - 1) // TILE, 0)
+    top = gl.max(key_tiles, 0) - key_tiles
+    level = 0
+    beyond = gl.max(gl.where(tiles > 0, top + tiles, 0), 0)
+    while beyond - level > 1:
+        middle = (level + beyond) // 2
+        fits = gl.sum(gl.minimum(tiles, gl.maximum(middle - top, 0)), 0) <= rank
+        level = gl.where(fits, middle, level)
+        beyond = gl.where(fits, beyond, middle)
+    rank -= gl.sum(gl.minimum(tiles, gl.maximum(level - top, 0)), 0)
+    has = ((level >= top) & (level < top + tiles)).to(gl.int32)
+    here = (has > 0) & (gl.associative_scan(has, 0, _add) == rank + 1)
+    seq = chunk + gl.sum(gl.where(here, lanes, 0), 0)
+    token = gl.sum(gl.where(here, top + tiles - 1 - level, 0), 0) * TILE
+    return item, seq, token, head
+
+
+@gluon.jit
+def key_span(first_pos, last_pos, num_keys, window_left, window_right):
+    """The range [low, high) that holds every key visible to any of the positions first_pos..last_pos."""
+    low = num_keys * 0
+    high = num_keys
+    if window_left is not None:
+        low = gl.maximum(low, first_pos - window_left)
+    if window_right is not None:
+        high = gl.minimum(high, last_pos + window_right + 1)
+    return low, gl.maximum(high, low)
+
+
+@gluon.jit
+def tile_rows(
+    index,
+    block_table,
+    position,
+    low,
+    high,
+    base,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    BOX: gl.constexpr,
+    PAGED: gl.constexpr,
+):
+    """Row in the array's matrix of box number `index` of the tile of keys at `position`.
+
+    A box without a key in [low, high) gets a row outside the matrix: the copy engine fills it with zeros, and the
+    table is not read there.
+    """
+    key = position + index * BOX
+    inside = (key < high) & (key + BOX > low)
+    if PAGED:
+        block = gl.load(block_table + key // BLOCK_SIZE, mask=inside, other=0)
+        row = base + block * BLOCK_ROWS + key % BLOCK_SIZE
+    else:
+        row = base + key
+    return gl.where(inside, row, -BOX)
+
+
+@gluon.jit
+def zero_outside(tile, low, high, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros the rows of a tile in shared memory outside [low, high), by one warp.
+
+    Their weight is 0, but 0 * NaN of unwritten memory is NaN.
+    """
+    lanes: gl.constexpr = COLUMNS // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [1, 1], [1, 0])
+    for i in gl.static_range(ROWS // 8):
+        if (i * 8 < low) | (i * 8 + 8 > high):
+            part = tile.slice(i * 8, 8)
+            rows = i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+            keep = (rows >= low) & (rows < high)
+            values = part.load(layout)
+            part.store(gl.where(keep[:, None], values, gl.zeros([8, COLUMNS], values.dtype, layout)))

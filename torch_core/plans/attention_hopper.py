@@ -1,0 +1,192 @@
+"""The Hopper prefill kernel: which calls it serves, its tiles, and its launch; from shapes, dtypes and limits alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from torch_core.kernels.hopper_prefill import hopper_prefill_kernel
+from torch_core.plans.attention_call import AttentionCall
+from torch_core.plans.plan import ABSENT, Argument, ArraySpec, Descriptor, LaunchPlan, Pointer
+from torch_core.specs import DTYPE_BYTES
+
+__all__ = ["HopperTile", "hopper_launch"]
+
+_ARCH = 90
+# Two warpgroups multiply in a program, each with as many query rows as one product has.
+_WARPGROUP_ROWS = 64
+_TILE_ROWS = 2 * _WARPGROUP_ROWS
+# The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
+_MIN_BOX = 8
+_MAX_BOX = 256
+# Shorter queries leave most rows of a tile without work: the portable kernel puts heads side by side there.
+_MIN_QUERY_LEN = 128
+# Coordinates of the copy engine are 32-bit.
+_MAX_ROWS = 2**31 - 2 * _MAX_BOX
+_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Tile of hopper_prefill_kernel.
+
+    Attributes:
+        block_n: keys of one step.
+        stages: tiles of keys, and of values, in shared memory.
+        query_stages: query tiles in shared memory.
+        consumer_registers: registers of a thread that multiplies.
+        producer_registers: registers of a thread that loads.
+        ping_pong: warpgroups multiply in turns.
+        overlap: a warpgroup's softmax ends before it waits for its products with values.
+    """
+
+    block_n: int
+    stages: int
+    query_stages: int
+    consumer_registers: int
+    producer_registers: int
+    ping_pong: bool
+    overlap: bool
+
+
+#: Measured on an H200; by head size.
+_TILES = {
+    64: HopperTile(128, 4, 2, 232, 40, True, False),
+    128: HopperTile(128, 2, 2, 232, 40, True, False),
+    256: HopperTile(64, 2, 1, 232, 40, True, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    # An array as rows of the copy engine: token by token, heads side by side.
+    shape: tuple[int, int]
+    stride: int
+    block_rows: int
+    head_stride: int
+    value_row: int = 0
+
+
+def hopper_launch(call: AttentionCall, scalars: dict[str, Argument], *, min_query: int) -> LaunchPlan | None:
+    """Plans hopper_prefill_kernel for a call's long queries and padding; None where the portable kernel serves them.
+
+    The Hopper kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, a positive scale, causal and window
+    masks, sinks, and scales that are numbers; strides and alignments that the copy engine can follow.
+
+    Args:
+        call: the call.
+        scalars: the by-value arguments that all attention kernels share.
+        min_query: query rows from which on a sequence is served.
+    """
+    tile = _TILES.get(call.key.shape[-1]) if _is_served(call) else None
+    if tile is None:
+        return None
+    items = (call.num_tokens // _TILE_ROWS + call.num_seqs + 1) * call.num_heads
+    query, key, value = (_matrix(call, name, tile) for name in ("query", "key", "value"))
+    if query is None or key is None or value is None or items >= 2**31:
+        return None
+    key_name, value_name = call.buffers
+    box = _box(call, tile)
+    head_size = call.key.shape[-1]
+    arguments: dict[str, Argument] = {
+        "query": _descriptor("query", query, (_WARPGROUP_ROWS, head_size)),
+        "key_cache": _descriptor(key_name, key, (box, head_size)),
+        "value_cache": _descriptor(value_name, value, (box, head_size)),
+        "block_tables": ABSENT if call.block_tables is None else Pointer("block_tables"),
+        "seq_lens": ABSENT if call.seq_lens is None else Pointer("seq_lens"),
+        "query_start_loc": Pointer("query_start_loc"),
+        "key_start_loc": ABSENT if call.key_start_loc is None else Pointer("key_start_loc"),
+        "sinks": ABSENT if call.sinks is None else Pointer("sinks"),
+        "out": Pointer("out"),
+        "lse": Pointer("lse") if call.with_lse else ABSENT,
+        **{name: scalars[name] for name in hopper_prefill_kernel.arg_names if name in scalars},
+    }
+    constexprs: dict[str, Any] = {
+        "NUM_HEADS": call.num_heads,
+        "GROUP": call.group,
+        "HEAD_SIZE": head_size,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.stages,
+        "QUERY_STAGES": tile.query_stages,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers,
+        "PING_PONG": tile.ping_pong,
+        "OVERLAP": tile.overlap,
+        "BLOCK_SIZE": call.block_size,
+        "BLOCK_ROWS": key.block_rows,
+        "BOX": box,
+        "PAGED": call.paged,
+        "MIN_QUERY": min_query,
+        "QUERY_STRIDE": query.head_stride,
+        "KEY_STRIDE": key.head_stride,
+        "VALUE_STRIDE": value.head_stride,
+        "VALUE_ROW": value.value_row,
+        "OUT_TOKEN_STRIDE": call.out.element_strides[0],
+        "OUT_HEAD_STRIDE": call.out.element_strides[1],
+    }
+    return LaunchPlan(
+        kernel=hopper_prefill_kernel,
+        grid=(min(items, call.limits.num_sms),),
+        arguments=tuple((name, arguments[name]) for name in hopper_prefill_kernel.arg_names if name in arguments),
+        constexprs=tuple((name, constexprs[name]) for name in hopper_prefill_kernel.arg_names if name in constexprs),
+        writes=("out", "lse") if call.with_lse else ("out",),
+        num_warps=4,
+        # Not hot: a few bytes of state outside the loops are spilled.
+    )
+
+
+def _is_served(call: AttentionCall) -> bool:
+    scales = (call.q_scale, call.k_scale, call.v_scale, call.out_scale)
+    return (
+        call.limits.arch == _ARCH
+        and call.plain
+        and call.query.dtype in ("bfloat16", "float16")
+        and call.key.dtype == call.out.dtype == call.query.dtype
+        and call.value.shape[-1] == call.key.shape[-1]
+        and call.seq_causal is None
+        and call.spec.attention_chunk is None
+        and not any(isinstance(scale, ArraySpec) for scale in scales)
+        and call.spec.scale > 0
+        and call.max_query_len >= _MIN_QUERY_LEN
+        and call.out.aligned
+        and all(_is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
+    )
+
+
+def _box(call: AttentionCall, tile: HopperTile) -> int:
+    return min(call.block_size, tile.block_n) if call.paged else tile.block_n
+
+
+def _is_copied(stride: int, dtype: str) -> bool:
+    return stride * DTYPE_BYTES[dtype] % 16 == 0
+
+
+def _matrix(call: AttentionCall, name: str, tile: HopperTile) -> _Matrix | None:
+    """The array as a matrix that the copy engine can follow; None if there is none."""
+    spec = {"query": call.query, "key": call.key, "value": call.value}[name]
+    *outer, head_stride, _ = spec.element_strides
+    heads, head_size = spec.shape[-2:]
+    stride = outer[-1]
+    width = (heads - 1) * head_stride + head_size
+    if not spec.aligned or 0 in spec.shape or not 0 < width <= max(stride, width if spec.shape[0] == 1 else 0):
+        return None
+    if not _is_copied(stride, spec.dtype) or not _is_copied(head_stride, spec.dtype):
+        return None
+    if name == "query" or not call.paged:
+        return _Matrix((spec.shape[0], width), stride, 0, head_stride)
+    block_stride = outer[0]
+    box = _box(call, tile)
+    if box < _MIN_BOX or box & (box - 1) or (call.block_size % box or tile.block_n % box):
+        return None
+    offset = call.value_offset if name == "value" else 0
+    last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
+    rows = last_row + call.value_offset // stride
+    if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
+        return None
+    return _Matrix((rows, width), stride, block_stride // stride, head_stride, offset // stride)
+
+
+def _descriptor(buffer: str, matrix: _Matrix, box: tuple[int, int]) -> Descriptor:
+    return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, _LAYOUT)
