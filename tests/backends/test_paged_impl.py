@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.backend_cases import (
+    BLOCK,
+    HEAD,
+    HEADS,
+    KV_HEADS,
+    NUM_BLOCKS,
+    ONES,
+    SCALE,
+    SPEC,
+    Case,
+    metadata_of,
+    refuses,
+    shared_prefix_rows,
+)
 from torch_core import reference
 from torch_core.backends import (
     AttentionScales,
@@ -21,71 +34,15 @@ from torch_core.backends import (
     TritonAttentionMetadataBuilder,
 )
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.launch import merge_states, write_kv_cache
+from torch_core.launch import merge_states
 from torch_core.metadata import (
     EncoderRow,
     SequenceRow,
     build_common_metadata,
     build_dense_metadata,
-    common_prefix_length,
     mask_slots_of_other_ranks,
 )
-from torch_core.specs import AttentionSpec, KVCacheSpec
-
-BLOCK, HEADS, KV_HEADS, HEAD = 4, 4, 2, 32
-NUM_BLOCKS = 40
-SCALE = HEAD**-0.5
-SPEC = KVCacheSpec(num_kv_heads=KV_HEADS, head_size=HEAD, block_size=BLOCK, dtype="float32")
-ROWS = [SequenceRow([5, 6, 7], 8, 3), SequenceRow([9], 3, 1), SequenceRow([11, 12], 0, 7)]
-ONES = AttentionScales.of()
-
-
-def refuses(message: str, error: type[Exception] = InvalidInput):
-    return pytest.raises(error, match=f"^{re.escape(message)}$")
-
-
-class Case:
-    """A batch, a poisoned cache with its contexts written, and the step's queries, keys and values."""
-
-    def __init__(self, rng, rows=ROWS, *, dtype=torch.float32, cache_dtype=None, **build):
-        generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
-        self.step = build_common_metadata(rows, block_size=BLOCK, num_blocks=NUM_BLOCKS, **build)
-        tokens = self.step.num_tokens
-
-        def normal(*shape):
-            return torch.randn(*shape, generator=generator).to(dtype)
-
-        self.query, self.key, self.value = normal(tokens, HEADS, HEAD), *(normal(tokens, KV_HEADS, HEAD) for _ in "kv")
-        cache_dtype = cache_dtype or dtype
-        quantized = cache_dtype.itemsize == 1
-        self.cache = torch.full(SPEC.shape(NUM_BLOCKS), float("nan") if not quantized else 0.0).to(cache_dtype)
-        for row in rows:
-            slots = [row.block_ids[t // BLOCK] * BLOCK + t % BLOCK for t in range(row.num_computed_tokens)]
-            if slots:
-                past = [normal(len(slots), KV_HEADS, HEAD) for _ in "kv"]
-                write_kv_cache(*past, self.cache, torch.tensor(slots, dtype=torch.int32))
-
-    def run(self, impl, metadata, layer=ONES, **changes):
-        cache, query = changes.pop("cache", self.cache).clone(), changes.pop("query", self.query)
-        output = changes.pop("output", torch.full_like(query, float("nan")))
-        key, value = changes.pop("key", self.key), changes.pop("value", self.value)
-        impl.forward(layer, query, key, value, cache, metadata, output, **changes)
-        return output
-
-    def expected(self, spec, compute_dtype: torch.dtype | None = torch.float64, **options):
-        cache = self.cache.clone()
-        tensors = {name: torch.from_numpy(getattr(self.step, name).copy()) for name in
-                   ("block_tables", "seq_lens", "query_start_loc", "slot_mapping")}  # fmt: skip
-        scales = {name: options.get(name) for name in ("k_scale", "v_scale")}
-        reference.write_kv_cache(self.key, self.value, cache, tensors.pop("slot_mapping"), **scales)
-        return reference.paged_attention(
-            self.query, cache, **tensors, spec=spec, compute_dtype=compute_dtype, **options
-        )
-
-
-def metadata_of(step, *, builder=TritonAttentionMetadataBuilder, prefix=0, **config):
-    return builder(SPEC, ["layer.0"], BuilderConfig(num_heads=HEADS, **config), "cpu").build(prefix, step)
-
+from torch_core.specs import AttentionSpec
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 OPTIONS = {
@@ -296,68 +253,6 @@ def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_afterwards
         inputs = (query, encoder_key, encoder_value, starts, ends)
         exact = reference.attention(*inputs, **arguments, compute_dtype=torch.float64)
         within_bound(output, reference.attention(*inputs, **arguments), exact)
-
-
-def shared_prefix_rows(count, prefix_blocks, *, new=1):
-    prefix = list(range(1, prefix_blocks + 1))
-    context = prefix_blocks * BLOCK + 2
-    return [SequenceRow([*prefix, 20 + 2 * i, 21 + 2 * i], context, new) for i in range(count)]
-
-
-@pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 3.0}, {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}])
-def test_cascade_equals_plain_attention(options, new, rng, within_bound):
-    case = Case(rng, shared_prefix_rows(5, 6, new=new), num_seqs=8, num_tokens=24)
-    prefix = common_prefix_length(case.step)
-    assert prefix == 6 * BLOCK
-    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, **options)
-    metadata = metadata_of(case.step, prefix=prefix)
-    assert metadata.use_cascade
-
-    found, plain = case.run(impl, metadata), case.run(impl, metadata_of(case.step))
-
-    spec = AttentionSpec(scale=SCALE, logits_soft_cap=options.get("logits_soft_cap"))
-    within_bound(found, plain, case.expected(spec, sinks=options.get("sinks")))
-    assert (found[case.step.num_actual_tokens :] == 0).all()
-
-
-def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
-    case = Case(rng, shared_prefix_rows(9, 3, new=6), num_seqs=12, num_tokens=72)
-    metadata = metadata_of(case.step, prefix=3 * BLOCK)
-    assert metadata.cu_prefix_query_lens.tolist() == [0, 32, 54, 54]
-    assert metadata.prefix_block_table.tolist() == [[1, 2, 3]] * 3
-
-    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
-    found, plain = case.run(impl, metadata), case.run(impl, metadata_of(case.step))
-
-    within_bound(found, plain, case.expected(AttentionSpec(scale=SCALE)))
-    assert (found[case.step.num_actual_tokens :] == 0).all()
-
-
-def test_cascade_stores_a_quantised_output(rng):
-    case = Case(rng, shared_prefix_rows(5, 6), num_seqs=8, num_tokens=8)
-    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
-    scale = torch.tensor([0.05])
-    exact = case.run(impl, metadata_of(case.step))
-    output = torch.empty(exact.shape, dtype=torch.float8_e4m3fn)
-
-    case.run(impl, metadata_of(case.step, prefix=6 * BLOCK), output=output, output_scale=scale)
-
-    # Half a spacing of e4m3's numbers.
-    assert (output.float() * scale - exact).abs().max() <= 2**-4 * exact.abs().max() + 1e-6
-
-
-def test_cascade_refuses_what_it_cannot_serve(rng):
-    case = Case(rng, shared_prefix_rows(3, 2))
-    metadata = metadata_of(case.step, prefix=8)
-    with refuses(
-        "cascade attention does not serve a sliding window; build the metadata with common_prefix_len=0.", Unsupported
-    ):
-        case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sliding_window=64), metadata)
-    with refuses("cascade attention does not serve ALiBi; build the metadata with common_prefix_len=0.", Unsupported):
-        case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, alibi_slopes=SLOPES), metadata)
-    with refuses("the metadata has no cascade fields; build it with common_prefix_len."):
-        case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS), replace(metadata, suffix_kv_lens=None))
 
 
 @pytest.mark.parametrize("world", [2, 3])
