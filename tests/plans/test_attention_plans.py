@@ -110,6 +110,18 @@ def test_chunks_grow_with_the_static_size_of_the_batch():
     assert sizes[0] < sizes[-1]
 
 
+@pytest.mark.parametrize("key_bytes", [1, 2, 4])
+@pytest.mark.parametrize("table_tokens", [16, 1000, 1088, 2112, 8192, 8256, 100_000])
+def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_bytes):
+    for num_seqs in (1, 3, 16, 24, 200):
+        chunk = chunk_size(num_seqs=num_seqs, table_tokens=table_tokens, head_programs=8, key_bytes=key_bytes)
+        assert chunk % 128 == 0
+        chunks = -(-table_tokens // chunk)
+        # Rounding up to one of four sizes in each octave leaves the last chunk at most so much shorter.
+        small = num_seqs * table_tokens * 8 <= 1 << 17
+        assert small or chunks == 1 or chunk <= 1.25 * -(-table_tokens // chunks) + 128
+
+
 def test_equal_shapes_share_a_plan():
     assert _paged() is _paged()
 

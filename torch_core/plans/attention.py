@@ -81,8 +81,7 @@ def plan_paged_attention(
         qq_bias: float [rows, rows].
         seq_causal: bool [num_seqs].
         kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128; None for the tile table's. With
-            a number, a sequence has the same bits in tables of any width, and in batches of any size whose plans
-            have the same tile.
+            a number, a sequence has the same bits in all tables and batches whose plans have the same tile.
         limits: the device; an H200 when None.
 
     Raises:
