@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure, peers
+from jattn.bench import measure, mixed, peers
 from jattn.bench.report import OURS, Report, Row
 from torch_core import launch
 from torch_core.specs import AttentionSpec
 
-__all__ = ["LENGTHS", "main", "run"]
+__all__ = ["HEAD_SIZES", "LENGTHS", "main", "run"]
 
 #: Tokens of one sequence in each row of the default table.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 #: All sequences of a row together.
 TOTAL_TOKENS = 16384
-_HEADS, _KV_HEADS, _SIZE, _BLOCK = 32, 8, 128, 16
-_SPEC = AttentionSpec(scale=_SIZE**-0.5)
+#: Head sizes that the peers have too.
+HEAD_SIZES = (64, 128, 256)
+_HEADS, _KV_HEADS, _BLOCK = 32, 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,23 @@ class _Batch:
     starts: torch.Tensor
     length: int
 
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(scale=self.query.shape[-1] ** -0.5)
 
-def run(*, lengths: Sequence[int] = LENGTHS, peers_directory: Path | None = None, jax_columns: bool = True) -> Report:
-    """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
+
+def run(
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    head_size: int = 128,
+    peers_directory: Path | None = None,
+    jax_columns: bool = True,
+) -> Report:
+    """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads, bfloat16, block 16.
 
     Args:
         lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
+        head_size: elements of a head.
         peers_directory: see `jattn.bench.peers.load_peers`.
         jax_columns: measure the JAX call and the JAX peers too.
 
@@ -58,9 +70,9 @@ def run(*, lengths: Sequence[int] = LENGTHS, peers_directory: Path | None = None
     matmul = measure.matmul_flops()
     rows, notes = [], []
     for length in lengths:
-        batches = [_batch(length) for _ in range(2)]
+        batches = [_batch(length, head_size) for _ in range(2)]
         # Half of the square is masked: two products of 2 operations each on it.
-        operations = 2.0 * TOTAL_TOKENS * length * _HEADS * _SIZE
+        operations = 2.0 * TOTAL_TOKENS * length * _HEADS * head_size
         times: dict[str, float] = {}
         for name, timed in _columns(found, jax_columns).items():
             try:
@@ -75,7 +87,7 @@ def run(*, lengths: Sequence[int] = LENGTHS, peers_directory: Path | None = None
         gc.collect()
         torch.cuda.empty_cache()
     return Report(
-        name="prefill, causal, TFLOP/s",
+        name=f"prefill, causal, heads of {head_size}, TFLOP/s",
         device=measure.device_name(),
         versions=measure.versions(),
         copy_bytes_per_second=copy,
@@ -89,13 +101,18 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table; writes JSON and a picture where asked to. Returns 0."""
     parser = argparse.ArgumentParser(prog="jattn bench prefill", description=__doc__)
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
+    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
+    parser.add_argument("--mixed", action="store_true", help="a batch of prefill chunks and decode rows instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX columns out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    report = run(peers_directory=options.peers, jax_columns=not options.no_jax)
+    if options.mixed:
+        report = mixed.run(peers_directory=options.peers)
+    else:
+        report = run(head_size=options.head_size, peers_directory=options.peers, jax_columns=not options.no_jax)
     print(report.table())
-    for peer in report.columns:
+    for peer in () if options.mixed else report.columns:
         ours = f"{OURS} paged" if "paged" in peer or "block" in peer else f"{OURS} dense"
         if not peer.startswith(OURS):
             print(f"{peer} takes {report.ratio(peer, ours):.2f} x the time of {ours} (geometric mean)")
@@ -103,13 +120,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _batch(length: int) -> _Batch:
+def _batch(length: int, size: int) -> _Batch:
     num_seqs = TOTAL_TOKENS // length
-    query = torch.randn(TOTAL_TOKENS, _HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
-    key, value = torch.randn(2, TOTAL_TOKENS, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(TOTAL_TOKENS, _HEADS, size, device="cuda", dtype=torch.bfloat16)
+    key, value = torch.randn(2, TOTAL_TOKENS, _KV_HEADS, size, device="cuda", dtype=torch.bfloat16)
     blocks = TOTAL_TOKENS // _BLOCK
     table = torch.randperm(blocks, device="cuda")
-    cache = torch.empty(blocks, 2, _BLOCK, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+    cache = torch.empty(blocks, 2, _BLOCK, _KV_HEADS, size, device="cuda", dtype=torch.bfloat16)
     cache[table, 0] = key.unflatten(0, (blocks, _BLOCK))
     cache[table, 1] = value.unflatten(0, (blocks, _BLOCK))
     return _Batch(
@@ -155,7 +172,7 @@ def _dense(batch: _Batch) -> Callable[[], Any]:
         batch.value,
         batch.starts,
         batch.starts,
-        spec=_SPEC,
+        spec=batch.spec,
         max_query_len=batch.length,
         max_key_len=batch.length,
         out=batch.out,
@@ -169,7 +186,7 @@ def _paged(batch: _Batch) -> Callable[[], Any]:
         batch.block_tables,
         batch.seq_lens,
         batch.starts,
-        spec=_SPEC,
+        spec=batch.spec,
         max_query_len=batch.length,
         out=batch.out,
     )

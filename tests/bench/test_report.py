@@ -62,6 +62,12 @@ def test_a_picture_without_matplotlib_says_what_to_install(report, tmp_path, mon
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
+def test_the_mixed_batch_needs_cuda_too():
+    with pytest.raises(Unsupported, match="jattn bench prefill measures CUDA kernels"):
+        prefill.main(["--mixed"])
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
 @pytest.mark.parametrize(("module", "name"), [(decode, "decode"), (prefill, "prefill"), (overhead, "overhead")])
 def test_a_cuda_benchmark_says_that_it_needs_cuda(module, name):
     message = f"jattn bench {name} measures CUDA kernels and needs a CUDA device in torch and in JAX"

@@ -1,4 +1,4 @@
-"""Runs each attention kernel on twelve shapes; meant for compute-sanitizer, which reports any bad access.
+"""Runs each attention kernel on a few shapes; meant for compute-sanitizer, which reports any bad access.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
 """
@@ -22,7 +22,7 @@ _LENGTHS = (
 
 
 def shapes() -> list[AttentionCase]:
-    """Returns twelve problems for each of: split and combine, rows over pages, rows over dense keys."""
+    """Returns twelve problems for each of: split and combine, rows over pages, rows over dense keys; six long ones."""
     cases = []
     for index, (seq_lens, query_lens) in enumerate(_LENGTHS):
         for head_size, block_size, dtype, cache_dtype in (
@@ -47,6 +47,19 @@ def shapes() -> list[AttentionCase]:
                 paged_case(index, seq_lens=seq_lens, block_size=block_size, cache_dtype=cache_dtype, **lens, **sizes)
             )
             cases.append(dense_case(index, key_lens=seq_lens, **lens, **sizes))
+    return cases + _long_shapes()
+
+
+def _long_shapes() -> list[AttentionCase]:
+    """Six problems for the Hopper kernel, where the device is one: ragged ends, windows, empty sequences, padding."""
+    cases = []
+    for head_size, window in ((64, None), (128, None), (128, 100), (256, None)):
+        spec = AttentionSpec(scale=0.1, window_left=window)
+        sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "spec": spec, "dtype": "bfloat16"}
+        lens = {"query_lens": [200, 1, 0, 130], "padding_tokens": 3}
+        cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **lens, **sizes))
+        if window is None and head_size != 64:
+            cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **lens, **sizes))
     return cases
 
 

@@ -42,10 +42,14 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "prefill": _prefill(),
         "prefill head 64": _prefill(head_size=64),
         "prefill head 256": _prefill(head_size=256, num_heads=8, num_kv_heads=4),
-        "prefill window sinks": _prefill(spec=AttentionSpec(scale=0.088, window_left=4095), sinks=True),
-        "prefill float16 lse": _prefill(dtype="float16", cache_dtype="float16", with_lse=True),
+        "prefill float16 window sinks lse": _prefill(
+            dtype="float16",
+            cache_dtype="float16",
+            spec=AttentionSpec(scale=0.088, window_left=4095),
+            sinks=True,
+            with_lse=True,
+        ),
         "prefill not on Hopper": _prefill(limits=DeviceLimits(arch=80)),
-        "prefill mixed with decode": _prefill(num_seqs=_DECODE_SEQS, max_query_len=512),
         "prefill fp8": _prefill(cache_dtype="float8_e4m3fn", scaled=True),
         "prefill soft cap window": _prefill(
             head_size=256,
@@ -128,8 +132,6 @@ def _decode(
 
 def _prefill(
     *,
-    num_seqs: int = 1,
-    max_query_len: int = _PREFILL_TOKENS,
     dtype: str = "bfloat16",
     cache_dtype: str = "bfloat16",
     num_heads: int = 32,
@@ -145,11 +147,11 @@ def _prefill(
     return plan_paged_attention(
         ArraySpec((_PREFILL_TOKENS, num_heads, head_size), dtype),
         _cache(cache_dtype, num_kv_heads, head_size),
-        ArraySpec((num_seqs, _PREFILL_TOKENS // 16), "int32"),
-        ArraySpec((num_seqs,), "int32"),
-        ArraySpec((num_seqs + 1,), "int32"),
+        ArraySpec((1, _PREFILL_TOKENS // 16), "int32"),
+        ArraySpec((1,), "int32"),
+        ArraySpec((2,), "int32"),
         spec=spec or AttentionSpec(scale=0.088),
-        max_query_len=max_query_len,
+        max_query_len=_PREFILL_TOKENS,
         with_lse=with_lse,
         k_scale=scale,
         v_scale=scale,
