@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from torch_core.plans.attention import plan_attention, plan_paged_attention
+from torch_core.plans.attention_hopper import hopper_tile
 from torch_core.plans.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.specs import AttentionSpec
 
@@ -122,6 +123,26 @@ def test_dense_keys_run_the_hopper_kernel_but_an_empty_array_of_them_does_not():
     assert _first(_dense(key=empty, value=empty)).name == _ROWS
 
 
+@pytest.mark.parametrize(
+    ("head_size", "max_query_len", "warpgroups"),
+    [(64, 256, 2), (64, 2047, 2), (64, 2048, 3), (64, 8192, 3), (128, 8192, 2), (256, 8192, 2)],
+)
+def test_three_warpgroups_share_a_tile_of_long_queries_with_heads_of_64(head_size, max_query_len, warpgroups):
+    plan = _paged(head_size=head_size, max_query_len=max_query_len)
+    assert dict(_first(plan).constexprs)["WARPGROUPS"] == warpgroups
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("max_query_len", [256, 8192])
+def test_the_registers_of_a_tile_fit_a_multiprocessor(head_size, max_query_len):
+    tile = hopper_tile(head_size=head_size, max_query_len=max_query_len)
+    assert tile is not None
+    # The two warps that load are padded to a warpgroup; the first multiplying one may get what the others leave.
+    warpgroups = tile.warpgroups * tile.consumer_registers + tile.producer_registers
+    assert warpgroups * 128 <= 65536
+    assert tile.consumer_registers % 8 == tile.producer_registers % 8 == 0
+
+
 def test_keys_and_values_of_a_cache_are_rows_of_one_matrix():
     plan = _paged()
     descriptors = _descriptors(plan)
@@ -144,5 +165,7 @@ def test_a_pair_of_caches_has_a_matrix_each():
 
 def test_one_program_runs_on_each_multiprocessor_and_no_more_than_there_is_work():
     assert _first(_paged(limits=DeviceLimits(num_sms=78))).grid == (78,)
+    tall = _paged(head_size=64, num_tokens=400, num_seqs=1, max_query_len=2048)
+    assert _first(tall).grid == ((400 // 192 + 2) * 8,)
     assert _first(_dense(query=ArraySpec((130, 2, 128), "bfloat16"), query_start_loc=ArraySpec((2,), "int32"),
                          key_start_loc=ArraySpec((2,), "int32"))).grid == (6,)  # fmt: skip

@@ -17,12 +17,12 @@ def load_queries_and_keys(
     block_tables, seq_lens, query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left,
     window_right, num_items,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    MIN_QUERY: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    MIN_QUERY: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
     QUERY_STAGES: gl.constexpr, QUERY_STRIDE: gl.constexpr, KEY_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warp: copies the query tile of each work item and its key tiles, last keys first."""
-    ROWS: gl.constexpr = 128
+    ROWS: gl.constexpr = 64 * WARPGROUPS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     fields = gl.arange(0, 8, layout=layout)
     programs = gl.num_programs(0)
@@ -42,10 +42,10 @@ def load_queries_and_keys(
             values = gl.where(fields == 3, num_keys, gl.where(fields == 4, head, values))
             info.index(slot).store(values)
             mbarrier.expect(q_full.index(slot), ROWS * HEAD_SIZE * 2)
-            for i in gl.static_range(2):
+            for i in gl.static_range(WARPGROUPS):
                 tma.async_copy_global_to_shared(
                     query, [first_row + i * 64, head * QUERY_STRIDE], q_full.index(slot),
-                    q_tiles.index(slot * 2 + i),
+                    q_tiles.index(slot * WARPGROUPS + i),
                 )  # fmt: skip
             column = head // GROUP * KEY_STRIDE
             first_tile = low // BLOCK_N
@@ -69,12 +69,12 @@ def load_values(
     block_tables, seq_lens, query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left,
     window_right, num_items,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    MIN_QUERY: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    MIN_QUERY: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
     VALUE_ROW: gl.constexpr, VALUE_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warp: copies the value tiles of each work item, and zeros what no key of the sequence owns."""
-    ROWS: gl.constexpr = 128
+    ROWS: gl.constexpr = 64 * WARPGROUPS
     programs = gl.num_programs(0)
     step = 0
     raw_phase = 0

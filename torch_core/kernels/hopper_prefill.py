@@ -36,6 +36,7 @@ def hopper_prefill_kernel(
     NUM_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     QUERY_STAGES: gl.constexpr,
@@ -43,6 +44,7 @@ def hopper_prefill_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     PING_PONG: gl.constexpr,
     OVERLAP: gl.constexpr,
+    SKIP_RESCALE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
@@ -55,21 +57,21 @@ def hopper_prefill_kernel(
     OUT_TOKEN_STRIDE: gl.constexpr,
     OUT_HEAD_STRIDE: gl.constexpr,
 ):
-    """A program of a persistent grid: two warpgroups of 64 query rows each, and two warps that load for them.
+    """A program of a persistent grid: two or three warpgroups of 64 query rows, and two warps that load for them.
 
-    A work item is one head of 128 query rows of a sequence; `work_item` says which ones a program takes. The warps
-    that load fill rings of tiles in shared memory, also ahead into the next item; barriers in shared memory say which
-    slots are full and which are free again. Values that no key of the sequence owns are zeroed there. The warpgroups
-    multiply in turns, so that one does its softmax while the other one multiplies (FlashAttention-3,
+    A work item is one head of 64 * WARPGROUPS query rows of a sequence; `work_item` says which ones a program takes.
+    The warps that load fill rings of tiles in shared memory, also ahead into the next item; barriers in shared memory
+    say which slots are full and which are free again. Values that no key of the sequence owns are zeroed there. The
+    warpgroups multiply in turns, so that one does its softmax while another one multiplies (FlashAttention-3,
     arXiv 2407.08608); they go from the last key to the first, the tiles at the mask's edge apart from the others.
 
     The copy engine sees arrays as matrices: row `token` and column `head * stride` of query and dense keys; row
     `block * BLOCK_ROWS + token` (VALUE_ROW more for values of a combined cache) of a paged cache.
     """
-    ROWS: gl.constexpr = 128
+    ROWS: gl.constexpr = 64 * WARPGROUPS
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * 2, 64, HEAD_SIZE], layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
     info_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -84,41 +86,77 @@ def hopper_prefill_kernel(
     v_raw = gl.allocate_shared_memory(gl.int64, [1], barrier)
     for i in gl.static_range(QUERY_STAGES):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(q_empty.index(i), count=WARPGROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
     mbarrier.init(v_raw, count=1)
     num_items = count_tiles(query_start_loc, num_seqs, ROWS, MIN_QUERY) * NUM_HEADS
-    gl.warp_specialize(
-        [
-            (attend_rows, (
-                0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
-                v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, BLOCK_N, HEAD_SIZE, STAGES, QUERY_STAGES,
-                PING_PONG, OVERLAP, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
-            )),
-            (attend_rows, (
-                1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
-                v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, BLOCK_N, HEAD_SIZE, STAGES, QUERY_STAGES,
-                PING_PONG, OVERLAP, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
-            )),
-            (load_queries_and_keys, (
-                query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty, block_tables, seq_lens,
-                query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right,
-                num_items, NUM_HEADS, GROUP, MIN_QUERY, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX,
-                PAGED, QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
-            )),
-            (load_values, (
-                value_cache, v_tiles, v_full, v_empty, v_raw, block_tables, seq_lens, query_start_loc, key_start_loc,
-                num_seqs, table_stride, table_tokens, window_left, window_right, num_items, NUM_HEADS, GROUP,
-                MIN_QUERY, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, VALUE_ROW, VALUE_STRIDE,
-            )),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
+                    v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
+                    QUERY_STAGES, PING_PONG, OVERLAP, SKIP_RESCALE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                )),
+                (attend_rows, (
+                    1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
+                    v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
+                    QUERY_STAGES, PING_PONG, OVERLAP, SKIP_RESCALE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                )),
+                (load_queries_and_keys, (
+                    query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty, block_tables, seq_lens,
+                    query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right,
+                    num_items, NUM_HEADS, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE,
+                    BLOCK_ROWS, BOX, PAGED, QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
+                )),
+                (load_values, (
+                    value_cache, v_tiles, v_full, v_empty, v_raw, block_tables, seq_lens, query_start_loc,
+                    key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right, num_items,
+                    NUM_HEADS, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS,
+                    BOX, PAGED, VALUE_ROW, VALUE_STRIDE,
+                )),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
+                    v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
+                    QUERY_STAGES, PING_PONG, OVERLAP, SKIP_RESCALE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                )),
+                (attend_rows, (
+                    1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
+                    v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
+                    QUERY_STAGES, PING_PONG, OVERLAP, SKIP_RESCALE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                )),
+                (attend_rows, (
+                    2, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
+                    v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
+                    QUERY_STAGES, PING_PONG, OVERLAP, SKIP_RESCALE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                )),
+                (load_queries_and_keys, (
+                    query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty, block_tables, seq_lens,
+                    query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right,
+                    num_items, NUM_HEADS, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE,
+                    BLOCK_ROWS, BOX, PAGED, QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
+                )),
+                (load_values, (
+                    value_cache, v_tiles, v_full, v_empty, v_raw, block_tables, seq_lens, query_start_loc,
+                    key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right, num_items,
+                    NUM_HEADS, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS,
+                    BOX, PAGED, VALUE_ROW, VALUE_STRIDE,
+                )),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
     zero_padding(
         out, lse, query_start_loc, num_seqs, num_tokens, NUM_HEADS, HEAD_SIZE, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE
     )

@@ -32,9 +32,10 @@ _LN2 = gl.constexpr(0.6931471805599453)
 @gluon.jit
 def attend_rows(
     OWN: gl.constexpr, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info,
-    k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, BLOCK_N: gl.constexpr,
-    HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    OVERLAP: gl.constexpr, NUM_HEADS: gl.constexpr, OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr,
+    k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, SKIP_RESCALE: gl.constexpr, NUM_HEADS: gl.constexpr,
+    OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -49,14 +50,14 @@ def attend_rows(
     factor = scale * _LOG2E
     programs = gl.num_programs(0)
     step = 0
-    if PING_PONG and OWN == 1:
-        pass_turn(OWN)
+    if PING_PONG and OWN == WARPGROUPS - 1:
+        pass_turn(OWN, WARPGROUPS)
     for turn in range((num_items + programs - 1) // programs):
         place = gl.program_id(0)
         place = gl.where(turn % 2 == 0, place, programs - 1 - place)
         if turn * programs + place < num_items:
             slot = turn % QUERY_STAGES
-            q = q_tiles.index(slot * 2 + OWN)
+            q = q_tiles.index(slot * WARPGROUPS + OWN)
             mbarrier.wait(q_full.index(slot), (turn // QUERY_STAGES) & 1)
             told = info.index(slot).load(INFO_LAYOUT)
             first_row = gl.sum(gl.where(fields == 0, told, 0), 0)
@@ -92,7 +93,7 @@ def attend_rows(
                 first = positions - window_left
 
             for _ in range(own_end, end_tile):
-                skip_tile(k_full, k_empty, v_full, v_empty, step, OWN, STAGES, PING_PONG)
+                skip_tile(k_full, k_empty, v_full, v_empty, step, OWN, WARPGROUPS, STAGES, PING_PONG)
                 step += 1
 
             stage, phase = ring_slot(step, STAGES)
@@ -114,14 +115,15 @@ def attend_rows(
                 position = (own_end - 2 - i) * BLOCK_N
                 weights, acc, row_max, row_sum = attend_tile(
                     q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, row_max, row_sum,
-                    factor, first - position, last - position, OWN, STAGES, PING_PONG, OVERLAP, True, LEFT,
-                    S_LAYOUT, BLOCK_N,
+                    factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP,
+                    SKIP_RESCALE, True, LEFT, S_LAYOUT, BLOCK_N,
                 )  # fmt: skip
                 step += 1
             for _ in range(body_end - body_start):
                 weights, acc, row_max, row_sum = attend_tile(
                     q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, row_max, row_sum,
-                    factor, first, last, OWN, STAGES, PING_PONG, OVERLAP, False, LEFT, S_LAYOUT, BLOCK_N,
+                    factor, first, last, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP, SKIP_RESCALE, False, LEFT,
+                    S_LAYOUT, BLOCK_N,
                 )  # fmt: skip
                 step += 1
             if LEFT:
@@ -129,8 +131,8 @@ def attend_rows(
                     position = (body_start - 1 - i) * BLOCK_N
                     weights, acc, row_max, row_sum = attend_tile(
                         q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, row_max, row_sum,
-                        factor, first - position, last - position, OWN, STAGES, PING_PONG, OVERLAP, True, LEFT,
-                        S_LAYOUT, BLOCK_N,
+                        factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP,
+                        SKIP_RESCALE, True, LEFT, S_LAYOUT, BLOCK_N,
                     )  # fmt: skip
                     step += 1
 
@@ -142,7 +144,7 @@ def attend_rows(
             mbarrier.arrive(v_empty.index(before), count=1)
             if LEFT:
                 for _ in range(first_tile, own_tile):
-                    skip_tile(k_full, k_empty, v_full, v_empty, step, OWN, STAGES, PING_PONG)
+                    skip_tile(k_full, k_empty, v_full, v_empty, step, OWN, WARPGROUPS, STAGES, PING_PONG)
                     step += 1
 
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)

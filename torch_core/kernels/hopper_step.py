@@ -19,20 +19,40 @@ __all__ = [
 
 # Triton takes the first few of the sixteen hardware barriers for itself.
 _FIRST_BARRIER = gl.constexpr(8)
+# Elements of a thread that one test of `_rescale` covers: all that a head of 64 has.
+_RESCALED = gl.constexpr(32)
+
+
+def _rescale_assembly(count: int) -> str:
+    # Operands: `count` values in and out, the same again (tied), `count` factors, in the order of the matrix units:
+    # two columns of one row, the same columns of the row 8 below, and so on.
+    factors = (f"${2 * count}", f"${2 * count + 2}")
+    products = "".join(f"mul.f32 ${i}, ${i}, {factors[i // 2 % 2]}; " for i in range(count))
+    return (
+        f"{{ .reg .pred changed; setp.neu.f32 changed, {factors[0]}, 0f3F800000; "
+        f"setp.neu.or.f32 changed, {factors[1]}, 0f3F800000, changed; vote.sync.any.pred changed, changed, 0xffffffff; "
+        f"@!changed bra same; {products}same: }}"
+    )
+
+
+_RESCALE = gl.constexpr(_rescale_assembly(_RESCALED.value))
+_RESCALE_CONSTRAINTS = gl.constexpr(
+    ",".join(["=f"] * _RESCALED.value + [str(i) for i in range(_RESCALED.value)] + ["f"] * _RESCALED.value)
+)
 
 
 @gluon.jit
 def take_turn(OWN: gl.constexpr):
-    """Waits until this warpgroup may issue its products: the other one's softmax fills the time between."""
+    """Waits until this warpgroup may issue its products: the softmax of the others fills the time between."""
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.u32 $0, 0;", "=r,n", [OWN + _FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def pass_turn(OWN: gl.constexpr):
-    """Lets the other warpgroup issue its products."""
-    following: gl.constexpr = 1 - OWN
+def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Lets the next warpgroup issue its products."""
+    following: gl.constexpr = (OWN + 1) % WARPGROUPS
     gl.inline_asm_elementwise(
         "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,n", [following + _FIRST_BARRIER], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -73,8 +93,8 @@ def softmax_step(s, row_max, row_sum, scale, first, last, MASKED: gl.constexpr, 
 @gluon.jit
 def attend_tile(
     q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, row_max, row_sum, scale, first, last,
-    OWN: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    OVERLAP: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    OWN: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr,
+    SKIP_RESCALE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The scores of key tile `step`, while the values of the tile before are still being weighed."""
     stage, phase = ring_slot(step, STAGES)
@@ -88,7 +108,7 @@ def attend_tile(
     s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     acc = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
     if PING_PONG:
-        pass_turn(OWN)
+        pass_turn(OWN, WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     weights, keep, row_max, row_sum = softmax_step(s, row_max, row_sum, scale, first, last, MASKED, LEFT)
@@ -96,14 +116,15 @@ def attend_tile(
         _after(row_sum)
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
     mbarrier.arrive(v_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, acc.type.layout))[:, None]
+    factors = gl.convert_layout(keep, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = _rescale(acc, factors) if SKIP_RESCALE else acc * factors
     return pack_weights(weights, q), acc, row_max, row_sum
 
 
 @gluon.jit
 def skip_tile(
-    k_full, k_empty, v_full, v_empty, step, OWN: gl.constexpr, STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
+    k_full, k_empty, v_full, v_empty, step, OWN: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """Lets a tile pass that only the other warpgroups need."""
     stage, phase = ring_slot(step, STAGES)
@@ -113,7 +134,7 @@ def skip_tile(
     mbarrier.arrive(v_empty.index(stage), count=1)
     if PING_PONG:
         take_turn(OWN)
-        pass_turn(OWN)
+        pass_turn(OWN, WARPGROUPS)
 
 
 @gluon.jit
@@ -136,6 +157,15 @@ def unpack_weights(packed, q, acc):
     pairs = gl.join(low, high)
     p = pairs.reshape([packed.shape[0], packed.shape[1] * 2]).to(q.dtype, bitcast=True)
     return gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def _rescale(acc, factors):
+    """acc * factors, which a warp skips while the maxima of its rows stay: every factor is 1 then."""
+    factors, _ = gl.broadcast(factors, acc)
+    return gl.inline_asm_elementwise(
+        _RESCALE, _RESCALE_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=_RESCALED
+    )
 
 
 @gluon.jit

@@ -12,12 +12,11 @@ from torch_core.plans.attention_call import AttentionCall
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, Descriptor, LaunchPlan, Pointer
 from torch_core.specs import DTYPE_BYTES
 
-__all__ = ["HopperTile", "hopper_launch"]
+__all__ = ["HopperTile", "hopper_launch", "hopper_tile"]
 
 _ARCH = 90
-# Two warpgroups multiply in a program, each with as many query rows as one product has.
+# Query rows of one product, and so of a warpgroup.
 _WARPGROUP_ROWS = 64
-_TILE_ROWS = 2 * _WARPGROUP_ROWS
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
 _MIN_BOX = 8
 _MAX_BOX = 256
@@ -33,6 +32,7 @@ class HopperTile:
     """Tile of hopper_prefill_kernel.
 
     Attributes:
+        warpgroups: warpgroups that multiply, two or three.
         block_n: keys of one step.
         stages: tiles of keys, and of values, in shared memory.
         query_stages: query tiles in shared memory.
@@ -40,8 +40,10 @@ class HopperTile:
         producer_registers: registers of a thread that loads.
         ping_pong: warpgroups multiply in turns.
         overlap: a warpgroup's softmax ends before it waits for its products with values.
+        skip_rescale: a warp leaves its sums as they are while the maxima of its rows stay; head size 64 alone.
     """
 
+    warpgroups: int
     block_n: int
     stages: int
     query_stages: int
@@ -49,14 +51,24 @@ class HopperTile:
     producer_registers: int
     ping_pong: bool
     overlap: bool
+    skip_rescale: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows."""
+        return self.warpgroups * _WARPGROUP_ROWS
 
 
-#: Measured on an H200; by head size.
+# Measured on an H200; by head size.
 _TILES = {
-    64: HopperTile(128, 4, 2, 232, 40, True, False),
-    128: HopperTile(128, 2, 2, 232, 40, True, False),
-    256: HopperTile(64, 2, 1, 232, 40, True, True),
+    64: HopperTile(2, 128, 4, 2, 232, 40, True, False),
+    128: HopperTile(2, 128, 2, 2, 232, 40, True, False),
+    256: HopperTile(2, 64, 2, 1, 232, 40, True, True),
 }
+# Heads of 64 leave registers for a third warpgroup: more softmax to do while one multiplies. On short queries the
+# taller tile has more rows without work than it gains.
+_TALL_TILES = {64: HopperTile(3, 128, 2, 2, 160, 24, True, False, skip_rescale=True)}
+_TALL_QUERY_LEN = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +81,27 @@ class _Matrix:
     value_row: int = 0
 
 
-def hopper_launch(call: AttentionCall, scalars: dict[str, Argument], *, min_query: int) -> LaunchPlan | None:
+def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
+    """Returns the tile for a head size, None where there is none.
+
+    Every tile of a head size gives the same bits: a warpgroup takes the same rows through the same tiles of keys.
+
+    Args:
+        head_size: elements of a head.
+        max_query_len: an upper bound on the query length.
+
+    Example:
+        >>> hopper_tile(head_size=64, max_query_len=512).rows, hopper_tile(head_size=64, max_query_len=8192).rows
+        (128, 192)
+    """
+    if max_query_len >= _TALL_QUERY_LEN and head_size in _TALL_TILES:
+        return _TALL_TILES[head_size]
+    return _TILES.get(head_size)
+
+
+def hopper_launch(
+    call: AttentionCall, scalars: dict[str, Argument], *, min_query: int, tile: HopperTile | None = None
+) -> LaunchPlan | None:
     """Plans hopper_prefill_kernel for a call's long queries and padding; None where the portable kernel serves them.
 
     The Hopper kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, a positive scale, causal and window
@@ -79,11 +111,12 @@ def hopper_launch(call: AttentionCall, scalars: dict[str, Argument], *, min_quer
         call: the call.
         scalars: the by-value arguments that all attention kernels share.
         min_query: query rows from which on a sequence is served.
+        tile: another tile than the table's, for measurements.
     """
-    tile = _TILES.get(call.key.shape[-1]) if _is_served(call) else None
-    if tile is None:
+    tile = tile or hopper_tile(head_size=call.key.shape[-1], max_query_len=call.max_query_len)
+    if tile is None or not _is_served(call):
         return None
-    items = (call.num_tokens // _TILE_ROWS + call.num_seqs + 1) * call.num_heads
+    items = (call.num_tokens // tile.rows + call.num_seqs + 1) * call.num_heads
     query, key, value = (_matrix(call, name, tile) for name in ("query", "key", "value"))
     if query is None or key is None or value is None or items >= 2**31:
         return None
@@ -107,6 +140,7 @@ def hopper_launch(call: AttentionCall, scalars: dict[str, Argument], *, min_quer
         "NUM_HEADS": call.num_heads,
         "GROUP": call.group,
         "HEAD_SIZE": head_size,
+        "WARPGROUPS": tile.warpgroups,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
         "QUERY_STAGES": tile.query_stages,
@@ -114,6 +148,7 @@ def hopper_launch(call: AttentionCall, scalars: dict[str, Argument], *, min_quer
         "PRODUCER_REGISTERS": tile.producer_registers,
         "PING_PONG": tile.ping_pong,
         "OVERLAP": tile.overlap,
+        "SKIP_RESCALE": tile.skip_rescale,
         "BLOCK_SIZE": call.block_size,
         "BLOCK_ROWS": key.block_rows,
         "BOX": box,

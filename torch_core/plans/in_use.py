@@ -41,6 +41,7 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "decode float32": _decode(dtype="float32", cache_dtype="float32"),
         "prefill": _prefill(),
         "prefill head 64": _prefill(head_size=64),
+        "prefill head 64 short queries": _prefill(head_size=64, max_query_len=512),
         "prefill head 256": _prefill(head_size=256, num_heads=8, num_kv_heads=4),
         "prefill float16 window sinks lse": _prefill(
             dtype="float16",
@@ -141,6 +142,7 @@ def _prefill(
     scaled: bool = False,
     sinks: bool = False,
     with_lse: bool = False,
+    max_query_len: int = _PREFILL_TOKENS,
     limits: DeviceLimits | None = None,
 ) -> OperationPlan:
     scale = ArraySpec((1,), "float32") if scaled else None
@@ -151,7 +153,7 @@ def _prefill(
         ArraySpec((1,), "int32"),
         ArraySpec((2,), "int32"),
         spec=spec or AttentionSpec(scale=0.088),
-        max_query_len=_PREFILL_TOKENS,
+        max_query_len=max_query_len,
         with_lse=with_lse,
         k_scale=scale,
         v_scale=scale,
