@@ -99,13 +99,17 @@ def test_an_exported_program_runs_after_it_was_stored():
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "seq_lens"),
-    [([1, 1, 1], [40, 7, 200]), ([100, 1, 30], [150, 90, 30]), ([200, 1, 150], [250, 90, 150])],
-    ids=["decode", "mixed", "prefill"],
+    ("query_lens", "seq_lens", "longest"),
+    [
+        ([1, 1, 1], [40, 7, 200], 1),
+        ([100, 1, 30], [150, 90, 30], 100),
+        ([200, 1, 150], [250, 90, 150], 200),
+        ([200, 1, 150], [250, 90, 150], 4096),
+    ],
+    ids=["decode", "mixed", "prefill", "prefill of long queries"],
 )
-def test_native_calls_give_the_bits_of_the_torch_callback_and_of_the_torch_launch(query_lens, seq_lens, seed):
+def test_native_calls_give_the_bits_of_the_torch_callback_and_of_the_torch_launch(query_lens, seq_lens, longest, seed):
     arrays = _step_arrays(seed, query_lens, seq_lens)
-    longest = max(query_lens)
     native_step = jax.jit(lambda a: _decode(a, a["kv_cache"], "triton", longest))(arrays)
     callback_step = jax.jit(lambda a: _decode(a, a["kv_cache"], "torch", longest))(arrays)
     for found, expected in zip(native_step, callback_step, strict=True):

@@ -5,13 +5,16 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tes
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case
 from torch_core.launch.cuda import attention_with_lse, paged_attention_with_lse
 from torch_core.specs import AttentionSpec
 
-__all__ = ["shapes"]
+__all__ = ["shapes", "tall_shapes"]
 
 _LENGTHS = (
     ([1, 17, 300], [1, 1, 1]),
@@ -22,7 +25,7 @@ _LENGTHS = (
 
 
 def shapes() -> list[AttentionCase]:
-    """Returns twelve problems for each of: split and combine, rows over pages, rows over dense keys; six long ones."""
+    """Returns twelve problems for each of: split and combine, rows over pages, rows over dense keys; and long ones."""
     cases = []
     for index, (seq_lens, query_lens) in enumerate(_LENGTHS):
         for head_size, block_size, dtype, cache_dtype in (
@@ -51,16 +54,36 @@ def shapes() -> list[AttentionCase]:
 
 
 def _long_shapes() -> list[AttentionCase]:
-    """Six problems for the Hopper kernel, where the device is one: ragged ends, windows, empty sequences, padding."""
+    """Problems for the Hopper kernel, where the device is one: ragged ends, windows, empty sequences, padding."""
     cases = []
     for head_size, window in ((64, None), (128, None), (128, 100), (256, None)):
-        spec = AttentionSpec(scale=0.1, window_left=window)
-        sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "spec": spec, "dtype": "bfloat16"}
-        lens = {"query_lens": [200, 1, 0, 130], "padding_tokens": 3}
-        cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **lens, **sizes))
+        sizes = _long_sizes(head_size, window)
+        cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
         if window is None and head_size != 64:
-            cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **lens, **sizes))
-    return cases
+            cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **sizes))
+    return cases + tall_shapes()
+
+
+def tall_shapes() -> list[AttentionCase]:
+    """Returns the problems for the Hopper kernel's tile of three warpgroups: the same, but stated to be longer."""
+    cases = []
+    for window in (None, 100):
+        sizes = _long_sizes(64, window)
+        cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
+        cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **sizes))
+    return [replace(case, limits={**case.limits, "max_query_len": 4096}) for case in cases]
+
+
+def _long_sizes(head_size: int, window: int | None) -> dict[str, Any]:
+    return {
+        "query_lens": [200, 1, 0, 130],
+        "padding_tokens": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": head_size,
+        "spec": AttentionSpec(scale=0.1, window_left=window),
+        "dtype": "bfloat16",
+    }
 
 
 def main() -> None:
