@@ -1,0 +1,193 @@
+"""Searches the tiles of the Hopper prefill kernel off-line; the frozen table is read off its results file."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jattn.bench import measure
+from jattn.bench.report import Report, Row
+from torch_core.launch.run import run_operation
+from torch_core.plans.attention import plan_attention, plan_paged_attention
+from torch_core.plans.attention_call import AttentionCall
+from torch_core.plans.attention_hopper import HopperTile, hopper_launch
+from torch_core.plans.attention_launch import scalar_arguments
+from torch_core.plans.compile import KernelVariant, compile_variant, kernel_variant
+from torch_core.plans.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.specs import AttentionSpec
+
+__all__ = ["CANDIDATES", "LENGTHS", "RESULTS_PATH", "plans", "search", "write_results"]
+
+#: Tokens of one sequence in each row.
+LENGTHS = (512, 1024, 2048, 4096, 16384)
+#: Where the results of the search are recorded.
+RESULTS_PATH = Path(__file__).with_name("hopper_tiles.json")
+#: What the search compares, by head size.
+CANDIDATES: dict[int, tuple[HopperTile, ...]] = {
+    64: (
+        HopperTile(2, 128, 4, 2, 232, 40, True, False),
+        HopperTile(2, 128, 4, 2, 232, 40, True, False, skip_rescale=True),
+        HopperTile(2, 128, 4, 2, 232, 40, True, True),
+        HopperTile(3, 128, 2, 2, 160, 24, True, False, skip_rescale=True),
+        HopperTile(3, 128, 2, 2, 160, 24, True, False),
+        HopperTile(3, 128, 4, 2, 160, 24, True, False, skip_rescale=True),
+        HopperTile(3, 128, 2, 2, 160, 24, False, False, skip_rescale=True),
+    ),
+    128: (
+        HopperTile(2, 128, 2, 2, 232, 40, True, False),
+        HopperTile(2, 128, 2, 2, 232, 40, True, True),
+        HopperTile(2, 128, 2, 2, 232, 40, False, False),
+        HopperTile(2, 64, 4, 2, 232, 40, True, False),
+    ),
+    256: (
+        HopperTile(2, 64, 2, 1, 232, 40, True, True),
+        HopperTile(2, 64, 2, 1, 232, 40, True, False),
+        HopperTile(2, 64, 2, 1, 232, 40, False, True),
+    ),
+}
+_TOKENS, _HEADS, _KV_HEADS, _BLOCK = 16384, 32, 8, 16
+
+
+def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> Report:
+    """Times every candidate by graph replay: causal, bfloat16, 16k tokens, 32 query heads, 8 key/value heads.
+
+    Args:
+        head_size: elements of a head, one of `CANDIDATES`.
+        lengths: tokens of one sequence; each divides 16384.
+
+    Returns:
+        A row for each length, dense and over blocks of 16; a column for each candidate, named by `tile_name`.
+
+    Raises:
+        Unsupported: torch or JAX has no CUDA device.
+    """
+    measure.require_cuda("tune")
+    _compile_together(head_size, lengths)
+    matmul = measure.matmul_flops()
+    rows, notes = [], []
+    for length in lengths:
+        operations = 2.0 * _TOKENS * length * _HEADS * head_size
+        for paged in (False, True):
+            times: dict[str, float] = {}
+            for tile, plan in plans(head_size, length, paged=paged).items():
+                name = tile_name(tile)
+                try:
+                    times[name] = measure.graph_us([_call(plan, length) for _ in range(2)])
+                except Exception as error:  # A tile that does not fit is a note, not the end of the search.
+                    times[name] = math.nan
+                    notes.append(f"{name} at {length}: {str(error).splitlines()[0][:160]}")
+            label = f"{length} {'paged' if paged else 'dense'}"
+            rows.append(Row(label, operations / matmul * 1e6, times, "TFLOP/s", operations))
+    return Report(
+        name=f"tiles of the Hopper prefill kernel, heads of {head_size}, TFLOP/s",
+        device=measure.device_name(),
+        versions=measure.versions(),
+        copy_bytes_per_second=measure.copy_bytes_per_second(),
+        matmul_flops=matmul,
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def plans(head_size: int, length: int, *, paged: bool) -> dict[HopperTile, OperationPlan]:
+    """Returns the plan of each candidate for a batch of sequences of one length; needs no device.
+
+    Args:
+        head_size: elements of a head, one of `CANDIDATES`.
+        length: tokens of one sequence.
+        paged: keys lie in blocks of 16.
+    """
+    num_seqs = _TOKENS // length
+    query = ArraySpec((_TOKENS, _HEADS, head_size), "bfloat16")
+    starts = ArraySpec((num_seqs + 1,), "int32")
+    limits = DeviceLimits()
+    options: dict[str, Any] = {"spec": AttentionSpec(scale=head_size**-0.5), "max_query_len": length, "limits": limits}
+    if paged:
+        cache = ArraySpec((_TOKENS // _BLOCK, 2, _BLOCK, _KV_HEADS, head_size), "bfloat16")
+        strides = cache.element_strides
+        key = ArraySpec((cache.shape[0], *cache.shape[2:]), "bfloat16", (strides[0], *strides[2:]))
+        tables, seq_lens = ArraySpec((num_seqs, length // _BLOCK), "int32"), ArraySpec((num_seqs,), "int32")
+        base = plan_paged_attention(query, cache, tables, seq_lens, starts, **options)
+        arrays: dict[str, Any] = {"kv_cache": cache, "block_tables": tables, "seq_lens": seq_lens}
+    else:
+        key = ArraySpec((_TOKENS, _KV_HEADS, head_size), "bfloat16")
+        base = plan_attention(query, key, key, starts, starts, **options)
+        arrays = {"key_start_loc": starts}
+    call = AttentionCall(
+        query=query, key=key, value=key, query_start_loc=starts, out=query, with_lse=False, **arrays, **options
+    )
+    min_query = dict(base.launches[0].constexprs)["MIN_QUERY"]
+    found = {}
+    for tile in CANDIDATES[head_size]:
+        launch = hopper_launch(call, scalar_arguments(call), min_query=min_query, tile=tile)
+        if launch is not None:
+            found[tile] = replace(base, launches=(launch, *base.launches[1:]))
+    return found
+
+
+def tile_name(tile: HopperTile) -> str:
+    """Returns the column of a tile: warpgroups x keys x stages x query stages, registers, then its switches.
+
+    Example:
+        >>> tile_name(HopperTile(3, 128, 2, 2, 160, 24, True, False, skip_rescale=True))
+        '3x128x2x2 r160 ps'
+    """
+    switches = {"p": tile.ping_pong, "o": tile.overlap, "s": tile.skip_rescale}
+    letters = "".join(letter for letter, on in switches.items() if on)
+    shape = f"{tile.warpgroups}x{tile.block_n}x{tile.stages}x{tile.query_stages}"
+    return f"{shape} r{tile.consumer_registers} {letters or '-'}"
+
+
+def write_results(reports: dict[int, Report], path: Path = RESULTS_PATH) -> None:
+    """Records the reports of a search, by head size, with the tiles that their columns stand for."""
+    record = {
+        str(head_size): {
+            "tiles": {tile_name(tile): asdict(tile) for tile in CANDIDATES[head_size]},
+            **asdict(report),
+        }
+        for head_size, report in reports.items()
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _compile_together(head_size: int, lengths: Sequence[int]) -> None:
+    """Fills Triton's disk cache from one process for each processor: a tile takes ten seconds to compile."""
+    jobs: dict[KernelVariant, tuple[int, int, bool, HopperTile]] = {}
+    for length in lengths:
+        for paged in (False, True):
+            for tile, plan in plans(head_size, length, paged=paged).items():
+                jobs.setdefault(kernel_variant(plan.launches[0], plan.specs), (head_size, length, paged, tile))
+    # Forked processes would inherit a CUDA context that they cannot use.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(_compile, *arguments) for arguments in jobs.values()]:
+            job.exception()  # A tile that does not compile fails again, and is noted, when its turn comes.
+
+
+def _compile(head_size: int, length: int, paged: bool, tile: HopperTile) -> None:
+    plan = plans(head_size, length, paged=paged)[tile]
+    compile_variant(kernel_variant(plan.launches[0], plan.specs), DeviceLimits().arch)
+
+
+def _call(plan: OperationPlan, length: int) -> Callable[[], Any]:
+    tensors = {name: _tensor(name, spec, length) for name, spec in plan.inputs}
+    out = {name: torch.empty(spec.shape, dtype=torch.bfloat16, device="cuda") for name, spec in plan.outputs}
+    return lambda: run_operation(plan, tensors, out)
+
+
+def _tensor(name: str, spec: ArraySpec, length: int) -> torch.Tensor:
+    if name in ("query_start_loc", "key_start_loc"):
+        return torch.arange(0, _TOKENS + 1, length, dtype=torch.int32, device="cuda")
+    if name == "seq_lens":
+        return torch.full(spec.shape, length, dtype=torch.int32, device="cuda")
+    if name == "block_tables":
+        return torch.randperm(_TOKENS // _BLOCK, device="cuda").to(torch.int32).reshape(spec.shape)
+    return torch.randn(spec.shape, dtype=torch.bfloat16, device="cuda")
