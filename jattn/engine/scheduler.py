@@ -143,12 +143,15 @@ class Scheduler:
 
     def _prefill_candidates(self) -> list[ScheduledRow]:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
+        candidates = [*(r for r in self._running if _remaining(r) > 1), *self._waiting]
+        if not candidates:
+            return []
         budget = self._config.max_num_batched_tokens
         places = self._config.max_num_seqs - len(self._running)
         stats = self._cache.stats()
         room = (stats.free + stats.cached) * self._config.block_size
         rows: list[ScheduledRow] = []
-        for request in [*(r for r in self._running if _remaining(r) > 1), *self._waiting]:
+        for request in candidates:
             is_new = request.state is not RequestState.RUNNING
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
                 break
@@ -168,9 +171,7 @@ class Scheduler:
     def _hold_back(self, request: Request) -> None:
         if request.state is not RequestState.RUNNING:
             # A prefix that it holds while it waits could be what an older request is short of.
-            self._cache.preempt(request.request_id)
-            self._to_resume.add(request.request_id)
-            request.num_computed_tokens = 0
+            self._drop_blocks(request)
 
     def _schedule_decode(self) -> ScheduledStep | None:
         num_steps = self._config.num_scheduler_steps
@@ -217,13 +218,15 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        if self._swap_out(request):
-            request.move(RequestState.PREEMPTED)
-            self._waiting.appendleft(request)
-            return
+        if not self._swap_out(request):
+            self._drop_blocks(request)
+        self._put_back(request)
+
+    def _drop_blocks(self, request: Request) -> None:
+        """Gives a request's blocks back; it is computed again from what is cached of it then."""
         self._cache.preempt(request.request_id)
         self._to_resume.add(request.request_id)
-        self._put_back(request)
+        request.num_computed_tokens = 0
 
     def _swap_out(self, request: Request) -> bool:
         if not self._config.num_host_blocks:
@@ -237,7 +240,6 @@ class Scheduler:
 
     def _put_back(self, request: Request) -> None:
         request.move(RequestState.PREEMPTED)
-        request.num_computed_tokens = 0
         request.num_pending_tokens = 0
         self._waiting.appendleft(request)
 

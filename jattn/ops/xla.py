@@ -162,14 +162,9 @@ def write_kv_cache(
     v_scale: jax.Array | None,
 ) -> jax.Array:
     """Scatters new keys and values into their slots; in place where the cache is donated."""
-    num_blocks, _, block_size = kv_cache.shape[:3]
-    # A negative index would wrap around; one past the end is dropped.
-    blocks = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
-    offsets = slot_mapping % block_size
-    scaled = [_quantised(x, scale, kv_cache.dtype) for x, scale in ((key, k_scale), (value, v_scale))]
-    return kv_cache.at[blocks[:, None], jnp.arange(2), offsets[:, None]].set(
-        jnp.stack(scaled, axis=1), mode="drop", unique_indices=False
-    )
+    blocks, offsets = _places(slot_mapping, kv_cache)
+    codes = [_quantised(x, scale, kv_cache.dtype) for x, scale in ((key, k_scale), (value, v_scale))]
+    return _stored(kv_cache, blocks, offsets, codes)
 
 
 @_one_program
@@ -182,14 +177,12 @@ def write_kv_cache_per_token_head(
     slot_mapping: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scatters new keys and values, each row of a head with the scale that its largest element asks for."""
-    num_blocks, _, block_size = kv_cache.shape[:3]
-    blocks = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
-    offsets = slot_mapping % block_size
+    blocks, offsets = _places(slot_mapping, kv_cache)
     largest = _largest(kv_cache.dtype)
     wide = [x.astype(jnp.float32) for x in (key, value)]
     scales = [jnp.maximum(jnp.abs(x).max(-1) / largest, _SMALLEST_SCALE) for x in wide]
     codes = [_quantised(x, scale[..., None], kv_cache.dtype) for x, scale in zip(wide, scales, strict=True)]
-    kv_cache = kv_cache.at[blocks[:, None], jnp.arange(2), offsets[:, None]].set(jnp.stack(codes, axis=1), mode="drop")
+    kv_cache = _stored(kv_cache, blocks, offsets, codes)
     k_scale_cache, v_scale_cache = (
         cache.at[blocks, offsets].set(scale, mode="drop")
         for cache, scale in zip((k_scale_cache, v_scale_cache), scales, strict=True)
@@ -248,6 +241,18 @@ def _to_ragged(
     row = jnp.where(real, tokens - query_start_loc[sequence], 0)
     gathered = jnp.where(real[:, None, None], out[sequence, row], 0).astype(dtype)
     return gathered, jnp.where(real[:, None], lse[sequence, row], -jnp.inf)
+
+
+def _places(slot_mapping: jax.Array, kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+    num_blocks, _, block_size = kv_cache.shape[:3]
+    # A negative index would wrap around; one past the end is dropped.
+    return jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size), slot_mapping % block_size
+
+
+def _stored(kv_cache: jax.Array, blocks: jax.Array, offsets: jax.Array, keys_and_values: list[jax.Array]) -> jax.Array:
+    return kv_cache.at[blocks[:, None], jnp.arange(2), offsets[:, None]].set(
+        jnp.stack(keys_and_values, axis=1), mode="drop"
+    )
 
 
 def _largest(dtype: jnp.dtype) -> float:

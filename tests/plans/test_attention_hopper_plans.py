@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from torch_core.plans.attention import plan_attention, plan_paged_attention
+from tests.support.attention_plans import dense_plan, paged_plan
 from torch_core.plans.attention_hopper import hopper_tile
 from torch_core.plans.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.specs import AttentionSpec
 
-_SPEC = AttentionSpec(scale=0.1)
 _ROWS = "attention_rows_kernel"
 _HOPPER = "hopper_prefill_kernel"
 
@@ -20,34 +19,8 @@ def _cache(block_size: int = 16, head_size: int = 128, dtype: str = "bfloat16", 
     return ArraySpec((64, 2, block_size, 2, head_size), dtype, **more)
 
 
-def _paged(*, num_tokens: int = 1000, num_seqs: int = 4, head_size: int = 128, **changes: Any) -> OperationPlan:
-    arguments: dict[str, Any] = {
-        "query": ArraySpec((num_tokens, 8, head_size), "bfloat16"),
-        "kv_cache": _cache(head_size=head_size),
-        "block_tables": ArraySpec((num_seqs, 512), "int32"),
-        "seq_lens": ArraySpec((num_seqs,), "int32"),
-        "query_start_loc": ArraySpec((num_seqs + 1,), "int32"),
-        "spec": _SPEC,
-        "max_query_len": 256,
-        **changes,
-    }
-    arrays = [arguments.pop(n) for n in ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc")]
-    return plan_paged_attention(*arrays, **arguments)
-
-
-def _dense(**changes: Any) -> OperationPlan:
-    arguments: dict[str, Any] = {
-        "query": ArraySpec((300, 8, 128), "bfloat16"),
-        "key": ArraySpec((300, 2, 128), "bfloat16"),
-        "value": ArraySpec((300, 2, 128), "bfloat16"),
-        "query_start_loc": ArraySpec((3,), "int32"),
-        "key_start_loc": ArraySpec((3,), "int32"),
-        "spec": _SPEC,
-        "max_query_len": 200,
-        **changes,
-    }
-    arrays = [arguments.pop(n) for n in ("query", "key", "value", "query_start_loc", "key_start_loc")]
-    return plan_attention(*arrays, **arguments)
+def _paged(**changes: Any) -> OperationPlan:
+    return paged_plan(**{"num_tokens": 1000, "max_query_len": 256, **changes})
 
 
 def _first(plan: OperationPlan) -> LaunchPlan:
@@ -118,9 +91,9 @@ def test_the_portable_kernel_keeps(changes):
 
 
 def test_dense_keys_run_the_hopper_kernel_but_an_empty_array_of_them_does_not():
-    assert _first(_dense()).name == _HOPPER
+    assert _first(dense_plan()).name == _HOPPER
     empty = ArraySpec((0, 2, 128), "bfloat16")
-    assert _first(_dense(key=empty, value=empty)).name == _ROWS
+    assert _first(dense_plan(key=empty, value=empty)).name == _ROWS
 
 
 @pytest.mark.parametrize(
@@ -167,5 +140,5 @@ def test_one_program_runs_on_each_multiprocessor_and_no_more_than_there_is_work(
     assert _first(_paged(limits=DeviceLimits(num_sms=78))).grid == (78,)
     tall = _paged(head_size=64, num_tokens=400, num_seqs=1, max_query_len=2048)
     assert _first(tall).grid == ((400 // 192 + 2) * 8,)
-    assert _first(_dense(query=ArraySpec((130, 2, 128), "bfloat16"), query_start_loc=ArraySpec((2,), "int32"),
+    assert _first(dense_plan(query=ArraySpec((130, 2, 128), "bfloat16"), query_start_loc=ArraySpec((2,), "int32"),
                          key_start_loc=ArraySpec((2,), "int32"))).grid == (6,)  # fmt: skip

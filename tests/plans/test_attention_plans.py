@@ -2,50 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from tests.support.attention_plans import dense_plan, paged_plan
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plans.attention import plan_attention, plan_paged_attention
 from torch_core.plans.attention_call import SUPPORT
 from torch_core.plans.attention_tables import chunk_size
 from torch_core.plans.plan import ArraySpec, OperationPlan
 from torch_core.specs import AttentionSpec
-
-_SPEC = AttentionSpec(scale=0.1)
-
-
-def _paged(**changes: Any) -> OperationPlan:
-    num_seqs = changes.pop("num_seqs", 4)
-    num_tokens = changes.pop("num_tokens", num_seqs)
-    arguments: dict[str, Any] = {
-        "query": ArraySpec((num_tokens, 8, 128), "bfloat16"),
-        "kv_cache": ArraySpec((64, 2, 16, 2, 128), "bfloat16"),
-        "block_tables": ArraySpec((num_seqs, 512), "int32"),
-        "seq_lens": ArraySpec((num_seqs,), "int32"),
-        "query_start_loc": ArraySpec((num_seqs + 1,), "int32"),
-        "spec": _SPEC,
-        "max_query_len": 1,
-        **changes,
-    }
-    arrays = [arguments.pop(n) for n in ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc")]
-    return plan_paged_attention(*arrays, **arguments)
-
-
-def _dense(**changes: Any) -> OperationPlan:
-    arguments: dict[str, Any] = {
-        "query": ArraySpec((300, 8, 128), "bfloat16"),
-        "key": ArraySpec((300, 2, 128), "bfloat16"),
-        "value": ArraySpec((300, 2, 128), "bfloat16"),
-        "query_start_loc": ArraySpec((3,), "int32"),
-        "key_start_loc": ArraySpec((3,), "int32"),
-        "spec": _SPEC,
-        "max_query_len": 200,
-        **changes,
-    }
-    arrays = [arguments.pop(n) for n in ("query", "key", "value", "query_start_loc", "key_start_loc")]
-    return plan_attention(*arrays, **arguments)
 
 
 def _kernels(plan: OperationPlan) -> list[str]:
@@ -53,54 +17,54 @@ def _kernels(plan: OperationPlan) -> list[str]:
 
 
 def test_decode_runs_chunks_and_merges_them():
-    assert _kernels(_paged()) == ["split", "combine"]
+    assert _kernels(paged_plan()) == ["split", "combine"]
 
 
 def test_a_full_batch_of_short_tables_needs_no_merge():
-    plan = _paged(num_seqs=256, block_tables=ArraySpec((256, 32), "int32"))
+    plan = paged_plan(num_seqs=256, block_tables=ArraySpec((256, 32), "int32"))
     assert _kernels(plan) == ["split"]
     assert plan.scratch == ()
 
 
 def test_one_long_query_runs_the_rows_kernel_alone():
-    assert _kernels(_paged(num_seqs=1, num_tokens=100, max_query_len=100)) == ["rows"]
+    assert _kernels(paged_plan(num_seqs=1, num_tokens=100, max_query_len=100)) == ["rows"]
 
 
 def test_a_mixed_batch_runs_both_kernels():
-    assert _kernels(_paged(num_tokens=400, max_query_len=100)) == ["rows", "split", "combine"]
+    assert _kernels(paged_plan(num_tokens=400, max_query_len=100)) == ["rows", "split", "combine"]
 
 
 def test_speculative_rows_run_the_split_kernel():
-    assert _kernels(_paged(num_tokens=32, max_query_len=8)) == ["split", "combine"]
+    assert _kernels(paged_plan(num_tokens=32, max_query_len=8)) == ["split", "combine"]
 
 
 def test_bidirectional_ranges_run_the_rows_kernel():
-    assert _kernels(_paged(mm_prefix_range=ArraySpec((4, 1, 2), "int32"))) == ["rows"]
+    assert _kernels(paged_plan(mm_prefix_range=ArraySpec((4, 1, 2), "int32"))) == ["rows"]
 
 
 def test_dense_attention_runs_the_rows_kernel():
-    assert _kernels(_dense(max_query_len=100)) == ["rows"]
+    assert _kernels(dense_plan(max_query_len=100)) == ["rows"]
 
 
 def test_a_window_bounds_the_scratch():
-    full, windowed = (_paged(spec=AttentionSpec(scale=1.0, window_left=left)) for left in (None, 127))
+    full, windowed = (paged_plan(spec=AttentionSpec(scale=1.0, window_left=left)) for left in (None, 127))
     assert dict(windowed.scratch)["partial_out"].size < dict(full.scratch)["partial_out"].size
 
 
 def test_the_lse_is_an_output_when_asked_for():
-    assert [name for name, _ in _paged(with_lse=True).outputs] == ["out", "lse"]
-    assert [name for name, _ in _paged().outputs] == ["out"]
+    assert [name for name, _ in paged_plan(with_lse=True).outputs] == ["out", "lse"]
+    assert [name for name, _ in paged_plan().outputs] == ["out"]
 
 
 def test_an_output_with_strides_is_planned_in_place():
-    plan = _paged(out=ArraySpec((4, 8, 128), "bfloat16", (2048, 256, 1)))
+    plan = paged_plan(out=ArraySpec((4, 8, 128), "bfloat16", (2048, 256, 1)))
     assert plan.in_place == ("out",)
     assert plan.outputs == ()
 
 
 def test_a_fixed_chunk_size_holds_for_every_batch_size():
     for num_seqs in (1, 64):
-        plan = _paged(num_seqs=num_seqs, kv_chunk_size=256)
+        plan = paged_plan(num_seqs=num_seqs, kv_chunk_size=256)
         assert dict(plan.launches[0].constexprs)["CHUNK"] == 256
 
 
@@ -123,7 +87,7 @@ def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_byt
 
 
 def test_equal_shapes_share_a_plan():
-    assert _paged() is _paged()
+    assert paged_plan() is paged_plan()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +123,7 @@ def test_equal_shapes_share_a_plan():
 )  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(changes, text):
     with pytest.raises(InvalidInput, match=text):
-        _paged(**changes)
+        paged_plan(**changes)
 
 
 @pytest.mark.parametrize(
@@ -179,18 +143,18 @@ def test_shapes_that_do_not_fit_are_refused(changes, text):
 )  # fmt: skip
 def test_combinations_that_the_kernels_do_not_serve_say_why(changes, text):
     with pytest.raises(Unsupported, match=text):
-        _paged(**changes)
+        paged_plan(**changes)
 
 
 def test_dense_8_bit_keys_need_a_paged_cache():
     keys = ArraySpec((300, 2, 128), "float8_e4m3fn")
     with pytest.raises(Unsupported, match="8-bit keys need a paged cache"):
-        _dense(key=keys, value=keys)
+        dense_plan(key=keys, value=keys)
 
 
 def test_a_dense_fp8_query_is_refused():
     with pytest.raises(Unsupported, match="query is float8_e4m3fn"):
-        _dense(query=ArraySpec((300, 8, 128), "float8_e4m3fn"))
+        dense_plan(query=ArraySpec((300, 8, 128), "float8_e4m3fn"))
 
 
 def test_the_support_table_has_a_cell_for_both_kinds_of_attention():
