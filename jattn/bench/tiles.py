@@ -34,24 +34,27 @@ RESULTS_PATH = Path(__file__).with_name("hopper_tiles.json")
 #: What the search compares, by head size.
 CANDIDATES: dict[int, tuple[HopperTile, ...]] = {
     64: (
-        HopperTile(2, 128, 4, 2, 232, 40, True, False),
-        HopperTile(2, 128, 4, 2, 232, 40, True, False, skip_rescale=True),
-        HopperTile(2, 128, 4, 2, 232, 40, True, True),
-        HopperTile(3, 128, 2, 2, 160, 24, True, False, skip_rescale=True),
-        HopperTile(3, 128, 2, 2, 160, 24, True, False),
-        HopperTile(3, 128, 4, 2, 160, 24, True, False, skip_rescale=True),
-        HopperTile(3, 128, 2, 2, 160, 24, False, False, skip_rescale=True),
+        HopperTile(2, 64, 4, 2, 232, 40),
+        HopperTile(2, 128, 4, 2, 232, 40),
+        HopperTile(2, 128, 4, 2, 232, 40, ping_pong=False),
+        HopperTile(3, 64, 4, 2, 160, 24),
+        HopperTile(3, 64, 4, 2, 160, 24, ping_pong=False),
+        HopperTile(3, 64, 4, 2, 160, 24, kv_heads=8),
     ),
     128: (
-        HopperTile(2, 128, 2, 2, 232, 40, True, False),
-        HopperTile(2, 128, 2, 2, 232, 40, True, True),
-        HopperTile(2, 128, 2, 2, 232, 40, False, False),
-        HopperTile(2, 64, 4, 2, 232, 40, True, False),
+        HopperTile(2, 64, 4, 2, 232, 40),
+        HopperTile(2, 64, 4, 2, 232, 40, ping_pong=False),
+        HopperTile(2, 128, 2, 2, 232, 40),
+        HopperTile(3, 64, 4, 1, 160, 24),
+        HopperTile(3, 64, 4, 1, 160, 24, ping_pong=False),
+        HopperTile(3, 64, 4, 2, 160, 24),
+        HopperTile(3, 64, 4, 1, 160, 24, kv_heads=8),
     ),
     256: (
-        HopperTile(2, 64, 2, 1, 232, 40, True, True),
-        HopperTile(2, 64, 2, 1, 232, 40, True, False),
-        HopperTile(2, 64, 2, 1, 232, 40, False, True),
+        HopperTile(2, 64, 2, 1, 240, 24, kv_heads=1),
+        HopperTile(2, 64, 2, 1, 240, 24, ping_pong=False, kv_heads=1),
+        HopperTile(2, 64, 2, 1, 232, 40, kv_heads=1),
+        HopperTile(2, 64, 2, 1, 240, 24, kv_heads=2),
     ),
 }
 _TOKENS, _HEADS, _KV_HEADS, _BLOCK = 16384, 32, 8, 16
@@ -135,16 +138,14 @@ def plans(head_size: int, length: int, *, paged: bool) -> dict[HopperTile, Opera
 
 
 def tile_name(tile: HopperTile) -> str:
-    """Returns the column of a tile: warpgroups x keys x stages x query stages, registers, then its switches.
+    """Returns the column of a tile: warpgroups x keys x stages x query stages, registers, turns, heads side by side.
 
     Example:
-        >>> tile_name(HopperTile(3, 128, 2, 2, 160, 24, True, False, skip_rescale=True))
-        '3x128x2x2 r160 ps'
+        >>> tile_name(HopperTile(3, 64, 4, 1, 160, 24))
+        '3x64x4x1 r160 p h2'
     """
-    switches = {"p": tile.ping_pong, "o": tile.overlap, "s": tile.skip_rescale}
-    letters = "".join(letter for letter, on in switches.items() if on)
     shape = f"{tile.warpgroups}x{tile.block_n}x{tile.stages}x{tile.query_stages}"
-    return f"{shape} r{tile.consumer_registers} {letters or '-'}"
+    return f"{shape} r{tile.consumer_registers}{' p' if tile.ping_pong else ''} h{tile.kv_heads}"
 
 
 def write_results(reports: dict[int, Report], path: Path = RESULTS_PATH) -> None:

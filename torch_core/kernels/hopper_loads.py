@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from torch_core.kernels.hopper_work import key_span, tile_rows, work_item, zero_outside
+from torch_core.kernels.hopper_work import box_row, key_span, tile_rows, work_item, zero_outside
 
 __all__ = ["load_queries_and_keys", "load_values"]
 
@@ -16,7 +16,7 @@ def load_queries_and_keys(
     query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty,
     block_tables, seq_lens, query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left,
     window_right, num_items,
-    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    NUM_HEADS: gl.constexpr, HEADS_TOGETHER: gl.constexpr, GROUP: gl.constexpr,
     MIN_QUERY: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
     QUERY_STAGES: gl.constexpr, QUERY_STRIDE: gl.constexpr, KEY_STRIDE: gl.constexpr,
@@ -29,7 +29,17 @@ def load_queries_and_keys(
     step = 0
     for turn in range((num_items + programs - 1) // programs):
         item, seq, token, head = work_item(
-            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, NUM_HEADS, ROWS, MIN_QUERY, PAGED
+            turn,
+            query_start_loc,
+            seq_lens,
+            key_start_loc,
+            num_seqs,
+            num_items,
+            NUM_HEADS,
+            HEADS_TOGETHER,
+            ROWS,
+            MIN_QUERY,
+            PAGED,
         )
         if item < num_items:
             first_row, rows, first_pos, num_keys, low, high, table, first_key = _sequence(
@@ -50,16 +60,24 @@ def load_queries_and_keys(
             column = head // GROUP * KEY_STRIDE
             first_tile = low // BLOCK_N
             end_tile = gl.maximum((high + BLOCK_N - 1) // BLOCK_N, first_tile + 1)
+            boxes = tile_rows(
+                table, (end_tile - 1) * BLOCK_N, low, high, first_key, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED
+            )
             for i in range(end_tile - first_tile):
                 position = (end_tile - 1 - i) * BLOCK_N
                 stage = step % STAGES
+                # The table is read one tile ahead, while this one waits for its slot.
+                ahead = tile_rows(
+                    table, position - BLOCK_N, low, high, first_key, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED
+                )
                 mbarrier.wait(k_empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_SIZE * 2)
                 for j in gl.static_range(BLOCK_N // BOX):
-                    row = tile_rows(j, table, position, low, high, first_key, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED)
                     tma.async_copy_global_to_shared(
-                        key_cache, [row, column], k_full.index(stage), k_tiles.index(stage).slice(j * BOX, BOX)
-                    )
+                        key_cache, [box_row(boxes, j), column], k_full.index(stage),
+                        k_tiles.index(stage).slice(j * BOX, BOX),
+                    )  # fmt: skip
+                boxes = ahead
                 step += 1
 
 
@@ -68,7 +86,7 @@ def load_values(
     value_cache, v_tiles, v_full, v_empty, v_raw,
     block_tables, seq_lens, query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left,
     window_right, num_items,
-    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    NUM_HEADS: gl.constexpr, HEADS_TOGETHER: gl.constexpr, GROUP: gl.constexpr,
     MIN_QUERY: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
     VALUE_ROW: gl.constexpr, VALUE_STRIDE: gl.constexpr,
@@ -80,7 +98,17 @@ def load_values(
     raw_phase = 0
     for turn in range((num_items + programs - 1) // programs):
         item, seq, token, head = work_item(
-            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, NUM_HEADS, ROWS, MIN_QUERY, PAGED
+            turn,
+            query_start_loc,
+            seq_lens,
+            key_start_loc,
+            num_seqs,
+            num_items,
+            NUM_HEADS,
+            HEADS_TOGETHER,
+            ROWS,
+            MIN_QUERY,
+            PAGED,
         )
         if item < num_items:
             _, _, _, num_keys, low, high, table, first_key = _sequence(
@@ -91,9 +119,15 @@ def load_values(
             base = first_key + VALUE_ROW
             first_tile = low // BLOCK_N
             end_tile = gl.maximum((high + BLOCK_N - 1) // BLOCK_N, first_tile + 1)
+            boxes = tile_rows(
+                table, (end_tile - 1) * BLOCK_N, low, high, base, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED
+            )
             for i in range(end_tile - first_tile):
                 position = (end_tile - 1 - i) * BLOCK_N
                 stage = step % STAGES
+                ahead = tile_rows(
+                    table, position - BLOCK_N, low, high, base, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED
+                )
                 mbarrier.wait(v_empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 # Boxes that reach out of the sequence: of its last tile, and of the first one in a window.
                 ragged = (position + BLOCK_N >= high) & ((high + BOX - 1) // BOX * BOX > num_keys)
@@ -102,9 +136,8 @@ def load_values(
                 if ragged:
                     mbarrier.expect(v_raw, BLOCK_N * HEAD_SIZE * 2)
                     for j in gl.static_range(BLOCK_N // BOX):
-                        row = tile_rows(j, table, position, low, high, base, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED)
                         tma.async_copy_global_to_shared(
-                            value_cache, [row, column], v_raw, v_tiles.index(stage).slice(j * BOX, BOX)
+                            value_cache, [box_row(boxes, j), column], v_raw, v_tiles.index(stage).slice(j * BOX, BOX)
                         )
                     mbarrier.wait(v_raw, raw_phase)
                     raw_phase ^= 1
@@ -114,10 +147,11 @@ def load_values(
                 else:
                     mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_SIZE * 2)
                     for j in gl.static_range(BLOCK_N // BOX):
-                        row = tile_rows(j, table, position, low, high, base, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED)
                         tma.async_copy_global_to_shared(
-                            value_cache, [row, column], v_full.index(stage), v_tiles.index(stage).slice(j * BOX, BOX)
-                        )
+                            value_cache, [box_row(boxes, j), column], v_full.index(stage),
+                            v_tiles.index(stage).slice(j * BOX, BOX),
+                        )  # fmt: skip
+                boxes = ahead
                 step += 1
 
 

@@ -11,16 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.kernels.hopper_step import (
-    attend_tile,
-    pack_weights,
-    pass_turn,
-    ring_slot,
-    skip_tile,
-    softmax_step,
-    take_turn,
-    unpack_weights,
-)
+from torch_core.kernels.hopper_softmax import initial_state, row_state, softmax_step, unpack_weights
+from torch_core.kernels.hopper_step import attend_tile, mask_scores, pass_turn, ring_slot, skip_tile, take_turn
 from torch_core.kernels.hopper_work import key_span
 
 __all__ = ["attend_rows", "zero_padding"]
@@ -34,7 +26,7 @@ def attend_rows(
     OWN: gl.constexpr, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info,
     k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, SKIP_RESCALE: gl.constexpr, NUM_HEADS: gl.constexpr,
+    PING_PONG: gl.constexpr, NUM_HEADS: gl.constexpr,
     OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
@@ -99,40 +91,37 @@ def attend_rows(
             stage, phase = ring_slot(step, STAGES)
             zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
             acc = gl.zeros([64, HEAD_SIZE], gl.float32, O_LAYOUT)
-            row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
             mbarrier.wait(k_full.index(stage), phase)
             s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             position = (own_end - 1) * BLOCK_N
-            weights, _, row_max, row_sum = softmax_step(
-                s, row_max, None, factor, first - position, last - position, True, LEFT
-            )
-            weights = pack_weights(weights, q)
+            s = mask_scores(s, first - position, last - position, LEFT)
+            weights, state = softmax_step(s, initial_state(factor, S_LAYOUT, BLOCK_N), q, True)
             step += 1
 
             for i in range(own_end - 1 - body_end):
                 position = (own_end - 2 - i) * BLOCK_N
-                weights, acc, row_max, row_sum = attend_tile(
-                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, row_max, row_sum,
-                    factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP,
-                    SKIP_RESCALE, True, LEFT, S_LAYOUT, BLOCK_N,
+                weights, acc, state = attend_tile(
+                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, state,
+                    first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG,
+                    True, LEFT, S_LAYOUT, BLOCK_N,
                 )  # fmt: skip
                 step += 1
             for _ in range(body_end - body_start):
-                weights, acc, row_max, row_sum = attend_tile(
-                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, row_max, row_sum,
-                    factor, first, last, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP, SKIP_RESCALE, False, LEFT,
+                weights, acc, state = attend_tile(
+                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, state,
+                    first, last, OWN, WARPGROUPS, STAGES, PING_PONG, False, LEFT,
                     S_LAYOUT, BLOCK_N,
                 )  # fmt: skip
                 step += 1
             if LEFT:
                 for i in range(body_start - own_tile):
                     position = (body_start - 1 - i) * BLOCK_N
-                    weights, acc, row_max, row_sum = attend_tile(
-                        q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, row_max, row_sum,
-                        factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP,
-                        SKIP_RESCALE, True, LEFT, S_LAYOUT, BLOCK_N,
+                    weights, acc, state = attend_tile(
+                        q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, state,
+                        first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG,
+                        True, LEFT, S_LAYOUT, BLOCK_N,
                     )  # fmt: skip
                     step += 1
 
@@ -147,9 +136,10 @@ def attend_rows(
                     skip_tile(k_full, k_empty, v_full, v_empty, step, OWN, WARPGROUPS, STAGES, PING_PONG)
                     step += 1
 
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+            row_sum, shift = row_state(state)
+            row_sum = gl.convert_layout(row_sum, ROWS)
+            shift = gl.convert_layout(shift, ROWS)
             empty = row_sum == 0.0
-            shift = gl.where(empty, 0.0, row_max * factor)
             keep = gl.where(empty, 0.0, 1.0)
             if sinks is not None:
                 sink = gl.load(sinks + head).to(gl.float32) * _LOG2E

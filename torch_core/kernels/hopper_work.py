@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["count_tiles", "key_span", "tile_rows", "work_item", "zero_outside"]
+__all__ = ["box_row", "count_tiles", "key_span", "tile_rows", "work_item", "zero_outside"]
 
 _SEQS = gl.constexpr(32)
 
@@ -42,7 +42,9 @@ def work_item(
     seq_lens,
     key_start_loc,
     num_seqs,
+    num_items,
     NUM_HEADS: gl.constexpr,
+    HEADS_TOGETHER: gl.constexpr,
     TILE: gl.constexpr,
     MIN_QUERY: gl.constexpr,
     PAGED: gl.constexpr,
@@ -63,8 +65,12 @@ def work_item(
     place = gl.program_id(0)
     place = gl.where(turn % 2 == 0, place, programs - 1 - place)
     item = turn * programs + place
-    wanted = item // NUM_HEADS
-    head = item % NUM_HEADS
+    share = num_items // (NUM_HEADS // HEADS_TOGETHER)
+    part = item // share
+    within = item % share
+    within = gl.where((NUM_HEADS // HEADS_TOGETHER - part) % 2 == 1, within, share - 1 - within)
+    wanted = within // HEADS_TOGETHER
+    head = part * HEADS_TOGETHER + within % HEADS_TOGETHER
 
     chunk = 0
     before = 0
@@ -114,30 +120,38 @@ def key_span(first_pos, last_pos, num_keys, window_left, window_right):
 
 @gluon.jit
 def tile_rows(
-    index,
     block_table,
     position,
     low,
     high,
     base,
+    BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
     PAGED: gl.constexpr,
 ):
-    """Row in the array's matrix of box number `index` of the tile of keys at `position`.
+    """Rows in the array's matrix of the boxes of the tile of keys at `position`: one for each lane of a warp.
 
     A box without a key in [low, high) gets a row outside the matrix: the copy engine fills it with zeros, and the
     table is not read there.
     """
-    key = position + index * BOX
-    inside = (key < high) & (key + BOX > low)
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    key = position + lanes * BOX
+    inside = (key < high) & (key + BOX > low) & (lanes < BLOCK_N // BOX)
     if PAGED:
         block = gl.load(block_table + key // BLOCK_SIZE, mask=inside, other=0)
         row = base + block * BLOCK_ROWS + key % BLOCK_SIZE
     else:
         row = base + key
     return gl.where(inside, row, -BOX)
+
+
+@gluon.jit
+def box_row(rows, index: gl.constexpr):
+    """The row of box number `index`, out of what `tile_rows` gives."""
+    lanes = gl.arange(0, 32, layout=rows.type.layout)
+    return gl.sum(gl.where(lanes == index, rows, 0), 0)
 
 
 @gluon.jit

@@ -39,8 +39,8 @@ class HopperTile:
         consumer_registers: registers of a thread that multiplies.
         producer_registers: registers of a thread that loads.
         ping_pong: warpgroups multiply in turns.
-        overlap: a warpgroup's softmax ends before it waits for its products with values.
-        skip_rescale: a warp leaves its sums as they are while the maxima of its rows stay; head size 64 alone.
+        kv_heads: key/value heads that are worked on side by side; their keys and values stay in the L2 cache. The
+            plan takes the largest divisor of all of them that is no larger.
     """
 
     warpgroups: int
@@ -49,9 +49,8 @@ class HopperTile:
     query_stages: int
     consumer_registers: int
     producer_registers: int
-    ping_pong: bool
-    overlap: bool
-    skip_rescale: bool = False
+    ping_pong: bool = True
+    kv_heads: int = 2
 
     @property
     def rows(self) -> int:
@@ -61,13 +60,16 @@ class HopperTile:
 
 # Measured on an H200; by head size.
 _TILES = {
-    64: HopperTile(2, 128, 4, 2, 232, 40, True, False),
-    128: HopperTile(2, 128, 2, 2, 232, 40, True, False),
-    256: HopperTile(2, 64, 2, 1, 232, 40, True, True),
+    64: HopperTile(2, 64, 4, 2, 232, 40),
+    128: HopperTile(2, 64, 4, 2, 232, 40),
+    256: HopperTile(2, 64, 2, 1, 240, 24, kv_heads=1),
 }
-# Heads of 64 leave registers for a third warpgroup: more softmax to do while one multiplies. On short queries the
-# taller tile has more rows without work than it gains.
-_TALL_TILES = {64: HopperTile(3, 128, 2, 2, 160, 24, True, False, skip_rescale=True)}
+# Three warpgroups have more softmax to do while one multiplies, and read keys and values a third less often. On short
+# queries the taller tile has more rows without work than it gains.
+_TALL_TILES = {
+    64: HopperTile(3, 64, 4, 2, 160, 24),
+    128: HopperTile(3, 64, 4, 1, 160, 24),
+}
 _TALL_QUERY_LEN = 2048
 
 
@@ -147,8 +149,7 @@ def hopper_launch(
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
         "PING_PONG": tile.ping_pong,
-        "OVERLAP": tile.overlap,
-        "SKIP_RESCALE": tile.skip_rescale,
+        "HEADS_TOGETHER": call.group * _divisor(call.num_kv_heads, tile.kv_heads),
         "BLOCK_SIZE": call.block_size,
         "BLOCK_ROWS": key.block_rows,
         "BOX": box,
@@ -188,6 +189,10 @@ def _is_served(call: AttentionCall) -> bool:
         and call.out.aligned
         and all(_is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
     )
+
+
+def _divisor(number: int, limit: int) -> int:
+    return max(i for i in range(1, min(number, limit) + 1) if number % i == 0)
 
 
 def _box(call: AttentionCall, tile: HopperTile) -> int:
