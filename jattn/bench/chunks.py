@@ -146,7 +146,7 @@ def _rows(call: AttentionCall) -> LaunchPlan:
 
 def _columns(found: Any, batch: mixed.Batch) -> dict[str, Callable[[mixed.Batch], Callable[[], Any]]]:
     specs = [array_spec(array) for array in _arrays(batch).values()]
-    columns = {
+    columns: dict[str, Callable[[mixed.Batch], Callable[[], Any]]] = {
         name: lambda batch, plan=plan: _run(plan, batch)
         for name, plan in plans(*specs, max_query_len=batch.max_query_len).items()
     }
