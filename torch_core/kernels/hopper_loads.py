@@ -30,8 +30,9 @@ def load_queries_and_keys(
     step = 0
     for turn in range((num_items + programs - 1) // programs):
         item, seq, token, head = work_item(
-            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, NUM_HEADS // PACK, TOKENS, MIN_QUERY, PAGED
-        )
+            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, NUM_HEADS // PACK, TOKENS, MIN_QUERY, PAGED,
+            PACK > 1,
+        )  # fmt: skip
         head *= PACK
         if item < num_items:
             first_row, tokens, first_pos, num_keys, low, high, table, first_key = _sequence(
@@ -89,8 +90,9 @@ def load_values(
     raw_phase = 0
     for turn in range((num_items + programs - 1) // programs):
         item, seq, token, head = work_item(
-            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, NUM_HEADS // PACK, TOKENS, MIN_QUERY, PAGED
-        )
+            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, NUM_HEADS // PACK, TOKENS, MIN_QUERY, PAGED,
+            PACK > 1,
+        )  # fmt: skip
         head *= PACK
         if item < num_items:
             _, _, _, num_keys, low, high, table, first_key = _sequence(

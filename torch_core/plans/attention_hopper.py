@@ -116,7 +116,8 @@ def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> 
     the batch has too few tiles for that. Neither splits keys, so few tiles are no reason for the portable kernel. What
     is: a start that is some microseconds slower (barriers, descriptors, registers moved between warps), which 512 keys
     pay back with certainty; and the search for a tile's sequence, about a microsecond for every 32 sequences, which
-    copies wait for. The split kernel, with keys in chunks, serves up to 64 rows before this is asked.
+    copies wait for. The split kernel, with keys in chunks, serves up to 64 rows before this is asked. Like its chunks,
+    the choice follows from padded shapes, never from lengths.
 
     Args:
         group: query heads of one key/value head.
