@@ -15,7 +15,7 @@ from jattn.bench.report import OURS, Report, Row
 from torch_core import launch
 from torch_core.specs import AttentionSpec
 
-__all__ = ["run"]
+__all__ = ["Batch", "bound_us", "fa3_call", "random_batch", "run"]
 
 _HEADS, _KV_HEADS, _SIZE, _BLOCK = 32, 8, 128, 16
 _SPEC = AttentionSpec(scale=_SIZE**-0.5)
@@ -26,8 +26,20 @@ _PARTS = {"prefill chunks": (_CHUNKS,), "decode rows": (_DECODES,), "both in one
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    # One batch over a paged cache.
+class Batch:
+    """One step of a server over a paged cache: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
+
+    Attributes:
+        query: [tokens, 32, 128].
+        kv_cache: [blocks, 2, 16, 8, 128].
+        block_tables: int32 [sequences, blocks of the longest one].
+        seq_lens: int32 [sequences].
+        starts: query_start_loc, int32 [sequences + 1].
+        out: an output like the query.
+        max_query_len: new tokens of the longest query.
+        max_key_len: tokens of the longest sequence.
+    """
+
     query: torch.Tensor
     kv_cache: torch.Tensor
     block_tables: torch.Tensor
@@ -52,11 +64,11 @@ def run(*, peers_directory: Path | None = None) -> Report:
     copy, matmul = measure.copy_bytes_per_second(), measure.matmul_flops()
     rows = []
     for label, parts in _PARTS.items():
-        steps = [_step(parts) for _ in range(2)]
+        steps = [random_batch(parts) for _ in range(2)]
         times = {OURS: measure.graph_us([_ours(step) for step in steps])}
         if found is not None:
-            times["FA3"] = measure.graph_us([_fa3(found, step) for step in steps])
-        rows.append(Row(label, _bound_us(parts, copy, matmul), times))
+            times["FA3"] = measure.graph_us([fa3_call(found, step) for step in steps])
+        rows.append(Row(label, bound_us(parts, copy, matmul), times))
         del steps
     together = {name: rows[2].us[name] / (rows[0].us[name] + rows[1].us[name]) for name in rows[2].us}
     return Report(
@@ -70,7 +82,8 @@ def run(*, peers_directory: Path | None = None) -> Report:
     )
 
 
-def _bound_us(parts: tuple[tuple[int, int, int], ...], copy: float, matmul: float) -> float:
+def bound_us(parts: tuple[tuple[int, int, int], ...], copy: float, matmul: float) -> float:
+    """Returns the microseconds that the device's ceilings allow for (sequences, new tokens, tokens before) parts."""
     # Each part is held by its own ceiling; together they could overlap, which no implementation does.
     total = 0.0
     for seqs, new, before in parts:
@@ -81,7 +94,8 @@ def _bound_us(parts: tuple[tuple[int, int, int], ...], copy: float, matmul: floa
     return total
 
 
-def _step(parts: tuple[tuple[int, int, int], ...]) -> _Step:
+def random_batch(parts: tuple[tuple[int, int, int], ...]) -> Batch:
+    """Makes a batch of (sequences, new tokens of each, tokens before them) parts, its blocks in random order."""
     query_lens = [new for seqs, new, _ in parts for _ in range(seqs)]
     key_lens = [new + before for seqs, new, before in parts for _ in range(seqs)]
     blocks = [math.ceil(n / _BLOCK) for n in key_lens]
@@ -92,7 +106,7 @@ def _step(parts: tuple[tuple[int, int, int], ...]) -> _Step:
         tables[seq, : len(part)] = part
     query = torch.randn(sum(query_lens), _HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([0, *query_lens]).cumsum(0).int().cuda()
-    return _Step(
+    return Batch(
         query=query,
         kv_cache=cache,
         block_tables=tables,
@@ -104,7 +118,7 @@ def _step(parts: tuple[tuple[int, int, int], ...]) -> _Step:
     )
 
 
-def _ours(step: _Step) -> Callable[[], Any]:
+def _ours(step: Batch) -> Callable[[], Any]:
     return lambda: launch.paged_attention(
         step.query,
         step.kv_cache,
@@ -117,7 +131,8 @@ def _ours(step: _Step) -> Callable[[], Any]:
     )
 
 
-def _fa3(found: Any, step: _Step) -> Callable[[], Any]:
+def fa3_call(found: Any, step: Batch) -> Callable[[], Any]:
+    """Returns the call of FlashAttention-3 on a batch; `found` is what `jattn.bench.peers.load_peers` returned."""
     key, value = step.kv_cache.unbind(1)
     bounds = {"cu_q": step.starts, "max_q": step.max_query_len, "max_k": step.max_key_len, "seq_lens": step.seq_lens}
     return lambda: found.fa3(step.query, key, value, out=step.out, block_table=step.block_tables, **bounds)

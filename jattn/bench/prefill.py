@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure, mixed, peers
+from jattn.bench import chunks, measure, mixed, peers
 from jattn.bench.report import OURS, Report, Row
 from torch_core import launch
 from torch_core.specs import AttentionSpec
@@ -102,17 +102,21 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="jattn bench prefill", description=__doc__)
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
-    parser.add_argument("--mixed", action="store_true", help="a batch of prefill chunks and decode rows instead")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--mixed", action="store_true", help="a batch of prefill chunks and decode rows instead")
+    instead.add_argument("--chunks", action="store_true", help="short and long chunks on earlier tokens instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX columns out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     if options.mixed:
         report = mixed.run(peers_directory=options.peers)
+    elif options.chunks:
+        report = chunks.run(peers_directory=options.peers)
     else:
         report = run(head_size=options.head_size, peers_directory=options.peers, jax_columns=not options.no_jax)
     print(report.table())
-    for peer in () if options.mixed else report.columns:
+    for peer in () if options.mixed or options.chunks else report.columns:
         ours = f"{OURS} paged" if "paged" in peer or "block" in peer else f"{OURS} dense"
         if not peer.startswith(OURS):
             print(f"{peer} takes {report.ratio(peer, ours):.2f} x the time of {ours} (geometric mean)")

@@ -159,6 +159,15 @@ def test_a_descriptor_becomes_a_map_its_shape_and_its_strides(launcher):
     ]
 
 
+def test_a_descriptor_of_three_axes_keeps_their_order(launcher):
+    launcher.create_tma_descriptor_parameter = lambda *arguments: ["map", *arguments]
+    descriptor = Descriptor("x", (100, 8, 128), (1024, 128, 1), (16, 4, 128))
+    parameters = native._descriptor_parameters(launcher, descriptor, native.TensorMap(9, 3, (16, 4, 64)))
+    assert parameters[0] == ["map", 9, 3, [100, 8, 128], [1024, 128, 1], [16, 4, 64], 0]
+    assert parameters[1:4] == [["i32", 100], ["i32", 8], ["i32", 128]]
+    assert parameters[4:] == [["i64", 1024], ["i64", 128], ["i64", 1]]
+
+
 def test_a_jaxlib_without_descriptors_is_named(launcher):
     descriptor = Descriptor("x", (4, 4), (4, 1), (4, 4))
     with pytest.raises(Unsupported, match=r"jaxlib .* cannot make TMA descriptors, .* jax\[cuda13\]>=0\.11\.2"):

@@ -24,7 +24,9 @@ def _double_and_add(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Arra
     return results["copy"], results["total"]
 
 
-def _step_arrays(seed: int, query_lens: list[int], seq_lens: list[int], dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+def _step_arrays(
+    seed: int, query_lens: list[int], seq_lens: list[int], dtype=jnp.bfloat16, unused_columns: int = 0
+) -> dict[str, jax.Array]:
     rng = np.random.default_rng(seed)
     tokens, width = sum(query_lens), 16
     table = rng.permutation(NUM_BLOCKS - 1)[: len(seq_lens) * width].reshape(len(seq_lens), width) + 1
@@ -42,7 +44,7 @@ def _step_arrays(seed: int, query_lens: list[int], seq_lens: list[int], dtype=jn
         "key": normal(tokens, KV_HEADS, SIZE),
         "value": normal(tokens, KV_HEADS, SIZE),
         "kv_cache": normal(NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, SIZE),
-        "block_tables": jnp.asarray(table, jnp.int32),
+        "block_tables": jnp.asarray(np.pad(table, ((0, 0), (0, unused_columns))), jnp.int32),
         "seq_lens": jnp.asarray(seq_lens, jnp.int32),
         "query_start_loc": jnp.asarray(np.cumsum([0, *query_lens]), jnp.int32),
         "slot_mapping": jnp.asarray(slots, jnp.int32),
@@ -99,17 +101,20 @@ def test_an_exported_program_runs_after_it_was_stored():
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "seq_lens", "longest"),
+    ("query_lens", "seq_lens", "longest", "unused_columns"),
     [
-        ([1, 1, 1], [40, 7, 200], 1),
-        ([100, 1, 30], [150, 90, 30], 100),
-        ([200, 1, 150], [250, 90, 150], 200),
-        ([200, 1, 150], [250, 90, 150], 4096),
+        ([1, 1, 1], [40, 7, 200], 1, 0),
+        ([100, 1, 30], [150, 90, 30], 100, 0),
+        ([100, 1, 30], [150, 90, 30], 100, 16),
+        ([200, 1, 150], [250, 90, 150], 200, 0),
+        ([200, 1, 150], [250, 90, 150], 4096, 0),
     ],
-    ids=["decode", "mixed", "prefill", "prefill of long queries"],
+    ids=["decode", "mixed", "mixed with heads side by side", "prefill", "prefill of long queries"],
 )
-def test_native_calls_give_the_bits_of_the_torch_callback_and_of_the_torch_launch(query_lens, seq_lens, longest, seed):
-    arrays = _step_arrays(seed, query_lens, seq_lens)
+def test_native_calls_give_the_bits_of_the_torch_callback_and_of_the_torch_launch(
+    query_lens, seq_lens, longest, unused_columns, seed
+):
+    arrays = _step_arrays(seed, query_lens, seq_lens, unused_columns=unused_columns)
     native_step = jax.jit(lambda a: _decode(a, a["kv_cache"], "triton", longest))(arrays)
     callback_step = jax.jit(lambda a: _decode(a, a["kv_cache"], "torch", longest))(arrays)
     for found, expected in zip(native_step, callback_step, strict=True):

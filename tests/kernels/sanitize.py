@@ -61,7 +61,17 @@ def _long_shapes() -> list[AttentionCase]:
         cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
         if window is None and head_size != 64:
             cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **sizes))
-    return cases + tall_shapes()
+    return cases + tall_shapes() + packed_shapes()
+
+
+def packed_shapes() -> list[AttentionCase]:
+    """Returns the problems for the Hopper kernel's tile of heads side by side: short queries over more keys."""
+    cases = []
+    for head_size, window in ((64, None), (128, 100)):
+        sizes = {**_long_sizes(head_size, window), "num_heads": 8, "query_lens": [100, 1, 0, 40]}
+        cases.append(paged_case(1, seq_lens=[600, 60, 0, 130], block_size=16, **sizes))
+        cases.append(dense_case(1, key_lens=[2000, 60, 0, 130], **sizes))
+    return cases
 
 
 def tall_shapes() -> list[AttentionCase]:

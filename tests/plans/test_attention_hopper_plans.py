@@ -63,7 +63,7 @@ def test_the_hopper_kernel_serves(changes):
     [
         {"limits": DeviceLimits(arch=80)},
         {"limits": DeviceLimits(arch=100)},
-        {"max_query_len": 100},
+        {"max_query_len": 100, "query": ArraySpec((1000, 2, 128), "bfloat16")},
         {"spec": AttentionSpec(scale=-0.1)},
         {"spec": AttentionSpec(scale=0.1, logits_soft_cap=30.0)},
         {"spec": AttentionSpec(scale=0.1, attention_chunk=64)},

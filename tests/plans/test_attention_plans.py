@@ -8,7 +8,7 @@ from tests.support.attention_plans import dense_plan, paged_plan
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.plans.attention_call import SUPPORT
 from torch_core.plans.attention_tables import chunk_size
-from torch_core.plans.plan import ArraySpec, OperationPlan
+from torch_core.plans.plan import ArraySpec, DeviceLimits, OperationPlan
 from torch_core.specs import AttentionSpec
 
 
@@ -27,11 +27,13 @@ def test_a_full_batch_of_short_tables_needs_no_merge():
 
 
 def test_one_long_query_runs_the_rows_kernel_alone():
-    assert _kernels(paged_plan(num_seqs=1, num_tokens=100, max_query_len=100)) == ["rows"]
+    limits = DeviceLimits(arch=80)
+    assert _kernels(paged_plan(num_seqs=1, num_tokens=100, max_query_len=100, limits=limits)) == ["rows"]
 
 
 def test_a_mixed_batch_runs_both_kernels():
-    assert _kernels(paged_plan(num_tokens=400, max_query_len=100)) == ["rows", "split", "combine"]
+    limits = DeviceLimits(arch=80)
+    assert _kernels(paged_plan(num_tokens=400, max_query_len=100, limits=limits)) == ["rows", "split", "combine"]
 
 
 def test_speculative_rows_run_the_split_kernel():

@@ -16,47 +16,47 @@ def load_queries_and_keys(
     query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty,
     block_tables, seq_lens, query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left,
     window_right, num_items,
-    NUM_HEADS: gl.constexpr, HEADS_TOGETHER: gl.constexpr, GROUP: gl.constexpr,
+    NUM_HEADS: gl.constexpr, HEADS_TOGETHER: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
     MIN_QUERY: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
     QUERY_STAGES: gl.constexpr, QUERY_STRIDE: gl.constexpr, KEY_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warp: copies the query tile of each work item and its key tiles, last keys first."""
     ROWS: gl.constexpr = 64 * WARPGROUPS
+    TOKENS: gl.constexpr = ROWS // PACK
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     fields = gl.arange(0, 8, layout=layout)
     programs = gl.num_programs(0)
     step = 0
     for turn in range((num_items + programs - 1) // programs):
         item, seq, token, head = work_item(
-            turn,
-            query_start_loc,
-            seq_lens,
-            key_start_loc,
-            num_seqs,
-            num_items,
-            NUM_HEADS,
-            HEADS_TOGETHER,
-            ROWS,
-            MIN_QUERY,
-            PAGED,
-        )
+            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, num_items, NUM_HEADS // PACK, HEADS_TOGETHER,
+            TOKENS, MIN_QUERY, PAGED, PACK > 1,
+        )  # fmt: skip
+        head *= PACK
         if item < num_items:
-            first_row, rows, first_pos, num_keys, low, high, table, first_key = _sequence(
+            first_row, tokens, first_pos, num_keys, low, high, table, first_key = _sequence(
                 seq, token, block_tables, seq_lens, query_start_loc, key_start_loc, table_stride, table_tokens,
-                window_left, window_right, ROWS, PAGED,
+                window_left, window_right, TOKENS, PAGED,
             )  # fmt: skip
             slot = turn % QUERY_STAGES
             mbarrier.wait(q_empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
-            values = gl.where(fields == 0, first_row, gl.where(fields == 1, rows, first_pos))
+            values = gl.where(fields == 0, first_row, gl.where(fields == 1, tokens, first_pos))
             values = gl.where(fields == 3, num_keys, gl.where(fields == 4, head, values))
             info.index(slot).store(values)
             mbarrier.expect(q_full.index(slot), ROWS * HEAD_SIZE * 2)
             for i in gl.static_range(WARPGROUPS):
-                tma.async_copy_global_to_shared(
-                    query, [first_row + i * 64, head * QUERY_STRIDE], q_full.index(slot),
-                    q_tiles.index(slot * WARPGROUPS + i),
-                )  # fmt: skip
+                if PACK == 1:
+                    tma.async_copy_global_to_shared(
+                        query, [first_row + i * 64, head * QUERY_STRIDE], q_full.index(slot),
+                        q_tiles.index(slot * WARPGROUPS + i),
+                    )  # fmt: skip
+                else:
+                    # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
+                    tma.async_copy_global_to_shared(
+                        query, [first_row + i * (64 // PACK), head, 0], q_full.index(slot),
+                        q_tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
+                    )  # fmt: skip
             column = head // GROUP * KEY_STRIDE
             first_tile = low // BLOCK_N
             end_tile = gl.maximum((high + BLOCK_N - 1) // BLOCK_N, first_tile + 1)
@@ -86,34 +86,26 @@ def load_values(
     value_cache, v_tiles, v_full, v_empty, v_raw,
     block_tables, seq_lens, query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left,
     window_right, num_items,
-    NUM_HEADS: gl.constexpr, HEADS_TOGETHER: gl.constexpr, GROUP: gl.constexpr,
+    NUM_HEADS: gl.constexpr, HEADS_TOGETHER: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr,
     MIN_QUERY: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
     VALUE_ROW: gl.constexpr, VALUE_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warp: copies the value tiles of each work item, and zeros what no key of the sequence owns."""
-    ROWS: gl.constexpr = 64 * WARPGROUPS
+    TOKENS: gl.constexpr = 64 * WARPGROUPS // PACK
     programs = gl.num_programs(0)
     step = 0
     raw_phase = 0
     for turn in range((num_items + programs - 1) // programs):
         item, seq, token, head = work_item(
-            turn,
-            query_start_loc,
-            seq_lens,
-            key_start_loc,
-            num_seqs,
-            num_items,
-            NUM_HEADS,
-            HEADS_TOGETHER,
-            ROWS,
-            MIN_QUERY,
-            PAGED,
-        )
+            turn, query_start_loc, seq_lens, key_start_loc, num_seqs, num_items, NUM_HEADS // PACK, HEADS_TOGETHER,
+            TOKENS, MIN_QUERY, PAGED, PACK > 1,
+        )  # fmt: skip
+        head *= PACK
         if item < num_items:
             _, _, _, num_keys, low, high, table, first_key = _sequence(
                 seq, token, block_tables, seq_lens, query_start_loc, key_start_loc, table_stride, table_tokens,
-                window_left, window_right, ROWS, PAGED,
+                window_left, window_right, TOKENS, PAGED,
             )  # fmt: skip
             column = head // GROUP * VALUE_STRIDE
             base = first_key + VALUE_ROW
@@ -158,9 +150,9 @@ def load_values(
 @gluon.jit
 def _sequence(
     seq, token, block_tables, seq_lens, query_start_loc, key_start_loc, table_stride, table_tokens,
-    window_left, window_right, ROWS: gl.constexpr, PAGED: gl.constexpr,
+    window_left, window_right, TOKENS: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile stands: (first query row, rows, first position, keys, low key, high key, table or first key row)."""
+    """Where a tile stands: (first token, tokens, first position, keys, low key, high key, table, first key row)."""
     start = gl.load(query_start_loc + seq)
     query_len = gl.load(query_start_loc + seq + 1) - start
     if PAGED:
@@ -173,7 +165,7 @@ def _sequence(
         seq_len = gl.load(key_start_loc + seq + 1) - first_key
         num_keys = seq_len
         table = query_start_loc
-    rows = gl.minimum(query_len - token, ROWS)
+    tokens = gl.minimum(query_len - token, TOKENS)
     first_pos = seq_len - query_len + token
-    low, high = key_span(first_pos, first_pos + rows - 1, num_keys, window_left, window_right)
-    return start + token, rows, first_pos, num_keys, low, high, table, first_key
+    low, high = key_span(first_pos, first_pos + tokens - 1, num_keys, window_left, window_right)
+    return start + token, tokens, first_pos, num_keys, low, high, table, first_key

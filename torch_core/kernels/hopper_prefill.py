@@ -36,6 +36,7 @@ def hopper_prefill_kernel(
     NUM_HEADS: gl.constexpr,
     HEADS_TOGETHER: gl.constexpr,
     GROUP: gl.constexpr,
+    PACK: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -58,16 +59,19 @@ def hopper_prefill_kernel(
 ):
     """A program of a persistent grid: two or three warpgroups of 64 query rows, and two warps that load for them.
 
-    A work item is one head of 64 * WARPGROUPS query rows of a sequence; `work_item` says which ones a program takes.
+    A work item is a tile of 64 * WARPGROUPS query rows of a sequence: tokens of one head, or, where queries are short,
+    PACK heads of one key/value head side by side (row = token * PACK + head), which share its keys; `work_item` says
+    which ones a program takes.
     The warps that load fill rings of tiles in shared memory, also ahead into the next item; barriers in shared memory
     say which slots are full and which are free again. Values that no key of the sequence owns are zeroed there. The
     warpgroups multiply in turns, so that one does its softmax while another one multiplies (FlashAttention-3,
     arXiv 2407.08608); they go from the last key to the first, the tiles at the mask's edge apart from the others.
 
     The copy engine sees arrays as matrices: row `token` and column `head * stride` of query and dense keys; row
-    `block * BLOCK_ROWS + token` (VALUE_ROW more for values of a combined cache) of a paged cache.
+    `block * BLOCK_ROWS + token` (VALUE_ROW more for values of a combined cache) of a paged cache. With PACK, it sees
+    the query as [token, head, element], and PACK heads of 64 // PACK tokens are the rows of a warpgroup.
     """
-    ROWS: gl.constexpr = 64 * WARPGROUPS
+    TOKENS: gl.constexpr = 64 * WARPGROUPS // PACK
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
@@ -92,31 +96,32 @@ def hopper_prefill_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=WARPGROUPS)
     mbarrier.init(v_raw, count=1)
-    num_items = count_tiles(query_start_loc, num_seqs, ROWS, MIN_QUERY) * NUM_HEADS
+    num_items = count_tiles(query_start_loc, num_seqs, TOKENS, MIN_QUERY) * (NUM_HEADS // PACK)
+    # The language has no starred arguments, and no sums of tuples that hold None.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (attend_rows, (
                     0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
                     v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
-                    QUERY_STAGES, PING_PONG, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                    QUERY_STAGES, PING_PONG, NUM_HEADS, PACK, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
                 )),
                 (attend_rows, (
                     1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
                     v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
-                    QUERY_STAGES, PING_PONG, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                    QUERY_STAGES, PING_PONG, NUM_HEADS, PACK, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
                 )),
                 (load_queries_and_keys, (
                     query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty, block_tables, seq_lens,
                     query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right,
-                    num_items, NUM_HEADS, HEADS_TOGETHER, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
-                    BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
+                    num_items, NUM_HEADS, HEADS_TOGETHER, GROUP, PACK, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE,
+                    STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
                 )),
                 (load_values, (
                     value_cache, v_tiles, v_full, v_empty, v_raw, block_tables, seq_lens, query_start_loc,
                     key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right, num_items,
-                    NUM_HEADS, HEADS_TOGETHER, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE,
-                    BLOCK_ROWS, BOX, PAGED, VALUE_ROW, VALUE_STRIDE,
+                    NUM_HEADS, HEADS_TOGETHER, GROUP, PACK, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
+                    BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, VALUE_ROW, VALUE_STRIDE,
                 )),
             ],
             [4, 1, 1],
@@ -128,29 +133,29 @@ def hopper_prefill_kernel(
                 (attend_rows, (
                     0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
                     v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
-                    QUERY_STAGES, PING_PONG, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                    QUERY_STAGES, PING_PONG, NUM_HEADS, PACK, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
                 )),
                 (attend_rows, (
                     1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
                     v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
-                    QUERY_STAGES, PING_PONG, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                    QUERY_STAGES, PING_PONG, NUM_HEADS, PACK, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
                 )),
                 (attend_rows, (
                     2, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
                     v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
-                    QUERY_STAGES, PING_PONG, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                    QUERY_STAGES, PING_PONG, NUM_HEADS, PACK, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
                 )),
                 (load_queries_and_keys, (
                     query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty, block_tables, seq_lens,
                     query_start_loc, key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right,
-                    num_items, NUM_HEADS, HEADS_TOGETHER, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
-                    BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
+                    num_items, NUM_HEADS, HEADS_TOGETHER, GROUP, PACK, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE,
+                    STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
                 )),
                 (load_values, (
                     value_cache, v_tiles, v_full, v_empty, v_raw, block_tables, seq_lens, query_start_loc,
                     key_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right, num_items,
-                    NUM_HEADS, HEADS_TOGETHER, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE,
-                    BLOCK_ROWS, BOX, PAGED, VALUE_ROW, VALUE_STRIDE,
+                    NUM_HEADS, HEADS_TOGETHER, GROUP, PACK, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES,
+                    BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, VALUE_ROW, VALUE_STRIDE,
                 )),
             ],
             [4, 4, 1, 1],

@@ -26,10 +26,11 @@ def attend_rows(
     OWN: gl.constexpr, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info,
     k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr, NUM_HEADS: gl.constexpr,
-    OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr,
+    PING_PONG: gl.constexpr, NUM_HEADS: gl.constexpr, PACK: gl.constexpr, OUT_TOKEN_STRIDE: gl.constexpr,
+    OUT_HEAD_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
+    TOKENS: gl.constexpr = 64 // PACK
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     LANES: gl.constexpr = HEAD_SIZE // 8
@@ -53,26 +54,29 @@ def attend_rows(
             mbarrier.wait(q_full.index(slot), (turn // QUERY_STAGES) & 1)
             told = info.index(slot).load(INFO_LAYOUT)
             first_row = gl.sum(gl.where(fields == 0, told, 0), 0)
-            rows = gl.sum(gl.where(fields == 1, told, 0), 0)
+            tokens = gl.sum(gl.where(fields == 1, told, 0), 0)
             first_pos = gl.sum(gl.where(fields == 2, told, 0), 0)
             num_keys = gl.sum(gl.where(fields == 3, told, 0), 0)
             head = gl.sum(gl.where(fields == 4, told, 0), 0)
 
             # Tiles of keys, counted from key 0: those of the program, those of this warpgroup, those without a mask.
-            low, high = key_span(first_pos, first_pos + rows - 1, num_keys, window_left, window_right)
+            low, high = key_span(first_pos, first_pos + tokens - 1, num_keys, window_left, window_right)
             first_tile = low // BLOCK_N
             end_tile = gl.maximum((high + BLOCK_N - 1) // BLOCK_N, first_tile + 1)
-            own_first = first_pos + OWN * 64
-            own_last = first_pos + gl.minimum(rows, OWN * 64 + 64) - 1
+            own_first = first_pos + OWN * TOKENS
+            own_last = first_pos + gl.minimum(tokens, OWN * TOKENS + TOKENS) - 1
             own_low, own_high = key_span(own_first, own_last, num_keys, window_left, window_right)
             own_end = gl.minimum(gl.maximum((own_high + BLOCK_N - 1) // BLOCK_N, first_tile + 1), end_tile)
+            if PACK > 1:
+                # Short queries often leave a warpgroup without a row: it looks at one tile and lets the others pass.
+                own_end = gl.where(tokens > OWN * TOKENS, own_end, first_tile + 1)
             own_tile = first_tile
             full_high = num_keys
             if window_right is not None:
                 full_high = gl.maximum(gl.minimum(full_high, own_first + window_right + 1), 0)
             body_end = gl.minimum(gl.maximum(full_high // BLOCK_N, own_tile), own_end - 1)
             body_start = own_tile
-            positions = own_first + in_rows
+            positions = own_first + in_rows // PACK
             last = positions * 0 + num_keys - 1
             if window_right is not None:
                 last = gl.minimum(positions + window_right, num_keys - 1)
@@ -138,11 +142,14 @@ def attend_rows(
 
             row_sum, shift = row_state(state)
             row_sum = gl.convert_layout(row_sum, ROWS)
-            shift = gl.convert_layout(shift, ROWS)
             empty = row_sum == 0.0
+            shift = gl.where(empty, 0.0, gl.convert_layout(shift, ROWS))
             keep = gl.where(empty, 0.0, 1.0)
             if sinks is not None:
-                sink = gl.load(sinks + head).to(gl.float32) * _LOG2E
+                if PACK == 1:
+                    sink = gl.load(sinks + head).to(gl.float32) * _LOG2E
+                else:
+                    sink = gl.load(sinks + head + in_rows % PACK).to(gl.float32) * _LOG2E
                 top = gl.maximum(shift, sink)
                 keep = keep * gl.exp2(shift - top)
                 row_sum = row_sum * keep + gl.exp2(sink - top)
@@ -155,15 +162,19 @@ def attend_rows(
             result = q.load(OUT_LAYOUT)
             out_rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
             columns = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT))
-            pointers = out + (first_row + out_rows).to(gl.int64) * OUT_TOKEN_STRIDE + head * OUT_HEAD_STRIDE
+            out_tokens = (first_row + out_rows // PACK).to(gl.int64)
+            pointers = out + out_tokens * OUT_TOKEN_STRIDE + (head + out_rows % PACK) * OUT_HEAD_STRIDE
             gl.store(
-                pointers[:, None] + columns[None, :], result.to(out.dtype.element_ty), mask=(out_rows < rows)[:, None]
+                pointers[:, None] + columns[None, :],
+                result.to(out.dtype.element_ty),
+                mask=(out_rows < tokens * PACK)[:, None],
             )
             if lse is not None:
                 row_lse = gl.where(empty, float("-inf"), (shift + gl.log2(total)) * _LN2)
                 lse_rows = OWN * 64 + in_rows
-                lse_pointers = lse + (first_row + lse_rows).to(gl.int64) * NUM_HEADS + head
-                gl.store(lse_pointers, row_lse, mask=lse_rows < rows)
+                lse_tokens = (first_row + lse_rows // PACK).to(gl.int64)
+                lse_pointers = lse + lse_tokens * NUM_HEADS + head + lse_rows % PACK
+                gl.store(lse_pointers, row_lse, mask=lse_rows < tokens * PACK)
             fence_async_shared()
             mbarrier.arrive(q_empty.index(slot), count=1)
     if PING_PONG and OWN == 0:

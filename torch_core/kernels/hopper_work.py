@@ -48,13 +48,15 @@ def work_item(
     TILE: gl.constexpr,
     MIN_QUERY: gl.constexpr,
     PAGED: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):
     """The work of this program in its `turn`-th turn.
 
     Work items are tiles times heads. Among 32 sequences side by side, those with the most keys under a causal mask
     come first, all heads of a tile together. Programs take items in turns, every other turn in reverse order: so each
     of them gets about the same number of keys in all (longest processing time first), and all of them are at about
-    the same keys at a time, which stay in the L2 cache.
+    the same keys at a time, which stay in the L2 cache. With TOGETHER, the tiles of a sequence follow each other: those
+    of short queries over many keys are about equal, and what they can share is the keys.
 
     Returns:
         (item number, sequence, first token of the tile, head); the last three mean nothing beyond the last item.
@@ -74,12 +76,13 @@ def work_item(
 
     chunk = 0
     before = 0
-    total = 0
-    for base in range(0, num_seqs, _SEQS):
-        tiles, _ = _tiles(base, query_start_loc, num_seqs, TILE, MIN_QUERY)
-        chunk = gl.where(total <= wanted, base, chunk)
-        before = gl.where(total <= wanted, total, before)
-        total += gl.sum(tiles, 0)
+    if num_seqs > _SEQS:
+        total = 0
+        for base in range(0, num_seqs, _SEQS):
+            tiles, _ = _tiles(base, query_start_loc, num_seqs, TILE, MIN_QUERY)
+            chunk = gl.where(total <= wanted, base, chunk)
+            before = gl.where(total <= wanted, total, before)
+            total += gl.sum(tiles, 0)
     rank = wanted - before
 
     tiles, live = _tiles(chunk, query_start_loc, num_seqs, TILE, MIN_QUERY)
@@ -88,6 +91,16 @@ def work_item(
     else:
         keys = gl.load(key_start_loc + chunk + lanes + 1, mask=live, other=0)
         keys -= gl.load(key_start_loc + chunk + lanes, mask=live, other=0)
+    if TOGETHER:
+        lane, tile = _sequence_by_sequence(rank, tiles, keys, lanes, TILE)
+    else:
+        lane, tile = _level_by_level(rank, tiles, keys, lanes, TILE)
+    return item, chunk + lane, tile * TILE, head
+
+
+@gluon.jit
+def _level_by_level(rank, tiles, keys, lanes, TILE: gl.constexpr):
+    # (lane, tile of its sequence) of the tile number `rank`: the tiles with the most keys first.
     # The last tile of a sequence has level `top`, the one before it the next level, and so on.
     key_tiles = gl.where(tiles > 0, (keys + TILE - 1) // TILE, 0)
     top = gl.max(key_tiles, 0) - key_tiles
@@ -101,9 +114,26 @@ def work_item(
     rank -= gl.sum(gl.minimum(tiles, gl.maximum(level - top, 0)), 0)
     has = ((level >= top) & (level < top + tiles)).to(gl.int32)
     here = (has > 0) & (gl.associative_scan(has, 0, _add) == rank + 1)
-    seq = chunk + gl.sum(gl.where(here, lanes, 0), 0)
-    token = gl.sum(gl.where(here, top + tiles - 1 - level, 0), 0) * TILE
-    return item, seq, token, head
+    return gl.sum(gl.where(here, lanes, 0), 0), gl.sum(gl.where(here, top + tiles - 1 - level, 0), 0)
+
+
+@gluon.jit
+def _sequence_by_sequence(rank, tiles, keys, lanes, TILE: gl.constexpr):
+    # The same: the sequences with the most keys first, and of each its last tile first.
+    length = keys // TILE
+    # Sequences of at least `shortest` hold the tile, those of at least `beyond` do not.
+    shortest = 0
+    beyond = gl.max(length, 0) + 1
+    while beyond - shortest > 1:
+        middle = (shortest + beyond) // 2
+        holds = gl.sum(gl.where(length >= middle, tiles, 0), 0) > rank
+        shortest = gl.where(holds, middle, shortest)
+        beyond = gl.where(holds, beyond, middle)
+    rank -= gl.sum(gl.where(length > shortest, tiles, 0), 0)
+    alike = gl.where(length == shortest, tiles, 0)
+    end = gl.associative_scan(alike, 0, _add)
+    here = (rank >= end - alike) & (rank < end)
+    return gl.sum(gl.where(here, lanes, 0), 0), gl.sum(gl.where(here, end - 1 - rank, 0), 0)
 
 
 @gluon.jit

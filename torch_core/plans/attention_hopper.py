@@ -12,7 +12,7 @@ from torch_core.plans.attention_call import AttentionCall
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, Descriptor, LaunchPlan, Pointer
 from torch_core.specs import DTYPE_BYTES
 
-__all__ = ["HopperTile", "hopper_launch", "hopper_tile"]
+__all__ = ["HopperTile", "hopper_launch", "hopper_pack", "hopper_tile"]
 
 _ARCH = 90
 # Query rows of one product, and so of a warpgroup.
@@ -20,11 +20,18 @@ _WARPGROUP_ROWS = 64
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
 _MIN_BOX = 8
 _MAX_BOX = 256
-# Shorter queries leave most rows of a tile without work: the portable kernel puts heads side by side there.
-_MIN_QUERY_LEN = 128
+# From this length on, a tile holds tokens of one head. Shorter queries would leave most of its rows without work.
+_LONG_QUERY_LEN = 128
+# Heads side by side in a tile of short queries: a warpgroup then still holds 4 tokens.
+_MAX_PACK = 16
+# What short queries must bring, see `hopper_pack`. Worked out, not measured yet.
+_MIN_PACKED_ROWS = 65
+_MIN_PACKED_KEYS = 512
+_MAX_PACKED_SEQS = 256
 # Coordinates of the copy engine are 32-bit.
 _MAX_ROWS = 2**31 - 2 * _MAX_BOX
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_PACKED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,8 @@ _TALL_TILES = {
     128: HopperTile(3, 64, 4, 1, 160, 24),
 }
 _TALL_QUERY_LEN = 2048
+# Few tiles of short queries share their keys: all heads are worked on side by side.
+_ALL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +110,45 @@ def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
     return _TILES.get(head_size)
 
 
+def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> int:
+    """Returns the query heads that lie side by side in a tile; 0 where the portable kernel serves the call better.
+
+    Long queries fill tiles head by head. Short ones do with all heads of a group side by side, if the group is a power
+    of two: like this, both kernels read the keys of a tile once, and have the same tiles. The Hopper kernel then takes
+    about 15 ns for a key of a tile (two products of 128 rows and 128 columns at 550 TFLOP/s, or 0.5 KiB at the speed
+    of the memory: about equal), the portable one 25 ns with two programs to a multiprocessor, and nearer 40 ns where
+    the batch has too few tiles for that. Neither splits keys, so few tiles are no reason for the portable kernel. What
+    is: a start that is some microseconds slower (barriers, descriptors, registers moved between warps), which 512 keys
+    pay back with certainty; and the search for a tile's sequence, about a microsecond for every 32 sequences, which
+    copies wait for. The split kernel, with keys in chunks, serves up to 64 rows before this is asked. Like its chunks,
+    the choice follows from padded shapes, never from lengths.
+
+    Args:
+        group: query heads of one key/value head.
+        max_query_len: an upper bound on the query length.
+        num_seqs: sequences, padding included.
+        keys: keys that a sequence may have: the width of the block table, or the mean of dense keys.
+
+    Example:
+        >>> [hopper_pack(group=4, max_query_len=n, num_seqs=8, keys=8192) for n in (16, 64, 512)]
+        [0, 4, 1]
+    """
+    if max_query_len >= _LONG_QUERY_LEN:
+        return 1
+    pack = min(group, _MAX_PACK)
+    worth = max_query_len * pack >= _MIN_PACKED_ROWS and keys >= _MIN_PACKED_KEYS and num_seqs <= _MAX_PACKED_SEQS
+    return pack if pack > 1 and group & (group - 1) == 0 and worth else 0
+
+
 def hopper_launch(
-    call: AttentionCall, scalars: dict[str, Argument], *, min_query: int, tile: HopperTile | None = None
+    call: AttentionCall,
+    scalars: dict[str, Argument],
+    *,
+    min_query: int,
+    tile: HopperTile | None = None,
+    pack: int | None = None,
 ) -> LaunchPlan | None:
-    """Plans hopper_prefill_kernel for a call's long queries and padding; None where the portable kernel serves them.
+    """Plans hopper_prefill_kernel for a call's rows and padding; None where the portable kernel serves them.
 
     The Hopper kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, a positive scale, causal and window
     masks, sinks, and scales that are numbers; strides and alignments that the copy engine can follow.
@@ -114,19 +158,24 @@ def hopper_launch(
         scalars: the by-value arguments that all attention kernels share.
         min_query: query rows from which on a sequence is served.
         tile: another tile than the table's, for measurements.
+        pack: another number of heads side by side than `hopper_pack` says, for measurements; a power of two up to 16
+            that divides the group.
     """
     tile = tile or hopper_tile(head_size=call.key.shape[-1], max_query_len=call.max_query_len)
-    if tile is None or not _is_served(call):
+    if pack is None:
+        keys = call.table_tokens if call.paged else call.key.shape[0] // call.num_seqs
+        pack = hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=keys)
+    if tile is None or pack == 0 or not _is_served(call):
         return None
-    items = (call.num_tokens // tile.rows + call.num_seqs + 1) * call.num_heads
+    items = (call.num_tokens // (tile.rows // pack) + call.num_seqs + 1) * (call.num_heads // pack)
     query, key, value = (_matrix(call, name, tile) for name in ("query", "key", "value"))
-    if query is None or key is None or value is None or items >= 2**31:
+    if query is None or key is None or value is None or items >= 2**31 or not _is_packed(query, pack):
         return None
     key_name, value_name = call.buffers
     box = _box(call, tile)
     head_size = call.key.shape[-1]
     arguments: dict[str, Argument] = {
-        "query": _descriptor("query", query, (_WARPGROUP_ROWS, head_size)),
+        "query": _query_descriptor(call, query, pack),
         "key_cache": _descriptor(key_name, key, (box, head_size)),
         "value_cache": _descriptor(value_name, value, (box, head_size)),
         "block_tables": ABSENT if call.block_tables is None else Pointer("block_tables"),
@@ -141,6 +190,7 @@ def hopper_launch(
     constexprs: dict[str, Any] = {
         "NUM_HEADS": call.num_heads,
         "GROUP": call.group,
+        "PACK": pack,
         "HEAD_SIZE": head_size,
         "WARPGROUPS": tile.warpgroups,
         "BLOCK_N": tile.block_n,
@@ -149,13 +199,16 @@ def hopper_launch(
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
         "PING_PONG": tile.ping_pong,
-        "HEADS_TOGETHER": call.group * _divisor(call.num_kv_heads, tile.kv_heads),
+        # Packed heads come once each; few of their queries read a key, so all heads go side by side.
+        "HEADS_TOGETHER": call.group * _divisor(call.num_kv_heads, tile.kv_heads)
+        if pack == 1
+        else call.num_heads // pack,
         "BLOCK_SIZE": call.block_size,
         "BLOCK_ROWS": key.block_rows,
         "BOX": box,
         "PAGED": call.paged,
         "MIN_QUERY": min_query,
-        "QUERY_STRIDE": query.head_stride,
+        "QUERY_STRIDE": query.head_stride if pack == 1 else 0,
         "KEY_STRIDE": key.head_stride,
         "VALUE_STRIDE": value.head_stride,
         "VALUE_ROW": value.value_row,
@@ -185,7 +238,6 @@ def _is_served(call: AttentionCall) -> bool:
         and call.spec.attention_chunk is None
         and not any(isinstance(scale, ArraySpec) for scale in scales)
         and call.spec.scale > 0
-        and call.max_query_len >= _MIN_QUERY_LEN
         and call.out.aligned
         and all(_is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
     )
@@ -226,6 +278,19 @@ def _matrix(call: AttentionCall, name: str, tile: HopperTile) -> _Matrix | None:
     if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
         return None
     return _Matrix((rows, width), stride, block_stride // stride, head_stride, offset // stride)
+
+
+def _is_packed(query: _Matrix, pack: int) -> bool:
+    # The copy engine wants the stride of each axis of the query to be a multiple of the next one's.
+    return pack == 1 or (query.head_stride > 0 and query.stride % query.head_stride == 0)
+
+
+def _query_descriptor(call: AttentionCall, query: _Matrix, pack: int) -> Descriptor:
+    head_size = call.key.shape[-1]
+    if pack == 1:
+        return _descriptor("query", query, (_WARPGROUP_ROWS, head_size))
+    strides = (query.stride, query.head_stride, 1)
+    return Descriptor("query", call.query.shape, strides, (_WARPGROUP_ROWS // pack, pack, head_size), _PACKED_LAYOUT)
 
 
 def _descriptor(buffer: str, matrix: _Matrix, box: tuple[int, int]) -> Descriptor:

@@ -50,6 +50,16 @@ def plans_in_use() -> dict[str, OperationPlan]:
             sinks=True,
             with_lse=True,
         ),
+        "prefill chunks": _prefill(max_query_len=64),
+        "prefill chunks head 64": _prefill(head_size=64, max_query_len=64),
+        "prefill chunks head 256": _prefill(head_size=256, num_heads=16, num_kv_heads=4, max_query_len=64),
+        "prefill chunks group 8 window sinks lse": _prefill(
+            num_heads=64,
+            spec=AttentionSpec(scale=0.088, window_left=4095),
+            sinks=True,
+            with_lse=True,
+            max_query_len=64,
+        ),
         "prefill not on Hopper": _prefill(limits=DeviceLimits(arch=80)),
         "prefill fp8": _prefill(cache_dtype="float8_e4m3fn", scaled=True),
         "prefill soft cap window": _prefill(

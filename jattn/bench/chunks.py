@@ -1,0 +1,170 @@
+"""Chunks of new tokens on earlier ones: each kernel that could serve them, next to the plan's choice and to FA3."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jattn.bench import measure, mixed, peers
+from jattn.bench.report import OURS, Report, Row
+from torch_core.launch.run import array_spec, run_operation
+from torch_core.plans.attention import plan_paged_attention
+from torch_core.plans.attention_call import AttentionCall
+from torch_core.plans.attention_hopper import hopper_launch
+from torch_core.plans.attention_launch import rows_launch, scalar_arguments
+from torch_core.plans.attention_tables import rows_tile
+from torch_core.plans.plan import ArraySpec, DeviceLimits, LaunchPlan, OperationPlan
+from torch_core.specs import DTYPE_BYTES, AttentionSpec
+
+__all__ = ["CONTEXTS", "SHAPES", "plans", "run"]
+
+#: (sequences, new tokens of each): batches that fill the device first, then some that leave it half empty.
+SHAPES = ((64, 16), (32, 32), (16, 64), (8, 128), (8, 512), (4, 32), (1, 64), (1, 128))
+#: Tokens before the new ones.
+CONTEXTS = (2048, 8192)
+
+
+def run(
+    *,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    contexts: Sequence[int] = CONTEXTS,
+    peers_directory: Path | None = None,
+) -> Report:
+    """Measures chunks by graph replay over cold caches: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
+
+    Args:
+        shapes: (sequences, new tokens of each).
+        contexts: tokens before them.
+        peers_directory: see `jattn.bench.peers.load_peers`.
+
+    Returns:
+        A row for each shape and context, in microseconds; a column for each of `plans`, and FA3's.
+
+    Raises:
+        Unsupported: torch or JAX has no CUDA device.
+    """
+    measure.require_cuda("prefill")
+    found = peers.load_peers(peers_directory)
+    copy, matmul = measure.copy_bytes_per_second(), measure.matmul_flops()
+    rows, notes = [], []
+    for before in contexts:
+        for seqs, new in shapes:
+            parts = ((seqs, new, before),)
+            first = mixed.random_batch(parts)
+            batches = [first] + [mixed.random_batch(parts) for _ in range(measure.num_pools(first.kv_cache.nbytes) - 1)]
+            times: dict[str, float] = {}
+            for name, call in _columns(found, first).items():
+                try:
+                    times[name] = measure.graph_us([call(batch) for batch in batches])
+                except Exception as error:  # A kernel that fails is a note, not the end of the table.
+                    if name == OURS:
+                        raise
+                    times[name] = math.nan
+                    notes.append(f"{name} at {seqs} x {new} on {before}: {str(error).splitlines()[0][:160]}")
+            rows.append(Row(f"{seqs} x {new} on {before}", mixed.bound_us(parts, copy, matmul), times))
+            del first, batches
+            gc.collect()
+            torch.cuda.empty_cache()
+    return Report(
+        name="chunks, us",
+        device=measure.device_name(),
+        versions=measure.versions(),
+        copy_bytes_per_second=copy,
+        matmul_flops=matmul,
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def plans(
+    query: ArraySpec,
+    kv_cache: ArraySpec,
+    block_tables: ArraySpec,
+    seq_lens: ArraySpec,
+    query_start_loc: ArraySpec,
+    *,
+    max_query_len: int,
+) -> dict[str, OperationPlan]:
+    """Returns the plan of the operation and, in one launch each, the kernels that it could choose; needs no device.
+
+    Args:
+        query: [num_tokens, num_heads, head_size].
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size].
+        block_tables: int32 [num_seqs, max_blocks].
+        seq_lens: int32 [num_seqs].
+        query_start_loc: int32 [num_seqs + 1].
+        max_query_len: an upper bound on the query lengths.
+    """
+    options: dict[str, Any] = {
+        "spec": AttentionSpec(scale=query.shape[-1] ** -0.5),
+        "max_query_len": max_query_len,
+        "limits": DeviceLimits(),
+    }
+    base = plan_paged_attention(query, kv_cache, block_tables, seq_lens, query_start_loc, **options)
+    strides = kv_cache.element_strides
+    key = ArraySpec((kv_cache.shape[0], *kv_cache.shape[2:]), kv_cache.dtype, (strides[0], *strides[2:]))
+    call = AttentionCall(
+        query=query,
+        key=key,
+        value=key,
+        kv_cache=kv_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        out=ArraySpec(query.shape, query.dtype),
+        with_lse=False,
+        **options,
+    )
+    scalars = scalar_arguments(call)
+    launches = {
+        f"{OURS} portable": _rows(call),
+        f"{OURS} Hopper packed": hopper_launch(call, scalars, min_query=1, pack=call.group),
+        f"{OURS} Hopper unpacked": hopper_launch(call, scalars, min_query=1, pack=1),
+    }
+    forced = {name: replace(base, launches=(launch,), scratch=()) for name, launch in launches.items() if launch}
+    return {OURS: base, **forced}
+
+
+def _rows(call: AttentionCall) -> LaunchPlan:
+    tile = rows_tile(
+        rows=call.max_query_len * call.group,
+        max_query_len=call.max_query_len,
+        head_padded=call.head_padded,
+        key_bytes=DTYPE_BYTES[call.key.dtype],
+        query_bytes=DTYPE_BYTES[call.query.dtype],
+        paged=True,
+        plain=call.plain,
+    )
+    return rows_launch(call, tile, pack=min(call.group, tile.block_m), min_query=1)
+
+
+def _columns(found: Any, batch: mixed.Batch) -> dict[str, Callable[[mixed.Batch], Callable[[], Any]]]:
+    specs = [array_spec(array) for array in _arrays(batch).values()]
+    columns: dict[str, Callable[[mixed.Batch], Callable[[], Any]]] = {
+        name: lambda batch, plan=plan: _run(plan, batch)
+        for name, plan in plans(*specs, max_query_len=batch.max_query_len).items()
+    }
+    if found is not None:
+        columns["FA3"] = lambda batch: mixed.fa3_call(found, batch)
+    return columns
+
+
+def _run(plan: OperationPlan, batch: mixed.Batch) -> Callable[[], Any]:
+    arrays = _arrays(batch)
+    return lambda: run_operation(plan, arrays, {"out": batch.out})
+
+
+def _arrays(batch: mixed.Batch) -> dict[str, torch.Tensor]:
+    return {
+        "query": batch.query,
+        "kv_cache": batch.kv_cache,
+        "block_tables": batch.block_tables,
+        "seq_lens": batch.seq_lens,
+        "query_start_loc": batch.starts,
+    }
