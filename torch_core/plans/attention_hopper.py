@@ -12,7 +12,7 @@ from torch_core.plans.attention_call import AttentionCall
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, Descriptor, LaunchPlan, Pointer
 from torch_core.specs import DTYPE_BYTES
 
-__all__ = ["HopperTile", "hopper_launch", "hopper_tile"]
+__all__ = ["HopperTile", "Matrix", "array_matrix", "copy_box", "hopper_launch", "hopper_tile", "is_copied"]
 
 _ARCH = 90
 # Query rows of one product, and so of a warpgroup.
@@ -72,8 +72,17 @@ _TALL_QUERY_LEN = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
-    # An array as rows of the copy engine: token by token, heads side by side.
+class Matrix:
+    """An array as rows of the copy engine: token by token, heads side by side.
+
+    Attributes:
+        shape: rows and columns.
+        stride: elements from one row to the next.
+        block_rows: rows from one block of a paged cache to the next; 0 for other arrays.
+        head_stride: columns from one head to the next.
+        value_row: row of the first value in a combined cache.
+    """
+
     shape: tuple[int, int]
     stride: int
     block_rows: int
@@ -117,11 +126,11 @@ def hopper_launch(
     if tile is None or not _is_served(call):
         return None
     items = (call.num_tokens // tile.rows + call.num_seqs + 1) * call.num_heads
-    query, key, value = (_matrix(call, name, tile) for name in ("query", "key", "value"))
+    query, key, value = (array_matrix(call, name, tile.block_n) for name in ("query", "key", "value"))
     if query is None or key is None or value is None or items >= 2**31:
         return None
     key_name, value_name = call.buffers
-    box = _box(call, tile)
+    box = copy_box(call, tile.block_n)
     head_size = call.key.shape[-1]
     arguments: dict[str, Argument] = {
         "query": _descriptor("query", query, (_WARPGROUP_ROWS, head_size)),
@@ -186,20 +195,22 @@ def _is_served(call: AttentionCall) -> bool:
         and call.spec.scale > 0
         and call.max_query_len >= _MIN_QUERY_LEN
         and call.out.aligned
-        and all(_is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
+        and all(is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
     )
 
 
-def _box(call: AttentionCall, tile: HopperTile) -> int:
-    return min(call.block_size, tile.block_n) if call.paged else tile.block_n
+def copy_box(call: AttentionCall, block_n: int) -> int:
+    """Returns the keys that one copy into a tile of `block_n` keys moves."""
+    return min(call.block_size, block_n) if call.paged else block_n
 
 
-def _is_copied(stride: int, dtype: str) -> bool:
+def is_copied(stride: int, dtype: str) -> bool:
+    """Whether the copy engine, and stores of 16 bytes, can follow a stride."""
     return stride * DTYPE_BYTES[dtype] % 16 == 0
 
 
-def _matrix(call: AttentionCall, name: str, tile: HopperTile) -> _Matrix | None:
-    """The array as a matrix that the copy engine can follow; None if there is none."""
+def array_matrix(call: AttentionCall, name: str, block_n: int) -> Matrix | None:
+    """Returns "query", "key" or "value" of a call as a matrix that the copy engine can follow; None if there is none."""
     spec = {"query": call.query, "key": call.key, "value": call.value}[name]
     *outer, head_stride, _ = spec.element_strides
     heads, head_size = spec.shape[-2:]
@@ -207,21 +218,21 @@ def _matrix(call: AttentionCall, name: str, tile: HopperTile) -> _Matrix | None:
     width = (heads - 1) * head_stride + head_size
     if not spec.aligned or 0 in spec.shape or not 0 < width <= max(stride, width if spec.shape[0] == 1 else 0):
         return None
-    if not _is_copied(stride, spec.dtype) or not _is_copied(head_stride, spec.dtype):
+    if not is_copied(stride, spec.dtype) or not is_copied(head_stride, spec.dtype):
         return None
     if name == "query" or not call.paged:
-        return _Matrix((spec.shape[0], width), stride, 0, head_stride)
+        return Matrix((spec.shape[0], width), stride, 0, head_stride)
     block_stride = outer[0]
-    box = _box(call, tile)
-    if box < _MIN_BOX or box & (box - 1) or (call.block_size % box or tile.block_n % box):
+    box = copy_box(call, block_n)
+    if box < _MIN_BOX or box & (box - 1) or (call.block_size % box or block_n % box):
         return None
     offset = call.value_offset if name == "value" else 0
     last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
     rows = last_row + call.value_offset // stride
     if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
         return None
-    return _Matrix((rows, width), stride, block_stride // stride, head_stride, offset // stride)
+    return Matrix((rows, width), stride, block_stride // stride, head_stride, offset // stride)
 
 
-def _descriptor(buffer: str, matrix: _Matrix, box: tuple[int, int]) -> Descriptor:
+def _descriptor(buffer: str, matrix: Matrix, box: tuple[int, int]) -> Descriptor:
     return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, _LAYOUT)
