@@ -38,7 +38,7 @@ def attend_fp8_rows(
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
     BLOCK_N: gl.constexpr = 128
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(HEAD_SIZE, 128), 32])
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     LEFT: gl.constexpr = window_left is not None

@@ -75,7 +75,8 @@ def weigh_values(weights, values, acc, PROMOTE: gl.constexpr):
     """Issues the product of packed weights with a transposed tile of values, onto `acc` unless PROMOTE."""
     p = _unpack_weights(weights, acc)
     if PROMOTE:
-        start = gl.zeros(acc.shape, gl.float32, acc.type.layout)
+        layout: gl.constexpr = acc.type.layout
+        start = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, layout)
         return warpgroup_mma(p, values.permute((1, 0)), start, use_acc=False, is_async=True)
     else:
         return warpgroup_mma(p, values.permute((1, 0)), acc, is_async=True)
@@ -113,8 +114,9 @@ def pack_fp8_weights(weights):
 @gluon.jit
 def _unpack_weights(packed, acc):
     """The weights as the left operand of the product with values."""
-    # Each integer four times over, side by side: the assembly sees one register and names its four bytes.
+    # Each integer four times over, side by side where the operand has its bytes: the assembly names them all at once.
     words = gl.join(packed, packed)
     words = gl.join(words, words).reshape([packed.shape[0], packed.shape[1] * 4])
+    words = gl.convert_layout(words, gl.DotOperandLayout(0, acc.type.layout, 4))
     p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.int8, is_pure=True, pack=4)
-    return gl.convert_layout(p.to(gl.float8e4nv, bitcast=True), gl.DotOperandLayout(0, acc.type.layout, 4))
+    return p.to(gl.float8e4nv, bitcast=True)

@@ -112,7 +112,14 @@ def _transpose_part(raw_words, tile_words, first, end, COLUMNS: gl.constexpr):
     if (first > 0) | (end < 128):
         place = gl.arange(0, 32 * COLUMNS, layout=layout)
         keys = (place >> 4 & 1) | (place >> 1 & 6) | (place << 3 & 24) | (place & 96)
-        words = gl.where((keys >= first) & (keys < end), words, 0)
+        tile_words.store(_transpose(gl.where((keys >= first) & (keys < end), words, 0), COLUMNS))
+    else:
+        # Apart, or every tile would go through the selection.
+        tile_words.store(_transpose(words, COLUMNS))
+
+
+@gluon.jit
+def _transpose(words, COLUMNS: gl.constexpr):
     low, high = gl.split(words.reshape([8 * COLUMNS, 2, 2]))
     a, c = gl.split(low)
     b, d = gl.split(high)
@@ -120,4 +127,4 @@ def _transpose_part(raw_words, tile_words, first, end, COLUMNS: gl.constexpr):
         _TRANSPOSE, "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    tile_words.store(gl.join(gl.join(w, y), gl.join(x, z)).reshape([32 * COLUMNS]))
+    return gl.join(gl.join(w, y), gl.join(x, z)).reshape([32 * COLUMNS])

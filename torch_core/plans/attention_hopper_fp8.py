@@ -52,7 +52,6 @@ class HopperFp8Tile:
 _TILES = {
     64: HopperFp8Tile(4, 2, 2, 208, 72, 24, True, True),
     128: HopperFp8Tile(2, 2, 2, 208, 72, 24, True, False),
-    256: HopperFp8Tile(2, 2, 1, 208, 72, 24, True, False),
 }
 
 
