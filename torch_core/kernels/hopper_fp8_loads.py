@@ -71,13 +71,12 @@ def load_fp8_values(
     BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr, RAW_STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, VALUE_ROW: gl.constexpr, VALUE_STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """One warp: copies the value tiles of each work item as they lie in the cache, heads of 256 in two parts.
+    """One warp: copies the value tiles of each work item as they lie in the cache.
 
     `bounds` tells the warpgroup that transposes a tile which of its rows are keys of the sequence, [first, end), and
     how many tiles the work item has from this one on.
     """
     ROWS: gl.constexpr = 64 * WARPGROUPS
-    COLUMNS: gl.constexpr = min(HEAD_SIZE, 128)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     fields = gl.arange(0, 8, layout=layout)
     programs = gl.num_programs(0)
@@ -103,11 +102,9 @@ def load_fp8_values(
                 mbarrier.expect(raw_full.index(stage), BLOCK_N * HEAD_SIZE)
                 for j in gl.static_range(BLOCK_N // BOX):
                     row = tile_rows(j, table, position, low, high, VALUE_ROW, BLOCK_SIZE, BLOCK_ROWS, BOX, True)
-                    for part in gl.static_range(HEAD_SIZE // COLUMNS):
-                        tma.async_copy_global_to_shared(
-                            value_cache, [row, column + part * COLUMNS], raw_full.index(stage),
-                            raw_tiles.index(stage * (HEAD_SIZE // COLUMNS) + part).slice(j * BOX, BOX),
-                        )  # fmt: skip
+                    tma.async_copy_global_to_shared(
+                        value_cache, [row, column], raw_full.index(stage), raw_tiles.index(stage).slice(j * BOX, BOX)
+                    )
                 step += 1
 
 

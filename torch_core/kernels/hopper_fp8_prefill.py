@@ -70,13 +70,12 @@ def hopper_fp8_prefill_kernel(
     """
     WARPGROUPS: gl.constexpr = 2
     BLOCK_N: gl.constexpr = 128
-    COLUMNS: gl.constexpr = min(HEAD_SIZE, 128)
     dtype: gl.constexpr = query.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=COLUMNS, element_bitwidth=8, rank=2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=8, rank=2)
     v_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
-    raw_tiles = gl.allocate_shared_memory(dtype, [RAW_STAGES * (HEAD_SIZE // COLUMNS), BLOCK_N, COLUMNS], layout)
+    raw_tiles = gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, HEAD_SIZE], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, HEAD_SIZE, BLOCK_N], v_layout)
     info_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     info = gl.allocate_shared_memory(gl.int32, [QUERY_STAGES, 8], info_layout)

@@ -38,7 +38,7 @@ def attend_fp8_rows(
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
     BLOCK_N: gl.constexpr = 128
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(HEAD_SIZE, 128), 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 32])
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     LEFT: gl.constexpr = window_left is not None
@@ -176,7 +176,7 @@ def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, OUT_TOKEN_STRI
     HALF: gl.constexpr = HEAD_SIZE // 2
     LANES: gl.constexpr = HALF // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(HEAD_SIZE, 128), element_bitwidth=16, rank=2)
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=16, rank=2)
     tile = q._reinterpret(out.dtype.element_ty, [64, HALF], shared)
     halves = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
     out_rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))

@@ -77,26 +77,27 @@ def weigh_values(weights, values, acc, PROMOTE: gl.constexpr):
     if PROMOTE:
         layout: gl.constexpr = acc.type.layout
         start = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, layout)
-        return warpgroup_mma(p, values.permute((1, 0)), start, use_acc=False, is_async=True)
+        product = warpgroup_mma(p, values.permute((1, 0)), start, use_acc=False, is_async=True)
     else:
-        return warpgroup_mma(p, values.permute((1, 0)), acc, is_async=True)
+        product = warpgroup_mma(p, values.permute((1, 0)), acc, is_async=True)
+    return product
 
 
 @gluon.jit
 def add_product(acc, keep, product, PROMOTE: gl.constexpr):
     """The sums with the product of `weigh_values`, in float32 where PROMOTE."""
     if PROMOTE:
-        return acc * gl.convert_layout(keep, gl.SliceLayout(1, acc.type.layout))[:, None] + product
-    else:
-        return product
+        product = acc * gl.convert_layout(keep, gl.SliceLayout(1, acc.type.layout))[:, None] + product
+    return product
 
 
 @gluon.jit
 def pack_fp8_weights(weights):
-    """Weights rounded to e4m3, four to an integer, in the order of `transpose_values`; the matrix units' own.
+    """Weights rounded to e4m3, four to an integer, with the keys in the order of `transpose_values`.
 
-    A thread has the columns 8 * i + 2 * t + (0, 1) of a product's row (t from 0 to 3) and gives the weights
-    32 * i + 4 * t + (0, 1, 2, 3) and 16 more of the next one: all of its own with the keys in that order.
+    Of a row of the products, a thread has the columns 8 * i + 2 * t + (0, 1), t from 0 to 3; of a left operand it
+    gives the columns 16 * i + 4 * t + (0, 1, 2, 3). In that order of keys these are the same weights: none moves to
+    another thread.
     """
     ROWS: gl.constexpr = weights.shape[0]
     # Axes: row; bits 5-6, 4, 3, 1-2 and 0 of the key.

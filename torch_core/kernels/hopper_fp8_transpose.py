@@ -19,7 +19,6 @@ _TRANSPOSE = gl.constexpr(
     "prmt.b32 $2, high_ab, high_cd, 0x5410; prmt.b32 $3, high_ab, high_cd, 0x7632; }"
 )
 
-
 # Where the words of a tile are, as one axis: bits 3, 4, 1, 2, 0, 5, 6 of the key are its bits 0 to 6, and above them is
 # the number of the word, column / 4. In a transposed tile bits 0 and 1 are those of the column instead.
 _K0, _K1, _K2, _K3, _K4, _K5, _K6 = 16, 4, 8, 1, 2, 32, 64
@@ -68,13 +67,11 @@ def transpose_values(
     is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `pack_fp8_weights` has the
     same order.
     """
-    COLUMNS: gl.constexpr = min(HEAD_SIZE, 128)
-    PARTS: gl.constexpr = HEAD_SIZE // COLUMNS
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    raw_layout: gl.constexpr = _WIDE_RAW if COLUMNS == 128 else _NARROW_RAW
-    v_layout: gl.constexpr = _WIDE_TURNED if COLUMNS == 128 else _NARROW_TURNED
-    raw_words = raw_tiles._reinterpret(gl.int32, [RAW_STAGES * PARTS, 32 * COLUMNS], raw_layout)
-    v_words = v_tiles._reinterpret(gl.int32, [STAGES * PARTS, 32 * COLUMNS], v_layout)
+    raw_layout: gl.constexpr = _WIDE_RAW if HEAD_SIZE == 128 else _NARROW_RAW
+    v_layout: gl.constexpr = _WIDE_TURNED if HEAD_SIZE == 128 else _NARROW_TURNED
+    raw_words = raw_tiles._reinterpret(gl.int32, [RAW_STAGES, 32 * HEAD_SIZE], raw_layout)
+    v_words = v_tiles._reinterpret(gl.int32, [STAGES, 32 * HEAD_SIZE], v_layout)
     fields = gl.arange(0, 8, layout=INFO_LAYOUT)
     programs = gl.num_programs(0)
     step = 0
@@ -93,11 +90,7 @@ def transpose_values(
                 first = gl.sum(gl.where(fields == 0, told, 0), 0)
                 end = gl.sum(gl.where(fields == 1, told, 0), 0)
                 mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                for part in gl.static_range(PARTS):
-                    _transpose_part(
-                        raw_words.index(raw_stage * PARTS + part), v_words.index(stage * PARTS + part), first, end,
-                        COLUMNS,
-                    )  # fmt: skip
+                _transpose_tile(raw_words.index(raw_stage), v_words.index(stage), first, end, HEAD_SIZE)
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage), count=1)
                 mbarrier.arrive(raw_empty.index(raw_stage), count=1)
@@ -105,26 +98,26 @@ def transpose_values(
 
 
 @gluon.jit
-def _transpose_part(raw_words, tile_words, first, end, COLUMNS: gl.constexpr):
+def _transpose_tile(raw_words, tile_words, first, end, HEAD_SIZE: gl.constexpr):
     """Words of four columns at a time; lanes lie so that neither the loads nor the stores meet in a bank."""
-    layout: gl.constexpr = _WIDE_WORDS if COLUMNS == 128 else _NARROW_WORDS
+    layout: gl.constexpr = _WIDE_WORDS if HEAD_SIZE == 128 else _NARROW_WORDS
     words = raw_words.load(layout)
     if (first > 0) | (end < 128):
-        place = gl.arange(0, 32 * COLUMNS, layout=layout)
+        place = gl.arange(0, 32 * HEAD_SIZE, layout=layout)
         keys = (place >> 4 & 1) | (place >> 1 & 6) | (place << 3 & 24) | (place & 96)
-        tile_words.store(_transpose(gl.where((keys >= first) & (keys < end), words, 0), COLUMNS))
+        tile_words.store(_transpose(gl.where((keys >= first) & (keys < end), words, 0), HEAD_SIZE))
     else:
         # Apart, or every tile would go through the selection.
-        tile_words.store(_transpose(words, COLUMNS))
+        tile_words.store(_transpose(words, HEAD_SIZE))
 
 
 @gluon.jit
-def _transpose(words, COLUMNS: gl.constexpr):
-    low, high = gl.split(words.reshape([8 * COLUMNS, 2, 2]))
+def _transpose(words, HEAD_SIZE: gl.constexpr):
+    low, high = gl.split(words.reshape([8 * HEAD_SIZE, 2, 2]))
     a, c = gl.split(low)
     b, d = gl.split(high)
     w, x, y, z = gl.inline_asm_elementwise(
         _TRANSPOSE, "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    return gl.join(gl.join(w, y), gl.join(x, z)).reshape([32 * COLUMNS])
+    return gl.join(gl.join(w, y), gl.join(x, z)).reshape([32 * HEAD_SIZE])

@@ -210,7 +210,7 @@ def is_copied(stride: int, dtype: str) -> bool:
 
 
 def array_matrix(call: AttentionCall, name: str, block_n: int) -> Matrix | None:
-    """Returns "query", "key" or "value" of a call as a matrix that the copy engine can follow; None if there is none."""
+    """Returns a call's "query", "key" or "value" as a matrix that the copy engine can follow; None if there is none."""
     spec = {"query": call.query, "key": call.key, "value": call.value}[name]
     *outer, head_stride, _ = spec.element_strides
     heads, head_size = spec.shape[-2:]

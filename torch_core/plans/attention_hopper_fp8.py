@@ -65,7 +65,7 @@ def hopper_fp8_launch(
 ) -> LaunchPlan | None:
     """Plans hopper_fp8_prefill_kernel for a call's long queries and padding; None where other kernels serve them.
 
-    The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64, 128 and 256, a
+    The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64 and 128, a
     positive scale, causal and window masks, sinks, and scales that are numbers; strides and alignments that the copy
     engine can follow.
 
@@ -89,7 +89,7 @@ def hopper_fp8_launch(
     arguments: dict[str, Argument] = {
         "query": _descriptor("query", query, (_WARPGROUP_ROWS, head_size)),
         "key_cache": _descriptor(key_name, key, (box, head_size)),
-        "value_cache": _descriptor(value_name, value, (box, min(head_size, 128))),
+        "value_cache": _descriptor(value_name, value, (box, head_size)),
         "block_tables": Pointer("block_tables"),
         "seq_lens": Pointer("seq_lens"),
         "query_start_loc": Pointer("query_start_loc"),
@@ -152,5 +152,5 @@ def _is_served(call: AttentionCall) -> bool:
 
 
 def _descriptor(buffer: str, matrix: Matrix, box: tuple[int, int]) -> Descriptor:
-    layout = NVMMASharedLayout(swizzle_byte_width=min(box[1], 128), element_bitwidth=8, rank=2)
+    layout = NVMMASharedLayout(swizzle_byte_width=box[1], element_bitwidth=8, rank=2)
     return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, layout)
