@@ -44,6 +44,7 @@ def hopper_fp8_prefill_kernel(
     TRANSPOSER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     PING_PONG: gl.constexpr,
+    OVERLAP: gl.constexpr,
     PROMOTE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
@@ -106,12 +107,12 @@ def hopper_fp8_prefill_kernel(
             (attend_fp8_rows, (
                 0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
                 v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, HEAD_SIZE, STAGES,
-                QUERY_STAGES, PING_PONG, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                QUERY_STAGES, PING_PONG, OVERLAP, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
             )),
             (attend_fp8_rows, (
                 1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info, k_tiles,
                 v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS, HEAD_SIZE, STAGES,
-                QUERY_STAGES, PING_PONG, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
+                QUERY_STAGES, PING_PONG, OVERLAP, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
             )),
             (transpose_values, (
                 raw_tiles, bounds, v_tiles, raw_full, raw_empty, v_full, v_empty, num_items, HEAD_SIZE, RAW_STAGES,
