@@ -50,6 +50,7 @@ def run(
     *,
     lengths: Sequence[int] = LENGTHS,
     head_size: int = 128,
+    fp8: bool = False,
     peers_directory: Path | None = None,
     jax_columns: bool = True,
 ) -> Report:
@@ -58,6 +59,7 @@ def run(
     Args:
         lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
         head_size: elements of a head.
+        fp8: e4m3 queries over an e4m3 cache instead, paged alone; the device's matmul speed stays that of bfloat16.
         peers_directory: see `jattn.bench.peers.load_peers`.
         jax_columns: measure the JAX call and the JAX peers too.
 
@@ -70,11 +72,11 @@ def run(
     matmul = measure.matmul_flops()
     rows, notes = [], []
     for length in lengths:
-        batches = [_batch(length, head_size) for _ in range(2)]
+        batches = [_batch(length, head_size, fp8) for _ in range(2)]
         # Half of the square is masked: two products of 2 operations each on it.
         operations = 2.0 * TOTAL_TOKENS * length * _HEADS * head_size
         times: dict[str, float] = {}
-        for name, timed in _columns(found, jax_columns).items():
+        for name, timed in (_fp8_columns(found) if fp8 else _columns(found, jax_columns)).items():
             try:
                 times[name] = timed(batches)
             except Exception as error:  # A peer that fails is a note, not the end of the table.
@@ -87,7 +89,7 @@ def run(
         gc.collect()
         torch.cuda.empty_cache()
     return Report(
-        name=f"prefill, causal, heads of {head_size}, TFLOP/s",
+        name=f"prefill, causal, {'e4m3, ' if fp8 else ''}heads of {head_size}, TFLOP/s",
         device=measure.device_name(),
         versions=measure.versions(),
         copy_bytes_per_second=copy,
@@ -103,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
     instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--fp8", action="store_true", help="e4m3 queries over an e4m3 cache")
     instead.add_argument("--mixed", action="store_true", help="a batch of prefill chunks and decode rows instead")
     instead.add_argument("--chunks", action="store_true", help="short and long chunks on earlier tokens instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX columns out")
@@ -114,7 +117,12 @@ def main(argv: Sequence[str]) -> int:
     elif options.chunks:
         report = chunks.run(peers_directory=options.peers)
     else:
-        report = run(head_size=options.head_size, peers_directory=options.peers, jax_columns=not options.no_jax)
+        report = run(
+            head_size=options.head_size,
+            fp8=options.fp8,
+            peers_directory=options.peers,
+            jax_columns=not options.no_jax,
+        )
     print(report.table())
     for peer in () if options.mixed or options.chunks else report.columns:
         ours = f"{OURS} paged" if "paged" in peer or "block" in peer else f"{OURS} dense"
@@ -124,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _batch(length: int, size: int) -> _Batch:
+def _batch(length: int, size: int, fp8: bool) -> _Batch:
     num_seqs = TOTAL_TOKENS // length
     query = torch.randn(TOTAL_TOKENS, _HEADS, size, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, TOTAL_TOKENS, _KV_HEADS, size, device="cuda", dtype=torch.bfloat16)
@@ -133,12 +141,13 @@ def _batch(length: int, size: int) -> _Batch:
     cache = torch.empty(blocks, 2, _BLOCK, _KV_HEADS, size, device="cuda", dtype=torch.bfloat16)
     cache[table, 0] = key.unflatten(0, (blocks, _BLOCK))
     cache[table, 1] = value.unflatten(0, (blocks, _BLOCK))
+    element = torch.float8_e4m3fn if fp8 else torch.bfloat16
     return _Batch(
-        query=query,
+        query=query.to(element),
         key=key,
         value=value,
         out=torch.empty_like(query),
-        kv_cache=cache,
+        kv_cache=cache.to(element),
         block_tables=table.to(torch.int32).reshape(num_seqs, -1),
         seq_lens=torch.full((num_seqs,), length, device="cuda", dtype=torch.int32),
         starts=torch.arange(0, TOTAL_TOKENS + 1, length, device="cuda", dtype=torch.int32),
@@ -162,6 +171,13 @@ def _columns(found: Any, jax_columns: bool) -> dict[str, Callable[[list[_Batch]]
     if jax_columns:
         columns[f"{OURS} dense in JAX"] = _dense_in_jax
         columns["cuDNN in JAX dense"] = _cudnn_in_jax
+    return columns
+
+
+def _fp8_columns(found: Any) -> dict[str, Callable[[list[_Batch]], float]]:
+    columns = {f"{OURS} paged": _timed(_paged)}
+    if found is not None:
+        columns["FA3 block 16"] = _timed(lambda batch: _fa3_paged(found, batch))
     return columns
 
 
@@ -213,6 +229,9 @@ def _fa3_dense(found: Any, batch: _Batch) -> Callable[[], Any]:
 def _fa3_paged(found: Any, batch: _Batch) -> Callable[[], Any]:
     key, value = batch.kv_cache.unbind(1)
     bounds = {"cu_q": batch.starts, "max_q": batch.length, "max_k": batch.length, "seq_lens": batch.seq_lens}
+    if batch.query.dtype == torch.float8_e4m3fn:
+        ones = torch.ones(len(batch.seq_lens), _KV_HEADS, device="cuda")
+        bounds |= {"q_descale": ones, "k_descale": ones, "v_descale": ones}
     return lambda: found.fa3(batch.query, key, value, out=batch.out, block_table=batch.block_tables, **bounds)
 
 

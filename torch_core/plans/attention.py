@@ -7,6 +7,7 @@ from functools import lru_cache
 from torch_core.errors import InvalidInput
 from torch_core.plans.attention_call import AttentionCall
 from torch_core.plans.attention_hopper import hopper_launch
+from torch_core.plans.attention_hopper_fp8 import hopper_fp8_launch
 from torch_core.plans.attention_launch import combine_launch, max_chunks, rows_launch, scalar_arguments, split_launch
 from torch_core.plans.attention_tables import chunk_size, rows_tile, split_tile
 from torch_core.plans.operands import ScaleSpec, ceil_div, check_cache
@@ -236,9 +237,10 @@ def _short_query_len(call: AttentionCall) -> int:
 
 
 def _rows(call: AttentionCall, *, min_query: int) -> LaunchPlan:
-    hopper = hopper_launch(call, scalar_arguments(call), min_query=min_query)
-    if hopper is not None:
-        return hopper
+    for plan_hopper in (hopper_launch, hopper_fp8_launch):
+        hopper = plan_hopper(call, scalar_arguments(call), min_query=min_query)
+        if hopper is not None:
+            return hopper
     pack = call.group if call.group <= 64 else 1
     tile = rows_tile(
         rows=max(1, call.max_query_len) * pack,

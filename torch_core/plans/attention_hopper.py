@@ -9,17 +9,14 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.kernels.hopper_prefill import hopper_prefill_kernel
 from torch_core.plans.attention_call import AttentionCall
+from torch_core.plans.attention_copies import Matrix, array_matrix, copy_box, copy_descriptor, heads_together, is_copied
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, Descriptor, LaunchPlan, Pointer
-from torch_core.specs import DTYPE_BYTES
 
 __all__ = ["HopperTile", "hopper_launch", "hopper_pack", "hopper_tile"]
 
 _ARCH = 90
 # Query rows of one product, and so of a warpgroup.
 _WARPGROUP_ROWS = 64
-# The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
-_MIN_BOX = 8
-_MAX_BOX = 256
 # From this length on, a tile holds tokens of one head. Shorter queries would leave most of its rows without work.
 _LONG_QUERY_LEN = 128
 # Heads side by side in a tile of short queries: a warpgroup then still holds 4 tokens.
@@ -28,9 +25,6 @@ _MAX_PACK = 16
 _MIN_PACKED_ROWS = 65
 _MIN_PACKED_KEYS = 512
 _MAX_PACKED_SEQS = 256
-# Coordinates of the copy engine are 32-bit.
-_MAX_ROWS = 2**31 - 2 * _MAX_BOX
-_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PACKED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
@@ -78,18 +72,6 @@ _TALL_TILES = {
     128: HopperTile(3, 64, 4, 1, 160, 24),
 }
 _TALL_QUERY_LEN = 2048
-# Few tiles of short queries share their keys: all heads are worked on side by side.
-_ALL = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    # An array as rows of the copy engine: token by token, heads side by side.
-    shape: tuple[int, int]
-    stride: int
-    block_rows: int
-    head_stride: int
-    value_row: int = 0
 
 
 def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
@@ -168,16 +150,16 @@ def hopper_launch(
     if tile is None or pack == 0 or not _is_served(call):
         return None
     items = (call.num_tokens // (tile.rows // pack) + call.num_seqs + 1) * (call.num_heads // pack)
-    query, key, value = (_matrix(call, name, tile) for name in ("query", "key", "value"))
+    query, key, value = (array_matrix(call, name, tile.block_n) for name in ("query", "key", "value"))
     if query is None or key is None or value is None or items >= 2**31 or not _is_packed(query, pack):
         return None
     key_name, value_name = call.buffers
-    box = _box(call, tile)
+    box = copy_box(call, tile.block_n)
     head_size = call.key.shape[-1]
     arguments: dict[str, Argument] = {
         "query": _query_descriptor(call, query, pack),
-        "key_cache": _descriptor(key_name, key, (box, head_size)),
-        "value_cache": _descriptor(value_name, value, (box, head_size)),
+        "key_cache": copy_descriptor(key_name, key, (box, head_size)),
+        "value_cache": copy_descriptor(value_name, value, (box, head_size)),
         "block_tables": ABSENT if call.block_tables is None else Pointer("block_tables"),
         "seq_lens": ABSENT if call.seq_lens is None else Pointer("seq_lens"),
         "query_start_loc": Pointer("query_start_loc"),
@@ -199,10 +181,7 @@ def hopper_launch(
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
         "PING_PONG": tile.ping_pong,
-        # Packed heads come once each; few of their queries read a key, so all heads go side by side.
-        "HEADS_TOGETHER": call.group * _divisor(call.num_kv_heads, tile.kv_heads)
-        if pack == 1
-        else call.num_heads // pack,
+        "HEADS_TOGETHER": heads_together(call, tile.kv_heads if pack == 1 else call.num_kv_heads) // pack,
         "BLOCK_SIZE": call.block_size,
         "BLOCK_ROWS": key.block_rows,
         "BOX": box,
@@ -239,59 +218,18 @@ def _is_served(call: AttentionCall) -> bool:
         and not any(isinstance(scale, ArraySpec) for scale in scales)
         and call.spec.scale > 0
         and call.out.aligned
-        and all(_is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
+        and all(is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
     )
 
 
-def _divisor(number: int, limit: int) -> int:
-    return max(i for i in range(1, min(number, limit) + 1) if number % i == 0)
-
-
-def _box(call: AttentionCall, tile: HopperTile) -> int:
-    return min(call.block_size, tile.block_n) if call.paged else tile.block_n
-
-
-def _is_copied(stride: int, dtype: str) -> bool:
-    return stride * DTYPE_BYTES[dtype] % 16 == 0
-
-
-def _matrix(call: AttentionCall, name: str, tile: HopperTile) -> _Matrix | None:
-    """The array as a matrix that the copy engine can follow; None if there is none."""
-    spec = {"query": call.query, "key": call.key, "value": call.value}[name]
-    *outer, head_stride, _ = spec.element_strides
-    heads, head_size = spec.shape[-2:]
-    stride = outer[-1]
-    width = (heads - 1) * head_stride + head_size
-    if not spec.aligned or 0 in spec.shape or not 0 < width <= max(stride, width if spec.shape[0] == 1 else 0):
-        return None
-    if not _is_copied(stride, spec.dtype) or not _is_copied(head_stride, spec.dtype):
-        return None
-    if name == "query" or not call.paged:
-        return _Matrix((spec.shape[0], width), stride, 0, head_stride)
-    block_stride = outer[0]
-    box = _box(call, tile)
-    if box < _MIN_BOX or box & (box - 1) or (call.block_size % box or tile.block_n % box):
-        return None
-    offset = call.value_offset if name == "value" else 0
-    last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
-    rows = last_row + call.value_offset // stride
-    if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
-        return None
-    return _Matrix((rows, width), stride, block_stride // stride, head_stride, offset // stride)
-
-
-def _is_packed(query: _Matrix, pack: int) -> bool:
+def _is_packed(query: Matrix, pack: int) -> bool:
     # The copy engine wants the stride of each axis of the query to be a multiple of the next one's.
     return pack == 1 or (query.head_stride > 0 and query.stride % query.head_stride == 0)
 
 
-def _query_descriptor(call: AttentionCall, query: _Matrix, pack: int) -> Descriptor:
+def _query_descriptor(call: AttentionCall, query: Matrix, pack: int) -> Descriptor:
     head_size = call.key.shape[-1]
     if pack == 1:
-        return _descriptor("query", query, (_WARPGROUP_ROWS, head_size))
+        return copy_descriptor("query", query, (_WARPGROUP_ROWS, head_size))
     strides = (query.stride, query.head_stride, 1)
     return Descriptor("query", call.query.shape, strides, (_WARPGROUP_ROWS // pack, pack, head_size), _PACKED_LAYOUT)
-
-
-def _descriptor(buffer: str, matrix: _Matrix, box: tuple[int, int]) -> Descriptor:
-    return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, _LAYOUT)

@@ -62,6 +62,15 @@ def plans_in_use() -> dict[str, OperationPlan]:
         ),
         "prefill not on Hopper": _prefill(limits=DeviceLimits(arch=80)),
         "prefill fp8": _prefill(cache_dtype="float8_e4m3fn", scaled=True),
+        "prefill fp8 query": _prefill(dtype="float8_e4m3fn", cache_dtype="float8_e4m3fn"),
+        "prefill fp8 query head 64": _prefill(dtype="float8_e4m3fn", cache_dtype="float8_e4m3fn", head_size=64),
+        "prefill fp8 query window sinks lse": _prefill(
+            dtype="float8_e4m3fn",
+            cache_dtype="float8_e4m3fn",
+            spec=AttentionSpec(scale=0.088, window_left=4095),
+            sinks=True,
+            with_lse=True,
+        ),
         "prefill soft cap window": _prefill(
             head_size=256,
             num_heads=8,

@@ -1,0 +1,91 @@
+"""The order of keys that transposed values and packed weights of the fp8 Hopper prefill kernel share; in numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.attention_cases import paged_case
+from tests.support.fp8_cases import assert_matches_fp8_weights, with_e4m3_weights
+from torch_core.kernels import hopper_fp8_transpose
+from torch_core.specs import AttentionSpec
+
+_LAYOUTS = {
+    64: ("_NARROW_RAW", "_NARROW_TURNED", "_NARROW_WORDS"),
+    128: ("_WIDE_RAW", "_WIDE_TURNED", "_WIDE_WORDS"),
+}
+
+
+def _layouts(head_size: int) -> list[Any]:
+    return [getattr(hopper_fp8_transpose, name).value for name in _LAYOUTS[head_size]]
+
+
+def _addresses(rows: int, width: int) -> np.ndarray:
+    """Returns where the copy engine and the matrix units have byte [row, column] of a swizzled tile."""
+    address = np.arange(rows * width).reshape(rows, width)
+    return address ^ ((address >> 7 & (width // 16 - 1)) << 4)
+
+
+def _numbers(bases: list[list[int]]) -> np.ndarray:
+    """Returns what the numbers 0, 1, 2, ... become under a linear map of their bits."""
+    numbers = np.zeros(1, int)
+    for (base,) in bases:
+        numbers = np.concatenate([numbers, numbers ^ base])
+    return numbers
+
+
+def _words(layout: Any) -> np.ndarray:
+    """Returns the word in shared memory of each element of the one axis."""
+    return np.argsort(_numbers(layout.offset_bases))
+
+
+def _weight_order() -> np.ndarray:
+    """Returns the key at each place of a left operand: the steps of `pack_fp8_weights` on key numbers."""
+    bits = np.arange(128).reshape(4, 2, 2, 4, 2).transpose(0, 4, 3, 1, 2).reshape(32, 2, 2)
+    low, high = bits[..., 0], bits[..., 1]
+    return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], axis=-1).reshape(128)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_transposed_values_have_their_keys_in_the_order_of_the_weights(head_size, seed):
+    raw, turned, _ = _layouts(head_size)
+    values = np.random.default_rng(seed).integers(0, 256, (128, head_size), dtype=np.uint8)
+    memory = np.zeros(128 * head_size, np.uint8)
+    memory[_addresses(128, head_size)] = values
+    words = memory.view("<u4")[_words(raw)].copy()
+    # Four words of four keys to four words of four columns, as `_transpose` has it.
+    quads = words.view(np.uint8).reshape(8 * head_size, 2, 2, 4)
+    by_column = quads.transpose(0, 3, 1, 2)
+    written = np.ascontiguousarray(by_column).reshape(-1).view("<u4")
+    memory = np.zeros(32 * head_size, "<u4")
+    memory[_words(turned)] = written
+    tile = memory.view(np.uint8)[_addresses(head_size, 128)]
+    assert (tile == values[_weight_order()].T).all()
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_threads_share_out_a_tile_and_do_not_meet_in_a_bank(head_size):
+    raw, turned, words = _layouts(head_size)
+    everything = _numbers(words.reg_bases + words.lane_bases + words.warp_bases)
+    assert sorted(everything) == list(range(32 * head_size))
+    lanes = _numbers(words.lane_bases)
+    # Half a warp loads pairs of words at a time, a warp single ones; a quarter of a warp stores four words.
+    pair = head_size // 64
+    loads = (_words(raw)[lanes] // pair % (32 // pair)).reshape(pair, 32 // pair)
+    stores = (_words(turned)[lanes] // 4 % 8).reshape(4, 8)
+    assert all(len(set(group)) == len(group) for group in (*loads, *stores))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_rounding_weights_to_e4m3_costs_little_and_is_within_its_own_bound(window, seed):
+    spec = AttentionSpec(scale=64**-0.5, window_left=window)
+    case = paged_case(
+        seed, seq_lens=[150, 0, 40], query_lens=[130, 0, 50], head_size=64, dtype="float8_e4m3fn", spec=spec,
+        padding_tokens=2, sinks=np.linspace(-2, 2, 6, dtype=np.float32), q_scale=0.5, k_scale=2.0, v_scale=0.5,
+    )  # fmt: skip
+    exact, _ = case.expected()
+    output = with_e4m3_weights(case)
+    assert (output - exact).abs().max() <= 0.05 * exact.abs().max()
+    assert_matches_fp8_weights(case, output)
