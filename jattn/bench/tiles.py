@@ -28,33 +28,31 @@ from torch_core.specs import AttentionSpec
 __all__ = ["CANDIDATES", "LENGTHS", "RESULTS_PATH", "plans", "search", "write_results"]
 
 #: Tokens of one sequence in each row.
-LENGTHS = (512, 1024, 2048, 4096, 16384)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 #: Where the results of the search are recorded.
 RESULTS_PATH = Path(__file__).with_name("hopper_tiles.json")
 #: What the search compares, by head size.
 CANDIDATES: dict[int, tuple[HopperTile, ...]] = {
     64: (
-        HopperTile(2, 64, 4, 2, 232, 40),
-        HopperTile(2, 128, 4, 2, 232, 40),
-        HopperTile(2, 128, 4, 2, 232, 40, ping_pong=False),
-        HopperTile(3, 64, 4, 2, 160, 24),
-        HopperTile(3, 64, 4, 2, 160, 24, ping_pong=False),
-        HopperTile(3, 64, 4, 2, 160, 24, kv_heads=8),
+        HopperTile(2, 128, 4, 2, 232, 48, overlap=False),
+        HopperTile(2, 128, 4, 2, 232, 48),
+        HopperTile(3, 128, 4, 2, 160, 32, overlap=False),
+        HopperTile(3, 128, 4, 2, 160, 32, ping_pong=False, overlap=False),
+        HopperTile(2, 64, 4, 2, 232, 48),
+        HopperTile(3, 64, 4, 2, 160, 32),
     ),
     128: (
-        HopperTile(2, 64, 4, 2, 232, 40),
-        HopperTile(2, 64, 4, 2, 232, 40, ping_pong=False),
-        HopperTile(2, 128, 2, 2, 232, 40),
-        HopperTile(3, 64, 4, 1, 160, 24),
-        HopperTile(3, 64, 4, 1, 160, 24, ping_pong=False),
-        HopperTile(3, 64, 4, 2, 160, 24),
-        HopperTile(3, 64, 4, 1, 160, 24, kv_heads=8),
+        HopperTile(2, 64, 4, 2, 232, 48),
+        HopperTile(2, 128, 2, 2, 232, 48),
+        HopperTile(3, 64, 4, 1, 160, 32),
+        HopperTile(3, 64, 4, 2, 160, 32),
+        HopperTile(3, 64, 4, 2, 160, 32, ping_pong=False),
+        HopperTile(3, 64, 4, 2, 160, 32, overlap=False),
     ),
     256: (
-        HopperTile(2, 64, 2, 1, 240, 24, kv_heads=1),
-        HopperTile(2, 64, 2, 1, 240, 24, ping_pong=False, kv_heads=1),
-        HopperTile(2, 64, 2, 1, 232, 40, kv_heads=1),
-        HopperTile(2, 64, 2, 1, 240, 24, kv_heads=2),
+        HopperTile(2, 64, 2, 1, 232, 48, ping_pong=False, kv_heads=1),
+        HopperTile(2, 64, 2, 1, 232, 48, kv_heads=1),
+        HopperTile(2, 64, 2, 1, 240, 32, kv_heads=1),
     ),
 }
 _TOKENS, _HEADS, _KV_HEADS, _BLOCK = 16384, 32, 8, 16
@@ -138,14 +136,15 @@ def plans(head_size: int, length: int, *, paged: bool) -> dict[HopperTile, Opera
 
 
 def tile_name(tile: HopperTile) -> str:
-    """Returns the column of a tile: warpgroups x keys x stages x query stages, registers, turns, heads side by side.
+    """Returns the column of a tile: warpgroups x keys x stages x query stages, registers, switches, heads side by side.
 
     Example:
         >>> tile_name(HopperTile(3, 64, 4, 1, 160, 24))
-        '3x64x4x1 r160 p h2'
+        '3x64x4x1 r160 po h2'
     """
     shape = f"{tile.warpgroups}x{tile.block_n}x{tile.stages}x{tile.query_stages}"
-    return f"{shape} r{tile.consumer_registers}{' p' if tile.ping_pong else ''} h{tile.kv_heads}"
+    switches = ("p" if tile.ping_pong else "") + ("o" if tile.overlap else "")
+    return f"{shape} r{tile.consumer_registers} {switches or '-'} h{tile.kv_heads}"
 
 
 def write_results(reports: dict[int, Report], path: Path = RESULTS_PATH) -> None:

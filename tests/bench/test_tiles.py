@@ -78,7 +78,7 @@ def test_a_search_times_every_candidate_and_notes_the_one_that_fails(monkeypatch
     assert [row.label for row in report.rows] == ["2048 dense", "2048 paged"]
     assert report.rows[0].us["2x128x4x2 r232 p h2"] == 100.0
     assert report.rows[0].shown("2x128x4x2 r232 p h2") == pytest.approx(2 * 16384 * 2048 * 32 * 64 / 1e8)
-    assert "3x64x4x2 r160 p h2 at 2048: too many" in report.notes
+    assert "3x64x4x2 r160 po h2 at 2048: too many" in report.notes
 
 
 def test_tiles_are_compiled_once_for_each_variant(monkeypatch):
@@ -106,12 +106,12 @@ def test_tiles_are_compiled_once_for_each_variant(monkeypatch):
 
 
 def test_the_results_name_the_tiles_of_their_columns(monkeypatch, tmp_path, capsys):
-    row = Row("2048 dense", 1.0, {"2x128x2x2 r232 p h2": 2.0}, "TFLOP/s", 1e9)
+    row = Row("2048 dense", 1.0, {"2x128x2x2 r232 po h2": 2.0}, "TFLOP/s", 1e9)
     report = Report("tiles", "a device", {"triton": "3"}, 1e12, 1e15, (row,))
     monkeypatch.setattr(tiles, "search", lambda size: report)
     path = tmp_path / "tiles.json"
     assert tune.main(["--hopper-tiles", "--head-size", "128", "--json", str(path)]) == 0
     stored = json.loads(path.read_text())["128"]
-    assert stored["tiles"]["2x128x2x2 r232 p h2"]["block_n"] == 128
-    assert stored["rows"][0]["us"] == {"2x128x2x2 r232 p h2": 2.0}
+    assert stored["tiles"]["2x128x2x2 r232 po h2"]["block_n"] == 128
+    assert stored["rows"][0]["us"] == {"2x128x2x2 r232 po h2": 2.0}
     assert "2048 dense" in capsys.readouterr().out

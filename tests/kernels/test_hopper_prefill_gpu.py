@@ -63,7 +63,7 @@ def _random_case(seed: int) -> AttentionCase:
         options["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
     if seed % 3 == 2:
         return dense_case(seed, key_lens=seq_lens, query_lens=query_lens, **sizes, **options)
-    block_size = int(rng.choice([8, 16, 16, 32, 64, 128, 256]))
+    block_size = int(rng.choice([8, 16, 16, 24, 32, 48, 64, 128, 192, 256]))
     return paged_case(seed, seq_lens=seq_lens, query_lens=query_lens, block_size=block_size, **sizes, **options)
 
 

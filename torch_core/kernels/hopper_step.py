@@ -56,7 +56,7 @@ def mask_scores(s, first, last, LEFT: gl.constexpr):
 def attend_tile(
     q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, state, first, last,
     OWN: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    OVERLAP: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The scores of key tile `step`, while the values of the tile before are still being weighed."""
     stage, phase = ring_slot(step, STAGES)
@@ -71,13 +71,19 @@ def attend_tile(
     acc = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
     if PING_PONG:
         pass_turn(OWN, WARPGROUPS)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    if OVERLAP:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    else:
+        s, acc = warpgroup_mma_wait(0, deps=(s, acc))
     mbarrier.arrive(k_empty.index(stage), count=1)
+    if not OVERLAP:
+        mbarrier.arrive(v_empty.index(before), count=1)
     if MASKED:
         s = mask_scores(s, first, last, LEFT)
     weights, state = softmax_step(s, state, q, False)
-    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-    mbarrier.arrive(v_empty.index(before), count=1)
+    if OVERLAP:
+        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        mbarrier.arrive(v_empty.index(before), count=1)
     return weights, rescale(acc, state), state
 
 

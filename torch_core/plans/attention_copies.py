@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -41,7 +42,7 @@ class Matrix:
 
 def copy_box(call: AttentionCall, block_n: int) -> int:
     """Returns the keys that one copy into a tile of `block_n` keys moves."""
-    return min(call.block_size, block_n) if call.paged else block_n
+    return math.gcd(call.block_size, block_n) if call.paged else block_n
 
 
 def is_copied(stride: int, dtype: str) -> bool:
@@ -64,7 +65,7 @@ def array_matrix(call: AttentionCall, name: str, block_n: int) -> Matrix | None:
         return Matrix((spec.shape[0], width), stride, 0, head_stride)
     block_stride = outer[0]
     box = copy_box(call, block_n)
-    if box < _MIN_BOX or box & (box - 1) or (call.block_size % box or block_n % box):
+    if box < _MIN_BOX:
         return None
     offset = call.value_offset if name == "value" else 0
     last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size

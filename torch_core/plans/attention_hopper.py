@@ -40,6 +40,7 @@ class HopperTile:
         consumer_registers: registers of a thread that multiplies.
         producer_registers: registers of a thread that loads.
         ping_pong: warpgroups multiply in turns.
+        overlap: a warpgroup's softmax runs beside its own products with values; it then has two tiles of weights.
         kv_heads: key/value heads that are worked on side by side; their keys and values stay in the L2 cache. The
             plan takes the largest divisor of all of them that is no larger.
     """
@@ -51,6 +52,7 @@ class HopperTile:
     consumer_registers: int
     producer_registers: int
     ping_pong: bool = True
+    overlap: bool = True
     kv_heads: int = 2
 
     @property
@@ -59,19 +61,21 @@ class HopperTile:
         return self.warpgroups * _WARPGROUP_ROWS
 
 
-# Measured on an H200; by head size.
-_TILES = {
-    64: HopperTile(2, 64, 4, 2, 232, 40),
-    128: HopperTile(2, 64, 4, 2, 232, 40),
-    256: HopperTile(2, 64, 2, 1, 240, 24, kv_heads=1),
+# Measured on an H200 (`jattn bench tune --hopper-tiles`); by head size, the tiles from a query length on. Three
+# warpgroups have more softmax to do while one multiplies, and read keys and values a third less often; on short queries
+# the taller tile has more rows without work than it gains. All tiles of a head size take keys in the same steps.
+_TILES: dict[int, tuple[tuple[int, HopperTile], ...]] = {
+    64: (
+        (0, HopperTile(2, 128, 4, 2, 232, 48, overlap=False)),
+        (2048, HopperTile(3, 128, 4, 2, 160, 32, overlap=False)),
+    ),
+    128: (
+        (0, HopperTile(2, 64, 4, 2, 232, 48)),
+        (2048, HopperTile(3, 64, 4, 2, 160, 32)),
+        (8192, HopperTile(3, 64, 4, 1, 160, 32)),
+    ),
+    256: ((0, HopperTile(2, 64, 2, 1, 232, 48, ping_pong=False, kv_heads=1)),),
 }
-# Three warpgroups have more softmax to do while one multiplies, and read keys and values a third less often. On short
-# queries the taller tile has more rows without work than it gains.
-_TALL_TILES = {
-    64: HopperTile(3, 64, 4, 2, 160, 24),
-    128: HopperTile(3, 64, 4, 1, 160, 24),
-}
-_TALL_QUERY_LEN = 2048
 
 
 def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
@@ -87,9 +91,8 @@ def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
         >>> hopper_tile(head_size=64, max_query_len=512).rows, hopper_tile(head_size=64, max_query_len=8192).rows
         (128, 192)
     """
-    if max_query_len >= _TALL_QUERY_LEN and head_size in _TALL_TILES:
-        return _TALL_TILES[head_size]
-    return _TILES.get(head_size)
+    tiles = [tile for length, tile in _TILES.get(head_size, ()) if length <= max_query_len]
+    return tiles[-1] if tiles else None
 
 
 def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> int:
@@ -181,6 +184,7 @@ def hopper_launch(
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
         "PING_PONG": tile.ping_pong,
+        "OVERLAP": tile.overlap,
         "HEADS_TOGETHER": heads_together(call, tile.kv_heads if pack == 1 else call.num_kv_heads) // pack,
         "BLOCK_SIZE": call.block_size,
         "BLOCK_ROWS": key.block_rows,
