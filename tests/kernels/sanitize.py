@@ -80,9 +80,9 @@ def packed_shapes() -> list[AttentionCase]:
 def tall_shapes() -> list[AttentionCase]:
     """Returns the problems for the Hopper kernel's tile of three warpgroups: the same, but stated to be longer."""
     cases = []
-    for window in (None, 100):
-        sizes = _long_sizes(64, window)
-        cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
+    for head_size, window in ((64, None), (64, 100), (128, None)):
+        sizes = _long_sizes(head_size, window)
+        cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=48, **sizes))
         cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **sizes))
     return [replace(case, limits={**case.limits, "max_query_len": 4096}) for case in cases]
 

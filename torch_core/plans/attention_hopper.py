@@ -72,7 +72,6 @@ _TILES: dict[int, tuple[tuple[int, HopperTile], ...]] = {
     128: (
         (0, HopperTile(2, 64, 4, 2, 232, 48)),
         (2048, HopperTile(3, 64, 4, 2, 160, 32)),
-        (8192, HopperTile(3, 64, 4, 1, 160, 32)),
     ),
     256: ((0, HopperTile(2, 64, 2, 1, 232, 48, ping_pong=False, kv_heads=1)),),
 }

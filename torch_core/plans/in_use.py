@@ -40,7 +40,6 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "decode head 256": _decode(head_size=256, num_heads=8, num_kv_heads=4),
         "decode float32": _decode(dtype="float32", cache_dtype="float32"),
         "prefill": _prefill(),
-        "prefill queries up to 4096": _prefill(max_query_len=4096),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
         "prefill head 64 short queries": _prefill(head_size=64, max_query_len=512),
