@@ -122,8 +122,8 @@ def hopper_fp8_prefill_kernel(
             (load_fp8_queries_and_keys, (
                 query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty, block_tables, seq_lens,
                 query_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right, num_items, NUM_HEADS,
-                GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX, QUERY_STAGES,
-                QUERY_STRIDE, KEY_STRIDE,
+                HEADS_TOGETHER, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX,
+                QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
             )),
             (load_fp8_values, (
                 value_cache, raw_tiles, bounds, raw_full, raw_empty, block_tables, seq_lens, query_start_loc, num_seqs,
