@@ -17,13 +17,16 @@ from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 _OPERANDS = ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc")
+_SCALES = ("q_scale", "k_scale", "v_scale")
 _SIZES = {"num_heads": 4, "num_kv_heads": 1, "dtype": "float8_e4m3fn", "q_scale": 0.5, "k_scale": 2.5, "v_scale": 0.25}
 
 
 def _run(case: AttentionCase, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = case.tensors("cuda")
+    specs = {name: array_spec(x) if isinstance(x, torch.Tensor) else x for name, x in tensors.items()}
     plan = plan_paged_attention(
-        *[array_spec(tensors[name]) for name in _OPERANDS],
+        *[specs.pop(name) for name in _OPERANDS],
+        **specs,
         spec=case.spec,
         max_query_len=case.limits["max_query_len"],
         limits=device_limits(tensors["query"].device),
@@ -59,7 +62,8 @@ def _random_case(seed: int) -> AttentionCase:
     )
     options: dict[str, Any] = {}
     if rng.random() < 0.5:
-        options |= {name: float(rng.uniform(0.5, 2)) for name in ("q_scale", "k_scale", "v_scale")}
+        scales = {name: rng.uniform(0.5, 2, 1).astype(np.float32) for name in _SCALES}
+        options |= scales if seed % 2 else {name: float(scale[0]) for name, scale in scales.items()}
     if rng.random() < 0.3:
         options["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
     return paged_case(
@@ -114,6 +118,15 @@ def test_a_row_that_sees_one_key_gives_its_value(head_size, seed):
     out, _ = _run(case)
     exact, _ = case.expected()
     assert torch.equal(out.cpu(), exact.bfloat16())
+
+
+@pytest.mark.parametrize("arrays", [_SCALES, ("k_scale",), ("q_scale", "v_scale")])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_scales_that_are_arrays_give_the_bits_of_equal_numbers(head_size, arrays, seed):
+    """Powers of two: it does not matter whether the plan multiplies by them or the kernel."""
+    sizes = {**_SIZES, "seq_lens": [500, 200], "query_lens": [300, 200], "head_size": head_size, "k_scale": 2.0}
+    numbers = _run(paged_case(seed, **sizes))
+    _assert_same(numbers, _run(paged_case(seed, **sizes | {name: np.full(1, sizes[name], "f4") for name in arrays})))
 
 
 def test_the_output_may_be_float16(seed):

@@ -30,11 +30,11 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def attend_fp8_rows(
-    OWN: gl.constexpr, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, q_tiles, info,
-    k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS: gl.constexpr,
-    HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    OVERLAP: gl.constexpr, PROMOTE: gl.constexpr, NUM_HEADS: gl.constexpr, OUT_TOKEN_STRIDE: gl.constexpr,
-    OUT_HEAD_STRIDE: gl.constexpr,
+    OWN: gl.constexpr, sinks, q_scale, k_scale, v_scale, out, lse, scale, out_factor, window_left, window_right,
+    num_items, q_tiles, info, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    WARPGROUPS: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, PROMOTE: gl.constexpr, NUM_HEADS: gl.constexpr,
+    OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
     BLOCK_N: gl.constexpr = 128
@@ -45,6 +45,12 @@ def attend_fp8_rows(
     LEFT: gl.constexpr = window_left is not None
     fields = gl.arange(0, 8, layout=INFO_LAYOUT)
     in_rows = gl.arange(0, 64, layout=ROWS)
+    if q_scale is not None:
+        scale *= gl.load(q_scale)
+    if k_scale is not None:
+        scale *= gl.load(k_scale)
+    if v_scale is not None:
+        out_factor *= gl.load(v_scale)
     factor = scale * _LOG2E
     programs = gl.num_programs(0)
     step = 0

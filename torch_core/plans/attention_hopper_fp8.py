@@ -10,6 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from torch_core.kernels.hopper_fp8_prefill import hopper_fp8_prefill_kernel
 from torch_core.plans.attention_call import AttentionCall
 from torch_core.plans.attention_copies import Matrix, array_matrix, copy_box, heads_together, is_copied
+from torch_core.plans.operands import scale_pointer
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, Descriptor, LaunchPlan, Pointer, Scalar
 
 __all__ = ["HopperFp8Tile", "hopper_fp8_launch", "hopper_fp8_tile"]
@@ -70,8 +71,9 @@ def hopper_fp8_launch(
     """Plans hopper_fp8_prefill_kernel for a call's long queries and padding; None where other kernels serve them.
 
     The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64 and 128, a
-    positive scale, causal and window masks, sinks, and scales that are numbers; strides and alignments that the copy
-    engine can follow.
+    positive scale, causal and window masks, sinks, scales of queries, keys and values; strides and alignments that the
+    copy engine can follow. Scales that are numbers are checked to be positive. Those that are arrays cannot be: they
+    must be, as what a unit of a quantised array is worth always is.
 
     Args:
         call: the call.
@@ -98,6 +100,9 @@ def hopper_fp8_launch(
         "seq_lens": Pointer("seq_lens"),
         "query_start_loc": Pointer("query_start_loc"),
         "sinks": ABSENT if call.sinks is None else Pointer("sinks"),
+        "q_scale": scale_pointer("q_scale", call.q_scale),
+        "k_scale": scale_pointer("k_scale", call.k_scale),
+        "v_scale": scale_pointer("v_scale", call.v_scale),
         "out": Pointer("out"),
         "lse": Pointer("lse") if call.with_lse else ABSENT,
         **{name: scalars[name] for name in hopper_fp8_prefill_kernel.arg_names if name in scalars},
@@ -140,7 +145,6 @@ def hopper_fp8_launch(
 
 
 def _is_served(call: AttentionCall) -> bool:
-    scales = (call.q_scale, call.k_scale, call.v_scale, call.out_scale)
     return (
         call.limits.arch == _ARCH
         and call.paged
@@ -150,7 +154,7 @@ def _is_served(call: AttentionCall) -> bool:
         and call.value.shape[-1] == call.key.shape[-1]
         and call.seq_causal is None
         and call.spec.attention_chunk is None
-        and not any(isinstance(scale, ArraySpec) for scale in scales)
+        and not isinstance(call.out_scale, ArraySpec)
         and call.spec.scale > 0
         and call.max_query_len >= _MIN_QUERY_LEN
         and call.out.aligned
