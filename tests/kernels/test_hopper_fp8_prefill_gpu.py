@@ -17,13 +17,16 @@ from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 _OPERANDS = ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc")
+_SCALES = ("q_scale", "k_scale", "v_scale")
 _SIZES = {"num_heads": 4, "num_kv_heads": 1, "dtype": "float8_e4m3fn", "q_scale": 0.5, "k_scale": 2.5, "v_scale": 0.25}
 
 
 def _run(case: AttentionCase, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = case.tensors("cuda")
+    specs = {name: array_spec(x) if isinstance(x, torch.Tensor) else x for name, x in tensors.items()}
     plan = plan_paged_attention(
-        *[array_spec(tensors[name]) for name in _OPERANDS],
+        *[specs.pop(name) for name in _OPERANDS],
+        **specs,
         spec=case.spec,
         max_query_len=case.limits["max_query_len"],
         limits=device_limits(tensors["query"].device),
@@ -59,7 +62,8 @@ def _random_case(seed: int) -> AttentionCase:
     )
     options: dict[str, Any] = {}
     if rng.random() < 0.5:
-        options |= {name: float(rng.uniform(0.5, 2)) for name in ("q_scale", "k_scale", "v_scale")}
+        scales = {name: rng.uniform(0.5, 2, 1).astype(np.float32) for name in _SCALES}
+        options |= scales if seed % 2 else {name: float(scale[0]) for name, scale in scales.items()}
     if rng.random() < 0.3:
         options["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
     return paged_case(
@@ -108,12 +112,35 @@ def test_a_query_of_zeros_gives_the_mean_of_the_values(head_size, seed):
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_a_row_that_sees_one_key_gives_its_value(head_size, seed):
-    """One weight of 2**8 for each row, at every place of a tile: a key out of place would show."""
+    """One weight of 2**5 for each row, at every place of a tile: a key out of place would show."""
     spec = AttentionSpec(scale=1.0, window_left=0)
     case = paged_case(seed, seq_lens=[600], query_lens=[600], head_size=head_size, spec=spec, **_SIZES)
     out, _ = _run(case)
     exact, _ = case.expected()
     assert torch.equal(out.cpu(), exact.bfloat16())
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("growth", [-0.02, 0.002, 0.02, 0.2])
+def test_scores_that_grow_from_tile_to_tile_move_the_references(growth, head_size, seed):
+    """Tiles come last keys first, and a row's weights must not pass what e4m3 holds, however its maximum grows."""
+    case = paged_case(seed, seq_lens=[900, 300], query_lens=[300, 300], head_size=head_size, **_SIZES)
+    query, cache = (case.operands[name] for name in ("query", "kv_cache"))
+    query[..., 0] = 8
+    for seq, seq_len in enumerate(case.operands["seq_lens"]):
+        keys = np.arange(seq_len)
+        blocks = case.operands["block_tables"][seq, keys // 16]
+        cache[blocks, 0, keys % 16, :, 0] = np.clip(-growth * keys, -200, 200)[:, None]
+    _check(case)
+
+
+@pytest.mark.parametrize("arrays", [_SCALES, ("k_scale",), ("q_scale", "v_scale")])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_scales_that_are_arrays_give_the_bits_of_equal_numbers(head_size, arrays, seed):
+    """Powers of two: it does not matter whether the plan multiplies by them or the kernel."""
+    sizes = {**_SIZES, "seq_lens": [500, 200], "query_lens": [300, 200], "head_size": head_size, "k_scale": 2.0}
+    numbers = _run(paged_case(seed, **sizes))
+    _assert_same(numbers, _run(paged_case(seed, **sizes | {name: np.full(1, sizes[name], "f4") for name in arrays})))
 
 
 def test_the_output_may_be_float16(seed):

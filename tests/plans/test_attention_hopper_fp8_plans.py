@@ -7,11 +7,22 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import paged_plan
+from torch_core.errors import InvalidInput
 from torch_core.plans.attention_hopper_fp8 import hopper_fp8_tile
-from torch_core.plans.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, OperationPlan
+from torch_core.plans.plan import (
+    ABSENT,
+    ArraySpec,
+    Descriptor,
+    DeviceLimits,
+    LaunchPlan,
+    OperationPlan,
+    Pointer,
+    Scalar,
+)
 from torch_core.specs import AttentionSpec
 
 _FP8 = "float8_e4m3fn"
+_SCALE = ArraySpec((1,), "float32")
 _ROWS = "attention_rows_kernel"
 _HOPPER = "hopper_fp8_prefill_kernel"
 
@@ -48,6 +59,8 @@ def test_long_fp8_queries_over_fp8_pages_run_the_fp8_kernel(head_size, block_siz
         {"sinks": ArraySpec((8,), "float32")},
         {"with_lse": True},
         {"q_scale": 0.5, "k_scale": 0.5, "v_scale": 2.0},
+        {"q_scale": _SCALE, "k_scale": _SCALE, "v_scale": _SCALE},
+        {"k_scale": _SCALE},
         {"out_dtype": "float16"},
         {"kv_cache": (ArraySpec((9, 16, 2, 128), _FP8),) * 2},
         {"query": _query(strides=(8 * 128 * 3, 128, 1))},
@@ -55,6 +68,21 @@ def test_long_fp8_queries_over_fp8_pages_run_the_fp8_kernel(head_size, block_siz
 )
 def test_the_fp8_kernel_serves(changes):
     assert _first(_paged(**changes)).name == _HOPPER
+
+
+def test_scales_that_are_arrays_are_pointers_and_numbers_are_factors():
+    arguments = dict(_first(_paged(q_scale=_SCALE, k_scale=0.5, v_scale=_SCALE)).arguments)
+    assert [arguments[name] for name in ("q_scale", "k_scale", "v_scale")] == [
+        Pointer("q_scale"), ABSENT, Pointer("v_scale"),
+    ]  # fmt: skip
+    assert arguments["scale"] == Scalar(0.1 * 0.5, "fp32")
+    assert arguments["out_factor"] == Scalar(1.0, "fp32")
+
+
+@pytest.mark.parametrize("scale", [ArraySpec((2,), "float32"), ArraySpec((1,), "bfloat16")])
+def test_a_scale_is_one_float32(scale):
+    with pytest.raises(InvalidInput, match="k_scale is"):
+        _paged(k_scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +97,8 @@ def test_the_fp8_kernel_serves(changes):
         {"spec": AttentionSpec(scale=0.1, attention_chunk=64)},
         {"alibi_slopes": ArraySpec((8,), "float32")},
         {"seq_causal": ArraySpec((4,), "bool")},
-        {"k_scale": ArraySpec((1,), "float32")},
+        {"q_scale": _SCALE, "k_scale": -0.5},
+        {"out_dtype": _FP8, "out_scale": _SCALE},
         {"k_scale_cache": ArraySpec((64, 16, 2), "float32"), "v_scale_cache": ArraySpec((64, 16, 2), "float32")},
         {"query": _query(dtype="float8_e5m2"), "kv_cache": _cache(dtype="float8_e5m2")},
         {"kv_cache": _cache(dtype="float8_e5m2")},

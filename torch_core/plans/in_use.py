@@ -64,6 +64,7 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "prefill not on Hopper": _prefill(limits=DeviceLimits(arch=80)),
         "prefill fp8": _prefill(cache_dtype="float8_e4m3fn", scaled=True),
         "prefill fp8 query": _prefill(dtype="float8_e4m3fn", cache_dtype="float8_e4m3fn"),
+        "prefill fp8 query scaled": _prefill(dtype="float8_e4m3fn", cache_dtype="float8_e4m3fn", scaled=True),
         "prefill fp8 query head 64": _prefill(dtype="float8_e4m3fn", cache_dtype="float8_e4m3fn", head_size=64),
         "prefill fp8 query window sinks lse": _prefill(
             dtype="float8_e4m3fn",
@@ -175,6 +176,7 @@ def _prefill(
         spec=spec or AttentionSpec(scale=0.088),
         max_query_len=max_query_len,
         with_lse=with_lse,
+        q_scale=scale if dtype == "float8_e4m3fn" else None,
         k_scale=scale,
         v_scale=scale,
         sinks=ArraySpec((num_heads,), "float32") if sinks else None,
