@@ -112,26 +112,12 @@ def test_a_query_of_zeros_gives_the_mean_of_the_values(head_size, seed):
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_a_row_that_sees_one_key_gives_its_value(head_size, seed):
-    """One weight of 2**5 for each row, at every place of a tile: a key out of place would show."""
+    """One weight of 2**8 for each row, at every place of a tile: a key out of place would show."""
     spec = AttentionSpec(scale=1.0, window_left=0)
     case = paged_case(seed, seq_lens=[600], query_lens=[600], head_size=head_size, spec=spec, **_SIZES)
     out, _ = _run(case)
     exact, _ = case.expected()
     assert torch.equal(out.cpu(), exact.bfloat16())
-
-
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("growth", [-0.02, 0.002, 0.02, 0.2])
-def test_scores_that_grow_from_tile_to_tile_move_the_references(growth, head_size, seed):
-    """Tiles come last keys first, and a row's weights must not pass what e4m3 holds, however its maximum grows."""
-    case = paged_case(seed, seq_lens=[900, 300], query_lens=[300, 300], head_size=head_size, **_SIZES)
-    query, cache = (case.operands[name] for name in ("query", "kv_cache"))
-    query[..., 0] = 8
-    for seq, seq_len in enumerate(case.operands["seq_lens"]):
-        keys = np.arange(seq_len)
-        blocks = case.operands["block_tables"][seq, keys // 16]
-        cache[blocks, 0, keys % 16, :, 0] = np.clip(-growth * keys, -200, 200)[:, None]
-    _check(case)
 
 
 @pytest.mark.parametrize("arrays", [_SCALES, ("k_scale",), ("q_scale", "v_scale")])

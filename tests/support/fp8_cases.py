@@ -9,14 +9,13 @@ from torch_core.reference.masks import visible_keys
 
 __all__ = ["assert_matches_fp8_weights", "with_e4m3_weights"]
 
-_WEIGHT_SCALE = 2.0**5
+_WEIGHT_SCALE = 2.0**8
 
 
 def with_e4m3_weights(case: AttentionCase) -> torch.Tensor:
     """Returns a paged case's output, bfloat16, with weights rounded to e4m3 as the fp8 prefill kernel rounds them.
 
-    A weight is 2**5 * exp(score - the row's maximum); the sum of a row is that of the weights before they are rounded.
-    The kernel's weights may be up to 14 times as large: its reference is the maximum of some keys, not always of all.
+    A weight is 2**8 * exp(score - the row's maximum); the sum of a row is that of the weights before they are rounded.
     All else is float32. Masks, windows and sinks are served, no other option but the scales.
     """
     tensors = case.tensors()

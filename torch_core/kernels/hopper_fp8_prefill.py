@@ -48,6 +48,7 @@ def hopper_fp8_prefill_kernel(
     TRANSPOSER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     PING_PONG: gl.constexpr,
+    OVERLAP: gl.constexpr,
     PROMOTE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
@@ -64,8 +65,8 @@ def hopper_fp8_prefill_kernel(
 
     The design is that of `hopper_prefill_kernel`, with what 8-bit products ask for (FlashAttention-3's fp8 forward,
     arXiv 2407.08608): the matrix units take values with adjacent keys only, so a warpgroup transposes every tile of
-    them, and puts the keys into the order in which the multiplying threads hold their weights. Weights are scaled as
-    `hopper_fp8_softmax` says and rounded to e4m3; their sums are not rounded.
+    them, and puts the keys into the order in which the multiplying threads hold their weights. Weights are scaled by
+    2**8 and rounded to e4m3; their sums are not rounded.
 
     Hopper's matrix units keep about 14 bits of the sums of 8-bit products. With PROMOTE the sums of each tile of 128
     values are added up in float32; without it, long rows lose more.
@@ -113,13 +114,13 @@ def hopper_fp8_prefill_kernel(
             (attend_fp8_rows, (
                 0, sinks, q_scale, k_scale, v_scale, out, lse, scale, out_factor, window_left, window_right, num_items,
                 q_tiles, info, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS,
-                HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE,
+                HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, OVERLAP, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE,
                 OUT_HEAD_STRIDE,
             )),
             (attend_fp8_rows, (
                 1, sinks, q_scale, k_scale, v_scale, out, lse, scale, out_factor, window_left, window_right, num_items,
                 q_tiles, info, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS,
-                HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE,
+                HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, OVERLAP, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE,
                 OUT_HEAD_STRIDE,
             )),
             (transpose_values, (

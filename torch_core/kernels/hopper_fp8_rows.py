@@ -11,10 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.kernels.hopper_fp8_softmax import fp8_softmax_step
-from torch_core.kernels.hopper_fp8_step import add_product, attend_fp8_tile, unpack_fp8_weights, weigh_values
-from torch_core.kernels.hopper_softmax import initial_state, row_state
-from torch_core.kernels.hopper_step import mask_scores, pass_turn, ring_slot, skip_tile, take_turn
+from torch_core.kernels.hopper_fp8_step import (
+    FP8_WEIGHT_BITS,
+    add_product,
+    attend_fp8_tile,
+    fp8_softmax_step,
+    pack_fp8_weights,
+    weigh_values,
+)
+from torch_core.kernels.hopper_step import pass_turn, ring_slot, skip_tile, take_turn
 from torch_core.kernels.hopper_work import key_span
 
 __all__ = ["attend_fp8_rows"]
@@ -28,7 +33,7 @@ def attend_fp8_rows(
     OWN: gl.constexpr, sinks, q_scale, k_scale, v_scale, out, lse, scale, out_factor, window_left, window_right,
     num_items, q_tiles, info, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     WARPGROUPS: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr, PROMOTE: gl.constexpr, NUM_HEADS: gl.constexpr,
+    PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, PROMOTE: gl.constexpr, NUM_HEADS: gl.constexpr,
     OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
@@ -98,54 +103,57 @@ def attend_fp8_rows(
             stage, phase = ring_slot(step, STAGES)
             zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
             acc = gl.zeros([64, HEAD_SIZE], gl.float32, O_LAYOUT)
+            row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
             mbarrier.wait(k_full.index(stage), phase)
             s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             position = (own_end - 1) * BLOCK_N
-            s = mask_scores(s, first - position, last - position, LEFT)
-            weights, state = fp8_softmax_step(s, initial_state(factor, S_LAYOUT, BLOCK_N), True)
+            weights, keep, row_max, row_sum = fp8_softmax_step(
+                s, row_max, None, factor, first - position, last - position, True, LEFT
+            )
+            weights = pack_fp8_weights(weights)
             step += 1
 
             for i in range(own_end - 1 - body_end):
                 position = (own_end - 2 - i) * BLOCK_N
-                weights, acc, state = attend_fp8_tile(
-                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, state,
-                    first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, PROMOTE, True, LEFT,
-                    S_LAYOUT,
+                weights, acc, keep, row_max, row_sum = attend_fp8_tile(
+                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max, row_sum,
+                    factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP, PROMOTE,
+                    True, LEFT, S_LAYOUT,
                 )  # fmt: skip
                 step += 1
             for _ in range(body_end - body_start):
-                weights, acc, state = attend_fp8_tile(
-                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, state,
-                    first, last, OWN, WARPGROUPS, STAGES, PING_PONG, PROMOTE, False, LEFT, S_LAYOUT,
+                weights, acc, keep, row_max, row_sum = attend_fp8_tile(
+                    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max, row_sum,
+                    factor, first, last, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP, PROMOTE, False, LEFT, S_LAYOUT,
                 )  # fmt: skip
                 step += 1
             if LEFT:
                 for i in range(body_start - own_tile):
                     position = (body_start - 1 - i) * BLOCK_N
-                    weights, acc, state = attend_fp8_tile(
-                        q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, state,
-                        first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, PROMOTE, True, LEFT,
-                        S_LAYOUT,
+                    weights, acc, keep, row_max, row_sum = attend_fp8_tile(
+                        q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max,
+                        row_sum, factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP,
+                        PROMOTE, True, LEFT, S_LAYOUT,
                     )  # fmt: skip
                     step += 1
 
             before, phase = ring_slot(step - 1, STAGES)
             mbarrier.wait(v_full.index(before), phase)
-            product = weigh_values(unpack_fp8_weights(weights, acc), v_tiles.index(before), acc, PROMOTE)
+            product = weigh_values(weights, v_tiles.index(before), acc, PROMOTE)
             product = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(v_empty.index(before), count=1)
-            acc = add_product(acc, product, PROMOTE)
+            acc = add_product(acc, keep, product, PROMOTE)
             if LEFT:
                 for _ in range(first_tile, own_tile):
                     skip_tile(k_full, k_empty, v_full, v_empty, step, OWN, WARPGROUPS, STAGES, PING_PONG)
                     step += 1
 
-            row_sum, shift = row_state(state)
-            row_sum = gl.convert_layout(row_sum, ROWS)
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
             empty = row_sum == 0.0
-            shift = gl.where(empty, 0.0, gl.convert_layout(shift, ROWS))
+            # Weights and sums are 2**FP8_WEIGHT_BITS times as large as the maximum alone would make them.
+            shift = gl.where(empty, 0.0, row_max * factor - FP8_WEIGHT_BITS)
             keep = gl.where(empty, 0.0, 1.0)
             if sinks is not None:
                 sink = gl.load(sinks + head).to(gl.float32) * _LOG2E

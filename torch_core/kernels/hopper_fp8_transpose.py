@@ -64,8 +64,8 @@ def transpose_values(
     The weight of such a row is 0, but 0 * NaN of unwritten memory is NaN.
 
     A tile's keys come in the order in which a thread of the matrix units holds their weights: bit 0 of a key's number
-    is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `fp8_softmax_step`
-    has the same order.
+    is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `pack_fp8_weights` has the
+    same order.
     """
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     raw_layout: gl.constexpr = _WIDE_RAW if HEAD_SIZE == 128 else _NARROW_RAW

@@ -23,15 +23,7 @@ import re
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = [
-    "initial_state",
-    "rescale",
-    "row_state",
-    "softmax_step",
-    "step_assembly",
-    "step_constraints",
-    "unpack_weights",
-]
+__all__ = ["initial_state", "rescale", "row_state", "softmax_step", "unpack_weights"]
 
 # Elements of a thread that one test of `rescale` covers.
 _RESCALED = gl.constexpr(32)
@@ -39,13 +31,11 @@ _RESCALED = gl.constexpr(32)
 _REFERENCE, _FACTOR, _MOVED, _SUMS, _SCALE = (0, 2), (4, 6), 5, ((8, 9), (10, 11)), 12
 # Sums beyond it move the reference; weights must stay below the largest float16 too.
 _LIMIT = "0f44800000"
-_REFERENCE_OF = "mul.f32 {0}, {0}, scale;"
-_VERDICT = "max.NaN.f32 u0, s00, s01; max.NaN.f32 u1, s10, s11;"
 _ZERO, _ONE, _NOTHING = "0f00000000", "0f3F800000", "0fFF800000"
 
 
 def _weights(count: int, convert: str) -> list[str]:
-    """Weights of a thread's `count` scores in pairs, for `step_assembly`."""
+    """Weights of a thread's `count` scores in pairs, and their sums s<row><odd>; n<row> is minus the reference."""
     lines = []
     for pair in range(count // 2):
         row, column = pair % 2, pair // 2
@@ -59,15 +49,15 @@ def _weights(count: int, convert: str) -> list[str]:
     return lines
 
 
-def _references(count: int, reference: str) -> list[str]:
-    """What the references t<row> of two rows would be if their maxima were those of the tile."""
+def _maxima(count: int) -> list[str]:
+    """Scaled maxima t<row> of the scores of two rows."""
     lines = []
     for row in (0, 1):
         scores = [f"$score{4 * column + 2 * row + odd}" for column in range(count // 4) for odd in (0, 1)]
         lines += [f"mov.f32 c{i}, {score};" for i, score in enumerate(scores[:4])]
         lines += [f"max.f32 c{i % 4}, c{i % 4}, {score};" for i, score in enumerate(scores[4:])]
         lines.append(f"max.f32 c0, c0, c1; max.f32 c2, c2, c3; max.f32 t{row}, c0, c2;")
-    return [*lines, *_agree("max.f32", "t"), *(reference.format(f"t{row}") for row in (0, 1))]
+    return [*lines, *_agree("max.f32", "t"), "mul.f32 t0, t0, scale; mul.f32 t1, t1, scale;"]
 
 
 def _agree(operation: str, name: str) -> list[str]:
@@ -88,41 +78,30 @@ def _shifts() -> list[str]:
     ]
 
 
-def _first_tile(count: int, weights: list[str], reference: str) -> list[str]:
-    return [*_references(count, reference), "mov.f32 r0, t0; mov.f32 r1, t1;", *_shifts(), *weights]
+def _first_tile(count: int, convert: str) -> list[str]:
+    return [*_maxima(count), "mov.f32 r0, t0; mov.f32 r1, t1;", *_shifts(), *_weights(count, convert)]
 
 
-def _later_tile(count: int, weights: list[str], reference: str, verdict: str, limit: str) -> list[str]:
+def _later_tile(count: int, convert: str) -> list[str]:
     lines = [f"mov.f32 r{row}, $in{_REFERENCE[row]}; neg.f32 n{row}, r{row};" for row in (0, 1)]
-    lines += weights
+    lines += _weights(count, convert)
     # A row before its first key has infinite weights here, or NaN: unordered comparisons send it the long way.
     lines.append(
-        f"{verdict} max.NaN.f32 c0, u0, u1; setp.gtu.f32 q, c0, {limit}; "
+        f"max.NaN.f32 u0, s00, s01; max.NaN.f32 u1, s10, s11; max.NaN.f32 c0, u0, u1; setp.gtu.f32 q, c0, {_LIMIT}; "
         "vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni settled;"
     )
-    lines += [*_agree("max.NaN.f32", "u"), *_references(count, reference)]
+    lines += [*_agree("max.NaN.f32", "u"), *_maxima(count)]
     for row in (0, 1):
         lines.append(
-            f"setp.gtu.f32 p, u{row}, {limit}; sub.f32 c0, r{row}, t{row}; ex2.approx.ftz.f32 c0, c0; "
+            f"setp.gtu.f32 p, u{row}, {_LIMIT}; sub.f32 c0, r{row}, t{row}; ex2.approx.ftz.f32 c0, c0; "
             f"setp.gt.and.f32 q, r{row}, {_NOTHING}, p; selp.f32 f{row}, c0, {_ONE}, q; @p mov.f32 r{row}, t{row};"
         )
-    return [*lines, *_shifts(), *weights, f"mov.f32 moved, {_ONE};", "settled:"]
+    return [*lines, *_shifts(), *_weights(count, convert), f"mov.f32 moved, {_ONE};", "settled:"]
 
 
-def step_assembly(count: int, *, first: bool, weights: list[str], reference: str, verdict: str, limit: str) -> str:
-    """Returns the assembly of one step of the softmax; its operands are outputs, state out, scores, state in.
-
-    Args:
-        count: scores of a thread, and operands of each kind.
-        first: whether the tile is a row's first.
-        weights: makes outputs `$pair<i>` of the scores `$score<i>` times scale plus n<row>, minus the reference;
-            and their sums s<row><odd> over even and odd columns. Floats w0 and w1 are free for it.
-        reference: makes a reference of {0}, the maximum of a row's scores.
-        verdict: makes u<row> of the sums, if `weights` does not.
-        limit: a row's reference moves if u<row> of any of its four threads is above, or NaN.
-    """
+def _assembly(count: int, first: bool, convert: str) -> str:
     lines = [f"mov.f32 scale, $in{_SCALE}; mov.f32 moved, {_ZERO}; mov.f32 f0, {_ONE}; mov.f32 f1, {_ONE};"]
-    lines += _first_tile(count, weights, reference) if first else _later_tile(count, weights, reference, verdict, limit)
+    lines += _first_tile(count, convert) if first else _later_tile(count, convert)
     for row in (0, 1):
         lines.append(f"mov.f32 $out{_REFERENCE[row]}, r{row}; mov.f32 $out{_FACTOR[row]}, f{row};")
         for odd, place in enumerate(_SUMS[row]):
@@ -138,8 +117,7 @@ def step_assembly(count: int, *, first: bool, weights: list[str], reference: str
     return text
 
 
-def step_constraints(count: int) -> str:
-    """Returns the constraints of the operands of `step_assembly`."""
+def _constraints(count: int) -> str:
     return ",".join(["=&r"] * count + ["=&f"] * count + ["f"] * (2 * count))
 
 
@@ -154,25 +132,10 @@ def _rescale_assembly(count: int) -> str:
 
 _CONVERT = ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32")
 # By whether the weights are float16, and whether the tile is a row's first.
-_STEP_64, _STEP_32 = (
-    gl.constexpr(
-        tuple(
-            step_assembly(
-                count,
-                first=first,
-                weights=_weights(count, convert),
-                reference=_REFERENCE_OF,
-                verdict=_VERDICT,
-                limit=_LIMIT,
-            )
-            for convert in _CONVERT
-            for first in (False, True)
-        )
-    )
-    for count in (64, 32)
-)
-_CONSTRAINTS_64 = gl.constexpr(step_constraints(64))
-_CONSTRAINTS_32 = gl.constexpr(step_constraints(32))
+_STEP_64 = gl.constexpr(tuple(_assembly(64, first, convert) for convert in _CONVERT for first in (False, True)))
+_STEP_32 = gl.constexpr(tuple(_assembly(32, first, convert) for convert in _CONVERT for first in (False, True)))
+_CONSTRAINTS_64 = gl.constexpr(_constraints(64))
+_CONSTRAINTS_32 = gl.constexpr(_constraints(32))
 _RESCALE = gl.constexpr(_rescale_assembly(_RESCALED.value))
 _RESCALE_CONSTRAINTS = gl.constexpr(
     ",".join(["=f"] * _RESCALED.value + [str(i) for i in range(_RESCALED.value)] + ["f"] * (2 * _RESCALED.value))
