@@ -134,7 +134,7 @@ def test_a_step_makes_one_host_to_device_copy():
         step(number)
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for number in range(3, 13):
             step(number)
         torch.cuda.synchronize()
