@@ -21,7 +21,8 @@ _WARPGROUP_ROWS = 64
 _LONG_QUERY_LEN = 128
 # Heads side by side in a tile of short queries: a warpgroup then still holds 4 tokens.
 _MAX_PACK = 16
-# What short queries must bring, see `hopper_pack`. Worked out, not measured yet.
+# What short queries must bring, see `hopper_pack`. Above these bounds Hopper took 0.5 to 0.9 of the portable kernel's
+# time in every row of `jattn bench prefill --chunks` on an H200; the bounds themselves are worked out, not measured.
 _MIN_PACKED_ROWS = 65
 _MIN_PACKED_KEYS = 512
 _MAX_PACKED_SEQS = 256
@@ -98,14 +99,13 @@ def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> 
     """Returns the query heads that lie side by side in a tile; 0 where the portable kernel serves the call better.
 
     Long queries fill tiles head by head. Short ones do with all heads of a group side by side, if the group is a power
-    of two: like this, both kernels read the keys of a tile once, and have the same tiles. The Hopper kernel then takes
-    about 15 ns for a key of a tile (two products of 128 rows and 128 columns at 550 TFLOP/s, or 0.5 KiB at the speed
-    of the memory: about equal), the portable one 25 ns with two programs to a multiprocessor, and nearer 40 ns where
-    the batch has too few tiles for that. Neither splits keys, so few tiles are no reason for the portable kernel. What
-    is: a start that is some microseconds slower (barriers, descriptors, registers moved between warps), which 512 keys
-    pay back with certainty; and the search for a tile's sequence, about a microsecond for every 32 sequences, which
-    copies wait for. The split kernel, with keys in chunks, serves up to 64 rows before this is asked. Like its chunks,
-    the choice follows from padded shapes, never from lengths.
+    of two: like this, both kernels read the keys of a tile once, and have the same tiles. On an H200 the Hopper kernel
+    takes about 15 ns for a key of a tile (two products of 128 rows and 128 columns at 550 TFLOP/s, or 0.5 KiB at the
+    speed of the memory: about equal), the portable one 21 to 25. Neither splits keys, so few tiles are no reason for
+    the portable kernel. What is: a start that is some microseconds slower (barriers, descriptors, registers moved
+    between warps), which 512 keys pay back; and the search for a tile's sequence, about a microsecond for every 32
+    sequences. The split kernel, with keys in chunks, serves up to 64 rows before this is asked. Like its chunks, the
+    choice follows from padded shapes, never from lengths.
 
     Args:
         group: query heads of one key/value head.
