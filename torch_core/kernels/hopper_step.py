@@ -34,12 +34,10 @@ def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def ring_slot(step, STAGES: gl.constexpr):
-    """Slot and phase of the tile number `step` in a ring of STAGES, a power of two."""
+    """Slot and phase of the tile number `step` in a ring of STAGES, two or four."""
     if STAGES == 2:
         return step & 1, (step >> 1) & 1
-    if STAGES == 4:
-        return step & 3, (step >> 2) & 1
-    return step % STAGES, (step // STAGES) & 1
+    return step & 3, (step >> 2) & 1
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ class HopperTile:
     Attributes:
         warpgroups: warpgroups that multiply, two or three.
         block_n: keys of one step.
-        stages: tiles of keys, and of values, in shared memory.
+        stages: tiles of keys, and of values, in shared memory: two or four.
         query_stages: query tiles in shared memory.
         consumer_registers: registers of a thread that multiplies.
         producer_registers: registers of a thread that loads.
