@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from torch_core.kernels.hopper_step import pass_turn, ring_slot, take_turn
+from torch_core.kernels.hopper_step import mask_scores, pass_turn, ring_slot, take_turn
 
 __all__ = ["FP8_WEIGHT_BITS", "add_product", "attend_fp8_tile", "fp8_softmax_step", "pack_fp8_weights", "weigh_values"]
 
@@ -21,11 +21,7 @@ def fp8_softmax_step(s, row_max, row_sum, scale, first, last, MASKED: gl.constex
     Weights are 2**FP8_WEIGHT_BITS times exp2(s * scale - max); the sums are of the weights before they are rounded.
     """
     if MASKED:
-        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        keep = columns[None, :] <= last[:, None]
-        if LEFT:
-            keep = keep & (columns[None, :] >= first[:, None])
-        s = gl.where(keep, s, float("-inf"))
+        s = mask_scores(s, first, last, LEFT)
     blocks = s.reshape([s.shape[0], s.shape[1] // 8, 8])
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(gl.max(blocks, 1), 1), row_max.type.layout))
     # Rows that have seen no key are shifted by 0: -inf - -inf is NaN.
