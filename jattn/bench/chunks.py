@@ -15,12 +15,11 @@ from jattn.bench import measure, mixed, peers
 from jattn.bench.report import OURS, Report, Row
 from torch_core.launch.run import array_spec, run_operation
 from torch_core.plans.attention import plan_paged_attention
-from torch_core.plans.attention_call import AttentionCall
+from torch_core.plans.attention_call import AttentionCall, keys_of
 from torch_core.plans.attention_hopper import hopper_launch
 from torch_core.plans.attention_launch import rows_launch, scalar_arguments
-from torch_core.plans.attention_tables import rows_tile
-from torch_core.plans.plan import ArraySpec, DeviceLimits, LaunchPlan, OperationPlan
-from torch_core.specs import DTYPE_BYTES, AttentionSpec
+from torch_core.plans.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.specs import AttentionSpec
 
 __all__ = ["CONTEXTS", "SHAPES", "plans", "run"]
 
@@ -107,8 +106,7 @@ def plans(
         "limits": DeviceLimits(),
     }
     base = plan_paged_attention(query, kv_cache, block_tables, seq_lens, query_start_loc, **options)
-    strides = kv_cache.element_strides
-    key = ArraySpec((kv_cache.shape[0], *kv_cache.shape[2:]), kv_cache.dtype, (strides[0], *strides[2:]))
+    key = keys_of(kv_cache)
     call = AttentionCall(
         query=query,
         key=key,
@@ -123,25 +121,12 @@ def plans(
     )
     scalars = scalar_arguments(call)
     launches = {
-        f"{OURS} portable": _rows(call),
+        f"{OURS} portable": rows_launch(call, min_query=1),
         f"{OURS} Hopper packed": hopper_launch(call, scalars, min_query=1, pack=call.group),
         f"{OURS} Hopper unpacked": hopper_launch(call, scalars, min_query=1, pack=1),
     }
     forced = {name: replace(base, launches=(launch,), scratch=()) for name, launch in launches.items() if launch}
     return {OURS: base, **forced}
-
-
-def _rows(call: AttentionCall) -> LaunchPlan:
-    tile = rows_tile(
-        rows=call.max_query_len * call.group,
-        max_query_len=call.max_query_len,
-        head_padded=call.head_padded,
-        key_bytes=DTYPE_BYTES[call.key.dtype],
-        query_bytes=DTYPE_BYTES[call.query.dtype],
-        paged=True,
-        plain=call.plain,
-    )
-    return rows_launch(call, tile, pack=min(call.group, tile.block_m), min_query=1)
 
 
 def _columns(found: Any, batch: mixed.Batch) -> dict[str, Callable[[mixed.Batch], Callable[[], Any]]]:

@@ -18,7 +18,7 @@ from jattn.bench import measure
 from jattn.bench.report import Report, Row
 from torch_core.launch.run import run_operation
 from torch_core.plans.attention import plan_attention, plan_paged_attention
-from torch_core.plans.attention_call import AttentionCall
+from torch_core.plans.attention_call import AttentionCall, keys_of
 from torch_core.plans.attention_hopper import HopperTile, hopper_launch
 from torch_core.plans.attention_launch import scalar_arguments
 from torch_core.plans.compile import KernelVariant, compile_variant, kernel_variant
@@ -114,8 +114,7 @@ def plans(head_size: int, length: int, *, paged: bool) -> dict[HopperTile, Opera
     options: dict[str, Any] = {"spec": AttentionSpec(scale=head_size**-0.5), "max_query_len": length, "limits": limits}
     if paged:
         cache = ArraySpec((_TOKENS // _BLOCK, 2, _BLOCK, _KV_HEADS, head_size), "bfloat16")
-        strides = cache.element_strides
-        key = ArraySpec((cache.shape[0], *cache.shape[2:]), "bfloat16", (strides[0], *strides[2:]))
+        key = keys_of(cache)
         tables, seq_lens = ArraySpec((num_seqs, length // _BLOCK), "int32"), ArraySpec((num_seqs,), "int32")
         base = plan_paged_attention(query, cache, tables, seq_lens, starts, **options)
         arrays: dict[str, Any] = {"kv_cache": cache, "block_tables": tables, "seq_lens": seq_lens}

@@ -33,7 +33,7 @@ def attend_fp8_rows(
     OWN: gl.constexpr, sinks, q_scale, k_scale, v_scale, out, lse, scale, out_factor, window_left, window_right,
     num_items, q_tiles, info, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     WARPGROUPS: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, PROMOTE: gl.constexpr, NUM_HEADS: gl.constexpr,
+    PING_PONG: gl.constexpr, PROMOTE: gl.constexpr, NUM_HEADS: gl.constexpr,
     OUT_TOKEN_STRIDE: gl.constexpr, OUT_HEAD_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
@@ -119,14 +119,14 @@ def attend_fp8_rows(
                 position = (own_end - 2 - i) * BLOCK_N
                 weights, acc, keep, row_max, row_sum = attend_fp8_tile(
                     q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max, row_sum,
-                    factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP, PROMOTE,
+                    factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, PROMOTE,
                     True, LEFT, S_LAYOUT,
                 )  # fmt: skip
                 step += 1
             for _ in range(body_end - body_start):
                 weights, acc, keep, row_max, row_sum = attend_fp8_tile(
                     q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max, row_sum,
-                    factor, first, last, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP, PROMOTE, False, LEFT, S_LAYOUT,
+                    factor, first, last, OWN, WARPGROUPS, STAGES, PING_PONG, PROMOTE, False, LEFT, S_LAYOUT,
                 )  # fmt: skip
                 step += 1
             if LEFT:
@@ -134,7 +134,7 @@ def attend_fp8_rows(
                     position = (body_start - 1 - i) * BLOCK_N
                     weights, acc, keep, row_max, row_sum = attend_fp8_tile(
                         q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max,
-                        row_sum, factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG, OVERLAP,
+                        row_sum, factor, first - position, last - position, OWN, WARPGROUPS, STAGES, PING_PONG,
                         PROMOTE, True, LEFT, S_LAYOUT,
                     )  # fmt: skip
                     step += 1

@@ -38,7 +38,7 @@ def fp8_softmax_step(s, row_max, row_sum, scale, first, last, MASKED: gl.constex
 def attend_fp8_tile(
     q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max, row_sum, scale, first,
     last, OWN: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    OVERLAP: gl.constexpr, PROMOTE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
+    PROMOTE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The scores of key tile `step`, while the values of the tile before are still being weighed.
 
@@ -58,8 +58,6 @@ def attend_fp8_tile(
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     weights, new_keep, row_max, row_sum = fp8_softmax_step(s, row_max, row_sum, scale, first, last, MASKED, LEFT)
-    if OVERLAP:
-        _after(row_sum)
     product, weights = warpgroup_mma_wait(0, deps=(product, weights))
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = add_product(acc, keep, product, PROMOTE)
@@ -119,17 +117,3 @@ def _unpack_weights(packed, acc):
     words = gl.convert_layout(words, gl.DotOperandLayout(0, acc.type.layout, 4))
     p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.int8, is_pure=True, pack=4)
     return p.to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
-def _after(row_sum):
-    """Ends the softmax before what follows: ptxas would wait for the products first, and then start on it.
-
-    A store that depends on the sums and never happens (they are not negative) holds the order.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 a; .reg .f32 x, y; add.f32 x, $4, $5; add.f32 y, $6, $7; add.f32 x, x, y; "
-        "setp.lt.f32 p, x, 0f00000000; mov.u32 a, 0; @p st.shared.f32 [a], x; "
-        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }",
-        "=r,=r,=r,=r,f,f,f,f", [row_sum], dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip

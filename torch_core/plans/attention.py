@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from torch_core.errors import InvalidInput
-from torch_core.plans.attention_call import AttentionCall
+from torch_core.plans.attention_call import AttentionCall, keys_of
 from torch_core.plans.attention_hopper import hopper_launch
 from torch_core.plans.attention_hopper_fp8 import hopper_fp8_launch
 from torch_core.plans.attention_launch import combine_launch, max_chunks, rows_launch, scalar_arguments, split_launch
-from torch_core.plans.attention_tables import chunk_size, rows_tile, split_tile
+from torch_core.plans.attention_tables import chunk_size, split_tile
 from torch_core.plans.operands import ScaleSpec, ceil_div, check_cache
 from torch_core.plans.plan import ArraySpec, DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.specs import DTYPE_BYTES, AttentionSpec
@@ -91,9 +91,7 @@ def plan_paged_attention(
     """
     if isinstance(kv_cache, ArraySpec):
         check_cache(kv_cache)
-        shape, strides = kv_cache.shape, kv_cache.element_strides
-        key = ArraySpec((shape[0], *shape[2:]), kv_cache.dtype, (strides[0], *strides[2:]), kv_cache.aligned)
-        value = key
+        key = value = keys_of(kv_cache)
     else:
         key, value = kv_cache
     call = AttentionCall(
@@ -241,17 +239,7 @@ def _rows(call: AttentionCall, *, min_query: int) -> LaunchPlan:
         hopper = plan_hopper(call, scalar_arguments(call), min_query=min_query)
         if hopper is not None:
             return hopper
-    pack = call.group if call.group <= 64 else 1
-    tile = rows_tile(
-        rows=max(1, call.max_query_len) * pack,
-        max_query_len=call.max_query_len,
-        head_padded=max(call.head_padded, call.value_padded),
-        key_bytes=DTYPE_BYTES[call.key.dtype],
-        query_bytes=DTYPE_BYTES[call.query.dtype],
-        paged=call.paged,
-        plain=call.plain,
-    )
-    return rows_launch(call, tile, pack=min(pack, tile.block_m), min_query=min_query)
+    return rows_launch(call, min_query=min_query)
 
 
 def _split(

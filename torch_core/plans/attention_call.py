@@ -9,7 +9,7 @@ from torch_core.plans.operands import ScaleSpec, check_last_stride, power_of_two
 from torch_core.plans.plan import ArraySpec, DeviceLimits
 from torch_core.specs import DTYPE_BYTES, QUERY_DTYPES, AttentionSpec
 
-__all__ = ["OUTPUT_LIMITS", "SUPPORT", "AttentionCall"]
+__all__ = ["OUTPUT_LIMITS", "SUPPORT", "AttentionCall", "keys_of"]
 
 #: Largest finite value of each 8-bit output type.
 OUTPUT_LIMITS = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -34,6 +34,12 @@ SUPPORT: tuple[tuple[str, str, str], ...] = (
     ("log-sum-exp output", "float32, natural logarithm", "float32, natural logarithm"),
     ("output dtype", "the query's; bfloat16 for an fp8 query; fp8 with out_scale", "the same"),
 )
+
+
+def keys_of(kv_cache: ArraySpec) -> ArraySpec:
+    """Returns the keys of a combined cache [num_blocks, 2, ...] as an array of their own; the values have its shape."""
+    shape, strides = kv_cache.shape, kv_cache.element_strides
+    return ArraySpec((shape[0], *shape[2:]), kv_cache.dtype, (strides[0], *strides[2:]), kv_cache.aligned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.plans.attention_call import AttentionCall
-from torch_core.plans.plan import Descriptor
+from torch_core.plans.plan import ArraySpec, Descriptor
 from torch_core.specs import DTYPE_BYTES
 
-__all__ = ["Matrix", "array_matrix", "copy_box", "copy_descriptor", "heads_together", "is_copied"]
+__all__ = ["Matrix", "array_matrix", "copy_box", "copy_descriptor", "heads_together", "is_served"]
 
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
 _MIN_BOX = 8
 _MAX_BOX = 256
 # Coordinates of the copy engine are 32-bit.
 _MAX_ROWS = 2**31 - 2 * _MAX_BOX
-_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_ARCH = 90
+# Bytes of a row of shared memory that are swizzled together, at most.
+_SWIZZLE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def copy_box(call: AttentionCall, block_n: int) -> int:
     return math.gcd(call.block_size, block_n) if call.paged else block_n
 
 
-def is_copied(stride: int, dtype: str) -> bool:
+def _is_copied(stride: int, dtype: str) -> bool:
     """Whether the copy engine, and stores of 16 bytes, can follow a stride."""
     return stride * DTYPE_BYTES[dtype] % 16 == 0
 
@@ -59,7 +61,7 @@ def array_matrix(call: AttentionCall, name: str, block_n: int) -> Matrix | None:
     width = (heads - 1) * head_stride + head_size
     if not spec.aligned or 0 in spec.shape or not 0 < width <= max(stride, width if spec.shape[0] == 1 else 0):
         return None
-    if not is_copied(stride, spec.dtype) or not is_copied(head_stride, spec.dtype):
+    if not _is_copied(stride, spec.dtype) or not _is_copied(head_stride, spec.dtype):
         return None
     if name == "query" or not call.paged:
         return Matrix((spec.shape[0], width), stride, 0, head_stride)
@@ -81,6 +83,24 @@ def heads_together(call: AttentionCall, kv_heads: int) -> int:
     return call.group * divisor
 
 
-def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int]) -> Descriptor:
-    """Returns the descriptor of an array of 16-bit elements whose boxes land in swizzled shared memory."""
-    return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, _LAYOUT)
+def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int], dtype: str) -> Descriptor:
+    """Returns the descriptor of an array whose boxes of rows and columns land in swizzled shared memory."""
+    size = DTYPE_BYTES[dtype]
+    width = min(_SWIZZLE, box[1] * size)
+    layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
+    return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, layout)
+
+
+def is_served(call: AttentionCall) -> bool:
+    """Whether a Hopper device can copy a call's operands by boxes, and every row's mask is a pair of bounds."""
+    return (
+        call.limits.arch == _ARCH
+        and call.plain
+        and call.value.shape[-1] == call.key.shape[-1]
+        and call.seq_causal is None
+        and call.spec.attention_chunk is None
+        and not isinstance(call.out_scale, ArraySpec)
+        and call.spec.scale > 0
+        and call.out.aligned
+        and all(_is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
+    )

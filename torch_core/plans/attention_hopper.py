@@ -9,12 +9,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.kernels.hopper_prefill import hopper_prefill_kernel
 from torch_core.plans.attention_call import AttentionCall
-from torch_core.plans.attention_copies import Matrix, array_matrix, copy_box, copy_descriptor, heads_together, is_copied
+from torch_core.plans.attention_copies import Matrix, array_matrix, copy_box, copy_descriptor, heads_together, is_served
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, Descriptor, LaunchPlan, Pointer
 
 __all__ = ["HopperTile", "hopper_launch", "hopper_pack", "hopper_tile"]
 
-_ARCH = 90
 # Query rows of one product, and so of a warpgroup.
 _WARPGROUP_ROWS = 64
 # From this length on, a tile holds tokens of one head. Shorter queries would leave most of its rows without work.
@@ -160,8 +159,8 @@ def hopper_launch(
     head_size = call.key.shape[-1]
     arguments: dict[str, Argument] = {
         "query": _query_descriptor(call, query, pack),
-        "key_cache": copy_descriptor(key_name, key, (box, head_size)),
-        "value_cache": copy_descriptor(value_name, value, (box, head_size)),
+        "key_cache": copy_descriptor(key_name, key, (box, head_size), call.key.dtype),
+        "value_cache": copy_descriptor(value_name, value, (box, head_size), call.value.dtype),
         "block_tables": ABSENT if call.block_tables is None else Pointer("block_tables"),
         "seq_lens": ABSENT if call.seq_lens is None else Pointer("seq_lens"),
         "query_start_loc": Pointer("query_start_loc"),
@@ -209,19 +208,11 @@ def hopper_launch(
 
 
 def _is_served(call: AttentionCall) -> bool:
-    scales = (call.q_scale, call.k_scale, call.v_scale, call.out_scale)
     return (
-        call.limits.arch == _ARCH
-        and call.plain
+        is_served(call)
         and call.query.dtype in ("bfloat16", "float16")
         and call.key.dtype == call.out.dtype == call.query.dtype
-        and call.value.shape[-1] == call.key.shape[-1]
-        and call.seq_causal is None
-        and call.spec.attention_chunk is None
-        and not any(isinstance(scale, ArraySpec) for scale in scales)
-        and call.spec.scale > 0
-        and call.out.aligned
-        and all(is_copied(stride, call.out.dtype) for stride in call.out.element_strides[:2])
+        and not any(isinstance(scale, ArraySpec) for scale in (call.q_scale, call.k_scale, call.v_scale))
     )
 
 
@@ -233,6 +224,6 @@ def _is_packed(query: Matrix, pack: int) -> bool:
 def _query_descriptor(call: AttentionCall, query: Matrix, pack: int) -> Descriptor:
     head_size = call.key.shape[-1]
     if pack == 1:
-        return copy_descriptor("query", query, (_WARPGROUP_ROWS, head_size))
+        return copy_descriptor("query", query, (_WARPGROUP_ROWS, head_size), call.query.dtype)
     strides = (query.stride, query.head_stride, 1)
     return Descriptor("query", call.query.shape, strides, (_WARPGROUP_ROWS // pack, pack, head_size), _PACKED_LAYOUT)

@@ -8,7 +8,7 @@ from torch_core.kernels.attention_combine import attention_combine_kernel
 from torch_core.kernels.attention_rows import attention_rows_kernel
 from torch_core.kernels.attention_split import attention_split_kernel
 from torch_core.plans.attention_call import OUTPUT_LIMITS, AttentionCall
-from torch_core.plans.attention_tables import RowsTile, SplitTile
+from torch_core.plans.attention_tables import RowsTile, SplitTile, rows_tile
 from torch_core.plans.operands import ScaleSpec, ceil_div, power_of_two, scale_pointer
 from torch_core.plans.plan import ABSENT, Argument, ArraySpec, LaunchPlan, Pointer, Scalar
 from torch_core.specs import DTYPE_BYTES
@@ -24,11 +24,24 @@ _COMBINE_CHUNKS = 16
 # fills evenly. Beyond it, the tiles of one head do: its keys stay in the L2 cache.
 _HEADS_FIRST_LEN = 4096
 _MAX_GRID_Y = 65535
+# Larger groups fill tiles of rows head by head.
+_MAX_PACK = 64
 _PARTIALS = ("partial_out", "partial_max", "partial_sum")
 
 
-def rows_launch(call: AttentionCall, tile: RowsTile, *, pack: int, min_query: int) -> LaunchPlan:
+def rows_launch(call: AttentionCall, *, min_query: int) -> LaunchPlan:
     """Plans attention_rows_kernel for the sequences with at least `min_query` query rows, and for padding."""
+    pack = call.group if call.group <= _MAX_PACK else 1
+    tile = rows_tile(
+        rows=max(1, call.max_query_len) * pack,
+        max_query_len=call.max_query_len,
+        head_padded=max(call.head_padded, call.value_padded),
+        key_bytes=DTYPE_BYTES[call.key.dtype],
+        query_bytes=DTYPE_BYTES[call.query.dtype],
+        paged=call.paged,
+        plain=call.plain,
+    )
+    pack = min(pack, tile.block_m)
     tokens = tile.block_m // pack
     head_groups = ceil_div(call.group, pack)
     tiles = call.num_tokens // tokens + call.num_seqs + 1
