@@ -20,17 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from torch_core.backends import (
-    AttentionScales,
-    AttentionSelectorConfig,
-    BuilderConfig,
-    StepBuffers,
-    StepGraphs,
-    select_backend,
-    upload,
-)
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
-from torch_core.launch import copy_blocks
 from torch_core.metadata import (
     BlockTableCache,
     Buckets,
@@ -40,7 +30,17 @@ from torch_core.metadata import (
     build_common_metadata,
     metadata_layout,
 )
+from torch_core.ops import copy_blocks
 from torch_core.specs import KVCacheSpec
+from torch_core.vllm import (
+    AttentionScales,
+    AttentionSelectorConfig,
+    BuilderConfig,
+    StepBuffers,
+    StepGraphs,
+    select_backend,
+    upload,
+)
 
 BLOCK_SIZE = 16
 EMBEDDED_MODEL = Path(__file__).parents[1] / "jattn" / "assets"

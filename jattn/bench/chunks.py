@@ -13,12 +13,12 @@ import torch
 
 from jattn.bench import measure, mixed, peers
 from jattn.bench.report import OURS, Report, Row
-from torch_core.launch.run import array_spec, run_operation
-from torch_core.plans.attention import plan_paged_attention
-from torch_core.plans.attention_call import AttentionCall, keys_of
-from torch_core.plans.attention_hopper import hopper_launch
-from torch_core.plans.attention_launch import rows_launch, scalar_arguments
-from torch_core.plans.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.attention.call import AttentionCall, keys_of
+from torch_core.attention.choose import plan_paged_attention
+from torch_core.attention.hopper.plan import hopper_launch
+from torch_core.attention.launch import rows_launch, scalar_arguments
+from torch_core.plan.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.run.launch import array_spec, run_operation
 from torch_core.specs import AttentionSpec
 
 __all__ = ["CONTEXTS", "SHAPES", "plans", "run"]

@@ -14,7 +14,7 @@ import torch
 
 from jattn.bench import measure, peers
 from jattn.bench.report import OURS, Report, Row
-from torch_core import launch
+from torch_core import ops
 from torch_core.specs import AttentionSpec
 
 __all__ = ["SHAPES", "main", "run"]
@@ -150,7 +150,7 @@ def _ours(pools: list[_Pool], tokens: int) -> float:
     scale = None if pools[0].kv_cache.dtype == torch.bfloat16 else torch.ones(1, device="cuda")
 
     def call(pool: _Pool) -> Callable[[], Any]:
-        return lambda: launch.paged_attention(
+        return lambda: ops.paged_attention(
             pool.query,
             pool.kv_cache,
             pool.block_tables,

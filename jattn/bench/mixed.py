@@ -12,7 +12,7 @@ import torch
 
 from jattn.bench import measure, peers
 from jattn.bench.report import OURS, Report, Row
-from torch_core import launch
+from torch_core import ops
 from torch_core.specs import AttentionSpec
 
 __all__ = ["Batch", "bound_us", "fa3_call", "random_batch", "run"]
@@ -119,7 +119,7 @@ def random_batch(parts: tuple[tuple[int, int, int], ...]) -> Batch:
 
 
 def _ours(step: Batch) -> Callable[[], Any]:
-    return lambda: launch.paged_attention(
+    return lambda: ops.paged_attention(
         step.query,
         step.kv_cache,
         step.block_tables,

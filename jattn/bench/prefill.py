@@ -14,7 +14,7 @@ import torch
 
 from jattn.bench import chunks, measure, mixed, peers
 from jattn.bench.report import OURS, Report, Row
-from torch_core import launch
+from torch_core import ops
 from torch_core.specs import AttentionSpec
 
 __all__ = ["HEAD_SIZES", "LENGTHS", "main", "run"]
@@ -186,7 +186,7 @@ def _timed(call: Callable[[_Batch], Callable[[], Any]]) -> Callable[[list[_Batch
 
 
 def _dense(batch: _Batch) -> Callable[[], Any]:
-    return lambda: launch.attention(
+    return lambda: ops.attention(
         batch.query,
         batch.key,
         batch.value,
@@ -200,7 +200,7 @@ def _dense(batch: _Batch) -> Callable[[], Any]:
 
 
 def _paged(batch: _Batch) -> Callable[[], Any]:
-    return lambda: launch.paged_attention(
+    return lambda: ops.paged_attention(
         batch.query,
         batch.kv_cache,
         batch.block_tables,

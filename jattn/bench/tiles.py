@@ -16,13 +16,13 @@ import torch
 
 from jattn.bench import measure
 from jattn.bench.report import Report, Row
-from torch_core.launch.run import run_operation
-from torch_core.plans.attention import plan_attention, plan_paged_attention
-from torch_core.plans.attention_call import AttentionCall, keys_of
-from torch_core.plans.attention_hopper import HopperTile, hopper_launch
-from torch_core.plans.attention_launch import scalar_arguments
-from torch_core.plans.compile import KernelVariant, compile_variant, kernel_variant
-from torch_core.plans.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.attention.call import AttentionCall, keys_of
+from torch_core.attention.choose import plan_attention, plan_paged_attention
+from torch_core.attention.hopper.plan import HopperTile, hopper_launch
+from torch_core.attention.launch import scalar_arguments
+from torch_core.plan.compile import KernelVariant, compile_variant, kernel_variant
+from torch_core.plan.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.run.launch import run_operation
 from torch_core.specs import AttentionSpec
 
 __all__ = ["CANDIDATES", "LENGTHS", "RESULTS_PATH", "plans", "search", "write_results"]

@@ -12,9 +12,9 @@ __all__ = ["compile_table", "main"]
 
 
 def compile_table() -> list[str]:
-    """Compiles every variant of `torch_core.plans.in_use` for sm_90, records the table and returns it as text."""
-    from torch_core.plans.in_use import variants_in_use
-    from torch_core.plans.resources import measure, write_table
+    """Compiles every variant of `torch_core.variants.in_use` for sm_90, records the table and returns it as text."""
+    from torch_core.variants.in_use import variants_in_use
+    from torch_core.variants.resources import measure, write_table
 
     rows = {label: measure(variant) for label, (variant, _) in variants_in_use().items()}
     write_table(rows)

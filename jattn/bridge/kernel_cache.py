@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch_core.errors import Unsupported
 
 if TYPE_CHECKING:
-    from torch_core.plans.compile import KernelVariant
+    from torch_core.plan.compile import KernelVariant
 
 __all__ = ["KernelCache", "KernelImage", "TensorMap", "default_directory"]
 
@@ -118,7 +118,7 @@ def _key(variant: KernelVariant, arch: int) -> str:
 
 
 def _compile(variant: KernelVariant, arch: int) -> KernelImage:
-    from torch_core.plans.compile import compile_variant
+    from torch_core.plan.compile import compile_variant
 
     compiled = compile_variant(variant, arch)
     metadata = compiled.metadata

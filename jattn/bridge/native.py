@@ -21,7 +21,7 @@ import numpy as np
 
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plans.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = ["TARGET", "array_spec", "call_operation", "device_limits", "kernel_cache", "why_not"]
 
@@ -145,7 +145,7 @@ def _opaque(
 ) -> bytes:
     launcher = _launcher()
     # Needs triton, which _launcher has found.
-    from torch_core.plans.compile import check_fits, kernel_variant
+    from torch_core.plan.compile import check_fits, kernel_variant
 
     variant = kernel_variant(launch, dict(specs))
     image = cache.get(variant, limits.arch)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.bridge.native import array_spec, call_operation, device_limits
-from torch_core.plans.plan import ArraySpec, OperationPlan
+from torch_core.plan.plan import ArraySpec, OperationPlan
 from torch_core.specs import AttentionSpec
 
 # The plan functions import Triton, so they are imported where they are used: this module must load without it.
@@ -49,10 +49,10 @@ def paged_attention(
     with_lse: bool,
     call: CallOperation = call_operation,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Adds the launches of `torch_core.plans.attention.plan_paged_attention`; lse is None unless asked for."""
+    """Adds the launches of `torch_core.plan.attention.plan_paged_attention`; lse is None unless asked for."""
     if query.shape[0] == 0 or seq_lens.shape[0] == 0:
         return _nothing(query, query.shape, with_lse)
-    from torch_core.plans.attention import plan_paged_attention
+    from torch_core.attention.choose import plan_paged_attention
 
     required = {
         "query": query,
@@ -96,13 +96,13 @@ def attention(
     with_lse: bool,
     call: CallOperation = call_operation,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Adds the launches of `torch_core.plans.attention.plan_attention`; lse is None unless asked for.
+    """Adds the launches of `torch_core.plan.attention.plan_attention`; lse is None unless asked for.
 
     `max_key_len` is not needed: the kernels read every length on the device.
     """
     if query.shape[0] == 0 or query_start_loc.shape[0] == 1:
         return _nothing(query, (*query.shape[:2], value.shape[2]), with_lse)
-    from torch_core.plans.attention import plan_attention
+    from torch_core.attention.choose import plan_attention
 
     required = {
         "query": query,
@@ -134,10 +134,10 @@ def write_kv_cache(
     *,
     call: CallOperation = call_operation,
 ) -> jax.Array:
-    """Adds the launch of `torch_core.plans.write.plan_write_kv_cache`; the result is the same memory."""
+    """Adds the launch of `torch_core.plan.write.plan_write_kv_cache`; the result is the same memory."""
     if slot_mapping.shape[0] == 0:
         return kv_cache
-    from torch_core.plans.write import plan_write_kv_cache
+    from torch_core.blocks.write.plan import plan_write_kv_cache
 
     arrays = {"key": key, "value": value, "kv_cache": kv_cache, "slot_mapping": slot_mapping}
     scales = _present(k_scale=k_scale, v_scale=v_scale)
@@ -155,10 +155,10 @@ def write_kv_cache_per_token_head(
     *,
     call: CallOperation = call_operation,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds the launch of `torch_core.plans.write.plan_write_kv_cache_per_token_head`, in place in all three caches."""
+    """Adds the launch of `torch_core.plan.write.plan_write_kv_cache_per_token_head`, in place in all three caches."""
     if slot_mapping.shape[0] == 0:
         return kv_cache, k_scale_cache, v_scale_cache
-    from torch_core.plans.write import plan_write_kv_cache_per_token_head
+    from torch_core.blocks.write.plan import plan_write_kv_cache_per_token_head
 
     arrays = {
         "key": key,
@@ -173,10 +173,10 @@ def write_kv_cache_per_token_head(
 
 
 def copy_blocks(kv_cache: jax.Array, block_mapping: jax.Array, *, call: CallOperation = call_operation) -> jax.Array:
-    """Adds the launch of `torch_core.plans.copy.plan_copy_blocks`; the result is the same memory."""
+    """Adds the launch of `torch_core.plan.copy.plan_copy_blocks`; the result is the same memory."""
     if block_mapping.shape[0] == 0:
         return kv_cache
-    from torch_core.plans.copy import plan_copy_blocks
+    from torch_core.blocks.copy.plan import plan_copy_blocks
 
     plan = plan_copy_blocks(array_spec(kv_cache), array_spec(block_mapping))
     return call(plan, {"kv_cache": kv_cache, "block_mapping": block_mapping})["kv_cache"]
@@ -190,10 +190,10 @@ def merge_states(
     *,
     call: CallOperation = call_operation,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds the launch of `torch_core.plans.merge.plan_merge_states`."""
+    """Adds the launch of `torch_core.plan.merge.plan_merge_states`."""
     if out_a.shape[0] == 0:
         return out_a, lse_a
-    from torch_core.plans.merge import plan_merge_states
+    from torch_core.attention.merge.plan import plan_merge_states
 
     arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     results = call(plan_merge_states(*map(array_spec, arrays.values())), arrays)

@@ -11,7 +11,7 @@ import torch
 
 from jattn.bridge import native_ops
 from jattn.bridge.callback import call_torch
-from torch_core.plans.plan import ArraySpec, OperationPlan
+from torch_core.plan.plan import ArraySpec, OperationPlan
 
 __all__ = [
     "attention",
@@ -42,7 +42,7 @@ def call_operation(plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> dict
         Unsupported: a kernel does not fit the device.
     """
     if torch.cuda.is_available():
-        from torch_core.launch.run import prepare_operation
+        from torch_core.run.launch import prepare_operation
 
         # While XLA captures, neither code may be loaded nor a context be made.
         prepare_operation(plan, torch.device("cuda", torch.cuda.current_device()))
@@ -75,7 +75,7 @@ class _Launches:
     plan: OperationPlan
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        from torch_core.launch.run import run_operation
+        from torch_core.run.launch import run_operation
 
         names = [name for name, _ in (*self.plan.inputs, *self.plan.outputs, *self.plan.scratch)]
         buffers = dict(zip(names, tensors, strict=True))

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import torch
 
 from jattn.bridge.callback import call_torch
-from torch_core import launch
+from torch_core import cpu, ops
 from torch_core.errors import Unsupported
-from torch_core.launch import cpu
 from torch_core.specs import AttentionSpec
 
 __all__ = ["attention", "merge_states", "paged_attention", "write_kv_cache", "write_kv_cache_per_token_head"]
@@ -44,7 +43,7 @@ def paged_attention(
     max_query_len: int,
     with_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs `torch_core.launch.paged_attention` in place of XLA's buffers; lse is None unless asked for.
+    """Runs `torch_core.ops.paged_attention` in place of XLA's buffers; lse is None unless asked for.
 
     Raises:
         Unsupported: scales per token and head, which the torch core's CPU functions do not take.
@@ -81,7 +80,7 @@ def attention(
     max_key_len: int,
     with_lse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs `torch_core.launch.attention` on XLA's buffers; lse is None unless asked for."""
+    """Runs `torch_core.ops.attention` on XLA's buffers; lse is None unless asked for."""
     operands = {
         "query": query,
         "key": key,
@@ -104,7 +103,7 @@ def write_kv_cache(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> jax.Array:
-    """Runs `torch_core.launch.write_kv_cache` on the aliased cache: the result is the same memory."""
+    """Runs `torch_core.ops.write_kv_cache` on the aliased cache: the result is the same memory."""
     operands = {
         "key": key,
         "value": value,
@@ -134,7 +133,7 @@ def write_kv_cache_per_token_head(*arrays: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def merge_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Runs `torch_core.launch.merge_states` on XLA's buffers."""
+    """Runs `torch_core.ops.merge_states` on XLA's buffers."""
     out, lse = call_torch(
         _merge,
         [out_a, lse_a, out_b, lse_b],
@@ -158,14 +157,14 @@ class _Operation:
         arguments.update(self.static)
         arguments.update(results)
         if tensors[0].is_cuda:
-            return getattr(launch, self.name)(**arguments)
+            return getattr(ops, self.name)(**arguments)
         # Shapes and dtypes were checked when the program was traced, values when the metadata was built: checking
         # them again in every layer would cost a third of a decode step.
         try:
             return getattr(cpu, self.name)(**arguments)
         except Exception:
             # The checks say what was wrong with the values; where they find nothing, the failure speaks for itself.
-            getattr(launch, self.name)(**arguments)
+            getattr(ops, self.name)(**arguments)
             raise
 
 
@@ -207,7 +206,7 @@ def _attend(
 
 def _merge(*tensors: torch.Tensor) -> None:
     out_a, lse_a, out_b, lse_b, out, lse = tensors
-    merged_out, merged_lse = launch.merge_states(out_a, lse_a, out_b, lse_b)
+    merged_out, merged_lse = ops.merge_states(out_a, lse_a, out_b, lse_b)
     out.copy_(merged_out)
     lse.copy_(merged_lse)
 

@@ -10,9 +10,9 @@ import pytest
 
 from jattn.bench import measure, tiles, tune
 from jattn.bench.report import Report, Row
+from torch_core.attention.hopper.plan import hopper_tile
 from torch_core.errors import Unsupported
-from torch_core.plans.attention_hopper import hopper_tile
-from torch_core.plans.plan import DeviceLimits
+from torch_core.plan.plan import DeviceLimits
 
 
 @pytest.mark.parametrize("head_size", tiles.CANDIDATES)

@@ -12,7 +12,7 @@ from jattn import ops
 from jattn.bridge import native, to_torch
 from tests.support.gluon_kernels import scaled_copy
 from tests.support.sample_kernels import double_and_add
-from torch_core import launch
+from torch_core import ops as torch_ops
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
@@ -120,8 +120,8 @@ def test_native_calls_give_the_bits_of_the_torch_callback_and_of_the_torch_launc
     for found, expected in zip(native_step, callback_step, strict=True):
         np.testing.assert_array_equal(_bits(found), _bits(expected))
     tensors = {name: to_torch(array).clone() for name, array in arrays.items()}
-    launch.write_kv_cache(tensors["key"], tensors["value"], tensors["kv_cache"], tensors["slot_mapping"])
-    out, lse = launch.paged_attention_with_lse(
+    torch_ops.write_kv_cache(tensors["key"], tensors["value"], tensors["kv_cache"], tensors["slot_mapping"])
+    out, lse = torch_ops.paged_attention_with_lse(
         *(tensors[name] for name in ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc")),
         spec=AttentionSpec(scale=SIZE**-0.5),
         max_query_len=longest,

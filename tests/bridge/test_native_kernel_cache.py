@@ -10,7 +10,7 @@ import pytest
 from jattn.bridge.kernel_cache import KernelCache, default_directory
 from tests.support.sample_kernels import double_and_add
 from torch_core.errors import Unsupported
-from torch_core.plans.compile import kernel_variant
+from torch_core.plan.compile import kernel_variant
 
 
 @pytest.fixture(scope="module")

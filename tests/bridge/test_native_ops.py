@@ -12,7 +12,7 @@ import pytest
 
 from jattn.bridge import native, native_ops
 from jattn.bridge.kernel_cache import KernelCache
-from torch_core.plans.plan import DeviceLimits
+from torch_core.plan.plan import DeviceLimits
 from torch_core.specs import AttentionSpec
 
 SPEC = AttentionSpec(scale=0.088)

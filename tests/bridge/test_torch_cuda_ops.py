@@ -11,7 +11,7 @@ import torch
 from jattn import ops
 from jattn.bridge import torch_cuda_ops
 from tests.support.sample_kernels import double_and_add
-from torch_core.launch import run
+from torch_core.run import launch
 
 
 def _double_and_add(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -28,7 +28,7 @@ def test_outputs_and_in_place_operands_come_back_by_name():
 
 def test_nothing_is_allocated_by_torch(monkeypatch):
     created = []
-    monkeypatch.setattr(run, "_empty", lambda *arguments: created.append(arguments))
+    monkeypatch.setattr(launch, "_empty", lambda *arguments: created.append(arguments))
     assert double_and_add().scratch
 
     _, total = _double_and_add(jnp.arange(16.0), jnp.ones(16))
@@ -57,8 +57,8 @@ def _attend(implementation: str):
 @pytest.mark.gpu
 def test_python_runs_once_for_each_call_site_of_a_captured_program(monkeypatch):
     calls = []
-    launched = run.run_operation
-    monkeypatch.setattr(run, "run_operation", lambda *arguments: calls.append(1) or launched(*arguments))
+    launched = launch.run_operation
+    monkeypatch.setattr(launch, "run_operation", lambda *arguments: calls.append(1) or launched(*arguments))
     step, query, kv_cache = _attend("torch")
     out = step(query, kv_cache)
     # XLA may run a program once before it captures, and captures anew where a buffer has moved.

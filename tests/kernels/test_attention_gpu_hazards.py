@@ -7,7 +7,7 @@ import torch
 
 from tests.support.attention_cases import assert_as_exact, assert_matches_reference, paged_case
 from torch_core import reference
-from torch_core.launch.cuda import paged_attention, paged_attention_with_lse
+from torch_core.run.cuda import paged_attention, paged_attention_with_lse
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
@@ -60,8 +60,8 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _with_small_chunks(query, cache, tables, seq_lens, starts, spec) -> torch.Tensor:
-    from torch_core.launch.run import array_spec, run_operation
-    from torch_core.plans import attention
+    from torch_core.attention import choose as attention
+    from torch_core.run.launch import array_spec, run_operation
 
     tensors = {
         "query": query,

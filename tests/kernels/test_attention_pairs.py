@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from tests.support.attention_cases import assert_matches_reference, paged_case
-from torch_core.kernels.attention_pairs import widened
-from torch_core.launch.cuda import paged_attention_with_lse
-from torch_core.launch.interpret import run_interpreted
-from torch_core.plans.attention import plan_paged_attention
-from torch_core.plans.plan import ArraySpec
+from torch_core.attention.choose import plan_paged_attention
+from torch_core.attention.split.pairs import widened
+from torch_core.plan.plan import ArraySpec
+from torch_core.run.cuda import paged_attention_with_lse
+from torch_core.run.interpret import run_interpreted
 from torch_core.specs import AttentionSpec
 
 _ELEMENTS = {

@@ -7,7 +7,7 @@ import torch
 
 from torch_core import reference
 from torch_core.errors import InvalidInput
-from torch_core.launch.cuda_cache import copy_blocks
+from torch_core.run.cuda_cache import copy_blocks
 
 PAIRS = torch.tensor([[1, 4], [0, 2], [-1, -1], [1, 3]], dtype=torch.int32)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.attention_cases import paged_case
 from tests.support.fp8_cases import assert_matches_fp8_weights, with_e4m3_weights
-from torch_core.kernels import hopper_fp8_transpose
+from torch_core.attention.hopper_fp8 import transpose as hopper_fp8_transpose
 from torch_core.specs import AttentionSpec
 
 _LAYOUTS = {

@@ -10,9 +10,9 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_case
 from tests.support.fp8_cases import assert_matches_fp8_weights
-from torch_core.launch.cuda import paged_attention, paged_attention_with_lse
-from torch_core.launch.run import array_spec, device_limits
-from torch_core.plans.attention import plan_paged_attention
+from torch_core.attention.choose import plan_paged_attention
+from torch_core.run.cuda import paged_attention, paged_attention_with_lse
+from torch_core.run.launch import array_spec, device_limits
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu

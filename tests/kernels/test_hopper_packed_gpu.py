@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
-from torch_core.launch.cuda import attention_with_lse, paged_attention, paged_attention_with_lse
-from torch_core.launch.run import array_spec, device_limits, run_operation
-from torch_core.plans import attention_hopper
-from torch_core.plans.attention import plan_attention, plan_paged_attention
-from torch_core.plans.plan import OperationPlan
+from torch_core.attention.choose import plan_attention, plan_paged_attention
+from torch_core.attention.hopper import plan as attention_hopper
+from torch_core.plan.plan import OperationPlan
+from torch_core.run.cuda import attention_with_lse, paged_attention, paged_attention_with_lse
+from torch_core.run.launch import array_spec, device_limits, run_operation
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu

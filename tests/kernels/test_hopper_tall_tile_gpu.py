@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
-from torch_core.launch.cuda import attention_with_lse, paged_attention_with_lse
-from torch_core.launch.run import array_spec, device_limits
-from torch_core.plans.attention import plan_attention, plan_paged_attention
+from torch_core.attention.choose import plan_attention, plan_paged_attention
+from torch_core.run.cuda import attention_with_lse, paged_attention_with_lse
+from torch_core.run.launch import array_spec, device_limits
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from torch_core import reference
 from torch_core.errors import InvalidInput
-from torch_core.launch.cuda_cache import merge_states
+from torch_core.run.cuda_cache import merge_states
 
 
 def _states(seed: int, dtype: torch.dtype = torch.float32, tokens: int = 5, heads: int = 3, size: int = 24):

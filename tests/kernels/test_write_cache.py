@@ -7,7 +7,7 @@ import torch
 
 from torch_core import reference
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.launch.cuda_cache import write_kv_cache
+from torch_core.run.cuda_cache import write_kv_cache
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 4
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_core.plans.attention import plan_attention, plan_paged_attention
-from torch_core.plans.plan import ArraySpec, OperationPlan
+from torch_core.attention.choose import plan_attention, plan_paged_attention
+from torch_core.plan.plan import ArraySpec, OperationPlan
 from torch_core.specs import AttentionSpec
 
 __all__ = ["SPEC", "dense_plan", "paged_plan"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from torch_core import reference
-from torch_core.backends import AttentionScales, BuilderConfig, TritonAttentionMetadataBuilder
 from torch_core.errors import InvalidInput
-from torch_core.launch import write_kv_cache
 from torch_core.metadata import SequenceRow, build_common_metadata
+from torch_core.ops import write_kv_cache
 from torch_core.specs import KVCacheSpec
+from torch_core.vllm import AttentionScales, BuilderConfig, TritonAttentionMetadataBuilder
 
 __all__ = [
     "BLOCK",

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from torch_core.plans.plan import ArraySpec, Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import ArraySpec, Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = ["scaled_copy", "scaled_copy_kernel"]
 

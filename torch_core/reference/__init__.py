@@ -1,6 +1,6 @@
 """The specification of every attention and cache operation: plain torch, one sequence at a time, written to be read.
 
-The names and arguments are those of `torch_core.launch`; the fast implementations are tested against this package.
+The names and arguments are those of `torch_core.run`; the fast implementations are tested against this package.
 It makes no attempt at speed. `compute_dtype=torch.float64` gives the oracle of the tests; `compute_dtype=query.dtype`
 gives the "same-dtype torch reference" whose error bounds the error that a kernel may have.
 """

@@ -1,0 +1,163 @@
+"""What the attention plans choose from shapes, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.attention_plans import dense_plan, paged_plan
+from torch_core.attention.call import SUPPORT
+from torch_core.attention.tiles import chunk_size
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.plan.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.specs import AttentionSpec
+
+
+def _kernels(plan: OperationPlan) -> list[str]:
+    return [launch.name.removeprefix("attention_").removesuffix("_kernel") for launch in plan.launches]
+
+
+def test_decode_runs_chunks_and_merges_them():
+    assert _kernels(paged_plan()) == ["split", "combine"]
+
+
+def test_a_full_batch_of_short_tables_needs_no_merge():
+    plan = paged_plan(num_seqs=256, block_tables=ArraySpec((256, 32), "int32"))
+    assert _kernels(plan) == ["split"]
+    assert plan.scratch == ()
+
+
+def test_one_long_query_runs_the_rows_kernel_alone():
+    limits = DeviceLimits(arch=80)
+    assert _kernels(paged_plan(num_seqs=1, num_tokens=100, max_query_len=100, limits=limits)) == ["rows"]
+
+
+def test_a_mixed_batch_runs_both_kernels():
+    limits = DeviceLimits(arch=80)
+    assert _kernels(paged_plan(num_tokens=400, max_query_len=100, limits=limits)) == ["rows", "split", "combine"]
+
+
+def test_speculative_rows_run_the_split_kernel():
+    assert _kernels(paged_plan(num_tokens=32, max_query_len=8)) == ["split", "combine"]
+
+
+def test_bidirectional_ranges_run_the_rows_kernel():
+    assert _kernels(paged_plan(mm_prefix_range=ArraySpec((4, 1, 2), "int32"))) == ["rows"]
+
+
+def test_dense_attention_runs_the_rows_kernel():
+    assert _kernels(dense_plan(max_query_len=100)) == ["rows"]
+
+
+def test_a_window_bounds_the_scratch():
+    full, windowed = (paged_plan(spec=AttentionSpec(scale=1.0, window_left=left)) for left in (None, 127))
+    assert dict(windowed.scratch)["partial_out"].size < dict(full.scratch)["partial_out"].size
+
+
+def test_the_lse_is_an_output_when_asked_for():
+    assert [name for name, _ in paged_plan(with_lse=True).outputs] == ["out", "lse"]
+    assert [name for name, _ in paged_plan().outputs] == ["out"]
+
+
+def test_an_output_with_strides_is_planned_in_place():
+    plan = paged_plan(out=ArraySpec((4, 8, 128), "bfloat16", (2048, 256, 1)))
+    assert plan.in_place == ("out",)
+    assert plan.outputs == ()
+
+
+def test_a_fixed_chunk_size_holds_for_every_batch_size():
+    for num_seqs in (1, 64):
+        plan = paged_plan(num_seqs=num_seqs, kv_chunk_size=256)
+        assert dict(plan.launches[0].constexprs)["CHUNK"] == 256
+
+
+def test_chunks_grow_with_the_static_size_of_the_batch():
+    sizes = [chunk_size(num_seqs=n, table_tokens=8192, head_programs=8, key_bytes=2) for n in (1, 2, 8, 64, 4096)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+@pytest.mark.parametrize("key_bytes", [1, 2, 4])
+@pytest.mark.parametrize("table_tokens", [16, 1000, 1088, 2112, 8192, 8256, 100_000])
+def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_bytes):
+    for num_seqs in (1, 3, 16, 24, 200):
+        chunk = chunk_size(num_seqs=num_seqs, table_tokens=table_tokens, head_programs=8, key_bytes=key_bytes)
+        assert chunk % 128 == 0
+        chunks = -(-table_tokens // chunk)
+        # Rounding up to one of four sizes in each octave leaves the last chunk at most so much shorter.
+        small = num_seqs * table_tokens * 8 <= 1 << 17
+        assert small or chunks == 1 or chunk <= 1.25 * -(-table_tokens // chunks) + 128
+
+
+def test_equal_shapes_share_a_plan():
+    assert paged_plan() is paged_plan()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"query": ArraySpec((4, 8), "bfloat16")}, r"query has shape \[4, 8\]; it must be"),
+        ({"query": ArraySpec((4, 7, 128), "bfloat16")}, "query has 7 heads and key 2"),
+        ({"query": ArraySpec((4, 8, 64), "bfloat16")}, "query has head size 64 and key 128"),
+        ({"query": ArraySpec((4, 8, 128), "bfloat16", (1, 4, 32))}, "query has strides"),
+        ({"query": ArraySpec((0, 8, 128), "bfloat16")}, "nothing to launch"),
+        ({"kv_cache": ArraySpec((64, 3, 16, 2, 128), "bfloat16")}, "kv_cache has shape"),
+        ({"kv_cache": (ArraySpec((9, 16, 2, 128), "bfloat16"), ArraySpec((9, 8, 2, 128), "bfloat16"))},
+         "only head sizes may differ"),
+        ({"kv_cache": (ArraySpec((9, 16, 128), "bfloat16"),) * 2}, "must have 4 axes"),
+        ({"seq_lens": ArraySpec((3,), "int32")}, r"seq_lens has shape \[3\]; it must be \[4\] for 4 sequences"),
+        ({"seq_lens": ArraySpec((4,), "int64")}, "seq_lens is int64; it must be int32"),
+        ({"block_tables": ArraySpec((3, 512), "int32")}, "block_tables has shape"),
+        ({"block_tables": ArraySpec((4, 512), "int32", (1024, 2))}, "block_tables has strides"),
+        ({"max_query_len": -1}, "max_query_len is -1"),
+        ({"out": ArraySpec((4, 8, 64), "bfloat16")}, "out has shape"),
+        ({"sinks": ArraySpec((2,), "float32")}, r"sinks has shape \[2\]"),
+        ({"alibi_slopes": ArraySpec((8,), "float32", (2,))}, "alibi_slopes has shape"),
+        ({"k_scale": ArraySpec((2,), "float32")}, "must be a number or one float32"),
+        ({"k_scale_cache": ArraySpec((64, 16, 2), "float32")}, "must be given together"),
+        ({"k_scale_cache": ArraySpec((64, 16, 1), "float32"), "v_scale_cache": ArraySpec((64, 16, 1), "float32")},
+         r"k_scale_cache is float32\[64, 16, 1\]"),
+        ({"mm_prefix_range": ArraySpec((4, 2), "int32")}, "mm_prefix_range is"),
+        ({"qq_bias": ArraySpec((4, 5), "float32")}, "qq_bias has shape"),
+        ({"seq_causal": ArraySpec((5,), "bool")}, "seq_causal has shape"),
+        ({"kv_chunk_size": 100}, "kv_chunk_size is 100"),
+        ({"kv_chunk_size": 64}, "kv_chunk_size is 64"),
+    ],
+)  # fmt: skip
+def test_shapes_that_do_not_fit_are_refused(changes, text):
+    with pytest.raises(InvalidInput, match=text):
+        paged_plan(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"query": ArraySpec((4, 8, 288), "bfloat16"), "kv_cache": ArraySpec((64, 2, 16, 2, 288), "bfloat16")},
+         "head size 288; the Triton kernels take 1 to 256"),
+        ({"kv_cache": ArraySpec((4, 2, 512, 2, 128), "bfloat16")}, "block_size is 512"),
+        ({"kv_cache": ArraySpec((64, 2, 16, 2, 128), "float16")}, "query is bfloat16 and keys are float16"),
+        ({"query": ArraySpec((4, 8, 128), "int8")}, "query is int8"),
+        ({"out_dtype": "int8"}, "out is int8"),
+        ({"kv_cache": (ArraySpec((9, 16, 2, 128), "bfloat16"), ArraySpec((9, 16, 2, 128), "float16"))},
+         "keys are bfloat16 and values float16"),
+        ({"k_scale_cache": ArraySpec((64, 16, 2), "float32"),
+          "v_scale_cache": ArraySpec((64, 16, 2), "float32", (64, 4, 2))}, "have different strides"),
+    ],
+)  # fmt: skip
+def test_combinations_that_the_kernels_do_not_serve_say_why(changes, text):
+    with pytest.raises(Unsupported, match=text):
+        paged_plan(**changes)
+
+
+def test_dense_8_bit_keys_need_a_paged_cache():
+    keys = ArraySpec((300, 2, 128), "float8_e4m3fn")
+    with pytest.raises(Unsupported, match="8-bit keys need a paged cache"):
+        dense_plan(key=keys, value=keys)
+
+
+def test_a_dense_fp8_query_is_refused():
+    with pytest.raises(Unsupported, match="query is float8_e4m3fn"):
+        dense_plan(query=ArraySpec((300, 8, 128), "float8_e4m3fn"))
+
+
+def test_the_support_table_has_a_cell_for_both_kinds_of_attention():
+    assert all(len(row) == 3 and all(row) for row in SUPPORT)

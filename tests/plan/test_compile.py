@@ -1,0 +1,91 @@
+"""A plan's variant tells the compiler what Triton's own launcher would have found out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from triton.experimental import gluon
+
+from tests.support.gluon_kernels import scaled_copy
+from tests.support.sample_kernels import double_kernel, double_launch, product
+from torch_core.errors import Unsupported
+from torch_core.plan.compile import check_fits, compile_variant, kernel_variant
+from torch_core.plan.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
+
+SPECS = {"x": ArraySpec((64,), "bfloat16"), "bias": ArraySpec((1,), "float32"), "doubled": ArraySpec((64,), "float32")}
+
+
+def test_absent_pointers_and_unit_strides_are_constants():
+    variant = kernel_variant(double_launch(16), SPECS)
+    assert dict(variant.signature) == {
+        "x_ptr": "*bf16",
+        "bias_ptr": "constexpr",
+        "factor": "fp32",
+        "count": "i32",
+        "stride": "constexpr",
+        "y_ptr": "*fp32",
+        "N": "constexpr",
+    }
+    assert variant.constants == ((1, None), (4, 1), (6, 16))
+
+
+def test_divisibility_follows_strides_and_alignment_but_not_counts():
+    assert kernel_variant(double_launch(16, stride=32), SPECS).divisible == (0, 4, 5)
+    unaligned = {**SPECS, "x": dataclasses.replace(SPECS["x"], aligned=False)}
+    assert kernel_variant(double_launch(16, stride=3), unaligned).divisible == (5,)
+
+
+def test_launches_of_other_sizes_share_a_variant():
+    assert kernel_variant(double_launch(16), SPECS) == kernel_variant(double_launch(48), SPECS)
+    assert kernel_variant(double_launch(16), SPECS) != kernel_variant(double_launch(16, stride=2), SPECS)
+
+
+def test_a_variant_compiles_for_hopper_without_a_device():
+    compiled = compile_variant(kernel_variant(double_launch(16, bias=True), SPECS), 90)
+    assert ".target sm_90a" in compiled.asm["ptx"]
+    assert compiled.metadata.name == "double_kernel"
+
+
+def test_a_limit_on_registers_reaches_the_compiler():
+    launch = dataclasses.replace(double_launch(16), maxnreg=64)
+    assert ".maxnreg 64" in compile_variant(kernel_variant(launch, SPECS), 90).asm["ptx"]
+
+
+def test_a_kernel_that_does_not_fit_the_device_is_refused():
+    plan = product()
+    compiled = compile_variant(kernel_variant(plan.launches[0], plan.specs), 90)
+    limits = DeviceLimits(arch=75, num_sms=40, shared_memory=compiled.metadata.shared - 1)
+    with pytest.raises(Unsupported, match=r"kernel product_kernel needs \d+ bytes of shared memory .*7\.5"):
+        check_fits("product_kernel", compiled.metadata.shared, limits)
+    check_fits("product_kernel", compiled.metadata.shared, DeviceLimits())
+
+
+@gluon.jit
+def _described_kernel(x_desc, count):
+    pass
+
+
+def test_a_descriptor_is_typed_by_its_box_and_layout():
+    descriptor = Descriptor("x", (64, 32), (32, 1), (16, 32), layout="L")
+    launch = LaunchPlan(_described_kernel, (1,), (("x_desc", descriptor), ("count", Scalar(3, "i32"))))
+    variant = kernel_variant(launch, {"x": ArraySpec((64, 32), "float16")})
+    assert variant.signature[0] == ("x_desc", "tensordesc<fp16[16, 32],'L'>")
+    assert variant.is_gluon
+    assert "num_stages" not in variant.options()
+
+
+def test_a_pointer_argument_has_the_type_of_its_buffer():
+    launch = double_launch(16)
+    for dtype, name in (("float8_e4m3fn", "*fp8e4nv"), ("int64", "*i64"), ("bool", "*i1")):
+        specs = {**SPECS, "x": ArraySpec((16,), dtype)}
+        assert kernel_variant(launch, specs).signature[0] == ("x_ptr", name)
+    assert isinstance(dict(launch.arguments)["x_ptr"], Pointer)
+    assert launch.kernel is double_kernel
+
+
+def test_a_gluon_kernel_with_a_descriptor_compiles_for_hopper():
+    plan = scaled_copy()
+    compiled = compile_variant(kernel_variant(plan.launches[0], plan.specs), 90)
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert [tuple(entry["block_size"]) for entry in compiled.metadata.tensordesc_meta] == [(64, 64)]

@@ -1,0 +1,42 @@
+"""Layers, caches and batches for the backend tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_core.vllm import AttentionSelectorConfig
+
+
+@pytest.fixture
+def make_config() -> Callable[..., AttentionSelectorConfig]:
+    """Makes the demands of an ordinary layer, with changes."""
+
+    def make(**changes: Any) -> AttentionSelectorConfig:
+        ordinary = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16, "block_size": 16}
+        return AttentionSelectorConfig(**{**ordinary, **changes})
+
+    return make
+
+
+@pytest.fixture
+def within_bound() -> Callable[..., None]:
+    """Checks error <= 2 x (error of a same-dtype reference + eps x max|exact|) against an exact result."""
+
+    def check(found: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor) -> None:
+        exact = exact.double()
+        reference_error = (same_dtype.double() - exact).abs().max().item()
+        bound = 2 * (reference_error + torch.finfo(same_dtype.dtype).eps * exact.abs().max().item())
+        error = (found.double() - exact).abs().max().item()
+        assert error <= bound, f"error {error} is beyond {bound}"
+
+    return check
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)

@@ -1,0 +1,80 @@
+"""A shared prefix, attended once: the same results, and clear refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.backend_cases import (
+    BLOCK,
+    HEAD,
+    HEADS,
+    KV_HEADS,
+    SCALE,
+    Case,
+    metadata_of,
+    refuses,
+    shared_prefix_rows,
+)
+from torch_core.errors import Unsupported
+from torch_core.metadata import common_prefix_length
+from torch_core.specs import AttentionSpec
+from torch_core.vllm import TritonAttentionImpl
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 3.0}, {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}])
+def test_cascade_equals_plain_attention(options, new, rng, within_bound):
+    case = Case(rng, shared_prefix_rows(5, 6, new=new), num_seqs=8, num_tokens=24)
+    prefix = common_prefix_length(case.step)
+    assert prefix == 6 * BLOCK
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, **options)
+    metadata = metadata_of(case.step, prefix=prefix)
+    assert metadata.use_cascade
+
+    found, plain = case.run(impl, metadata), case.run(impl, metadata_of(case.step))
+
+    spec = AttentionSpec(scale=SCALE, logits_soft_cap=options.get("logits_soft_cap"))
+    within_bound(found, plain, case.expected(spec, sinks=options.get("sinks")))
+    assert (found[case.step.num_actual_tokens :] == 0).all()
+
+
+def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
+    case = Case(rng, shared_prefix_rows(9, 3, new=6), num_seqs=12, num_tokens=72)
+    metadata = metadata_of(case.step, prefix=3 * BLOCK)
+    assert metadata.cu_prefix_query_lens.tolist() == [0, 32, 54, 54]
+    assert metadata.prefix_block_table.tolist() == [[1, 2, 3]] * 3
+
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
+    found, plain = case.run(impl, metadata), case.run(impl, metadata_of(case.step))
+
+    within_bound(found, plain, case.expected(AttentionSpec(scale=SCALE)))
+    assert (found[case.step.num_actual_tokens :] == 0).all()
+
+
+def test_cascade_stores_a_quantised_output(rng):
+    case = Case(rng, shared_prefix_rows(5, 6), num_seqs=8, num_tokens=8)
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
+    scale = torch.tensor([0.05])
+    exact = case.run(impl, metadata_of(case.step))
+    output = torch.empty(exact.shape, dtype=torch.float8_e4m3fn)
+
+    case.run(impl, metadata_of(case.step, prefix=6 * BLOCK), output=output, output_scale=scale)
+
+    # Half a spacing of e4m3's numbers.
+    assert (output.float() * scale - exact).abs().max() <= 2**-4 * exact.abs().max() + 1e-6
+
+
+def test_cascade_refuses_what_it_cannot_serve(rng):
+    case = Case(rng, shared_prefix_rows(3, 2))
+    metadata = metadata_of(case.step, prefix=8)
+    with refuses(
+        "cascade attention does not serve a sliding window; build the metadata with common_prefix_len=0.", Unsupported
+    ):
+        case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sliding_window=64), metadata)
+    with refuses("cascade attention does not serve ALiBi; build the metadata with common_prefix_len=0.", Unsupported):
+        case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, alibi_slopes=[0.5, 0.25, 0.125, 0.0625]), metadata)
+    with refuses("the metadata has no cascade fields; build it with common_prefix_len."):
+        case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS), replace(metadata, suffix_kv_lens=None))

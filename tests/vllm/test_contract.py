@@ -1,0 +1,369 @@
+"""The parts of the contract that need no attention: names, shapes, thresholds, subclasses, sizes."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.metadata import SequenceRow, build_common_metadata
+from torch_core.specs import KVCacheSpec
+from torch_core.vllm import (
+    FP8_STATIC_TENSOR,
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionScales,
+    AttentionType,
+    BuilderConfig,
+    ContextParallel,
+    DeviceCapability,
+    DeviceInfo,
+    MLAAttentionImpl,
+    MLADims,
+    MultipleOf,
+    PagedAttentionMetadata,
+    PerLayerParameters,
+    QuantKey,
+    TorchAttentionBackend,
+    TorchAttentionImpl,
+    TorchAttentionMetadataBuilder,
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+    create_fast_prefill_custom_backend,
+    get_mla_dims,
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+    is_quantized_kv_cache,
+    is_valid_kv_cache_layout,
+    kv_cache_torch_dtype,
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+    subclass_attention_backend,
+    subclass_attention_backend_with_overrides,
+    subclass_attention_metadata,
+)
+
+BACKENDS = [TritonAttentionBackend, TorchAttentionBackend]
+SPEC = KVCacheSpec(num_kv_heads=2, head_size=32, block_size=4, dtype="float32")
+
+
+def refuses(message: str, error: type[Exception] = InvalidInput):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+def test_attention_types_compare_equal_to_their_names():
+    assert [kind.value for kind in AttentionType] == ["decoder", "encoder", "encoder_only", "encoder_decoder"]
+    assert AttentionType.ENCODER_ONLY == "encoder_only"
+
+
+def test_graph_support_levels_have_vllms_values():
+    assert {level.name: level.value for level in AttentionCGSupport} == {
+        "ALWAYS": 3,
+        "UNIFORM_BATCH": 2,
+        "UNIFORM_SINGLE_TOKEN_DECODE": 1,
+        "NEVER": 0,
+    }
+    assert TritonAttentionMetadataBuilder.get_cudagraph_support() is AttentionCGSupport.ALWAYS
+    assert TorchAttentionMetadataBuilder.get_cudagraph_support() is AttentionCGSupport.NEVER
+    assert AttentionMetadataBuilder.get_cudagraph_support() is AttentionCGSupport.NEVER
+
+
+def test_multiples_contain_their_positive_multiples():
+    assert [size in MultipleOf(16) for size in (0, 8, 16, 24, 32)] == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_cache_has_blocks_first_and_keys_and_values_second(backend):
+    assert backend.get_kv_cache_shape(10, 16, 8, 128) == (10, 2, 16, 8, 128)
+    assert backend.get_kv_cache_block_dim(16, 8, 128) == 0
+    assert backend.get_kv_cache_stride_order() == (0, 1, 2, 3, 4)
+    assert backend.get_kv_cache_stride_order(include_num_layers_dimension=True) == (1, 0, 2, 3, 4, 5)
+    assert backend.indexes_kv_by_block_stride()
+    assert backend.get_required_kv_cache_layout() is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_size_out_of_range_is_refused(backend):
+    with refuses("block_size is 512; it must be from 1 to 256."):
+        backend.get_kv_cache_shape(10, 512, 8, 128)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_names_its_classes(backend):
+    assert issubclass(backend.get_impl_cls(), AttentionImpl)
+    assert issubclass(backend.get_builder_cls(), AttentionMetadataBuilder)
+    assert backend.full_cls_name() == (backend.__module__, backend.__name__)
+    assert backend.accept_output_buffer
+    assert backend.forward_includes_kv_cache_update
+    assert not backend.is_ssm()
+    assert backend.get_supported_head_sizes()[-1] == 256
+
+
+def test_block_sizes_are_served_or_replaced():
+    backend = subclass_attention_backend_with_overrides(
+        "Sixteens",
+        TorchAttentionBackend,
+        {"get_supported_kernel_block_sizes": staticmethod(lambda: [MultipleOf(16), 8])},
+    )
+
+    assert [backend.supports_block_size(size) for size in (None, 8, 16, 24, 256, 512)] == [
+        True, True, True, False, True, False,
+    ]  # fmt: skip
+    assert backend.get_preferred_block_size(32) == 32
+    assert backend.get_preferred_block_size(24) == 8
+
+
+def test_a_subclass_builds_with_the_given_class():
+    class Builder(TorchAttentionMetadataBuilder):
+        pass
+
+    backend = subclass_attention_backend("Mine", TorchAttentionBackend, Builder)
+
+    assert backend.__name__ == "MineTorchAttentionBackend"
+    assert backend.get_builder_cls() is Builder
+    assert backend.get_impl_cls() is TorchAttentionImpl
+
+
+def test_abstract_classes_cannot_be_made():
+    for cls in (AttentionImpl, MLAAttentionImpl, AttentionMetadataBuilder):
+        with pytest.raises(TypeError, match="abstract"):
+            cls()
+
+
+class Bare(AttentionBackend):
+    """A backend that overrides only what it must."""
+
+    @staticmethod
+    def get_name():
+        return "BARE"
+
+    get_impl_cls = staticmethod(TorchAttentionBackend.get_impl_cls)
+    get_builder_cls = staticmethod(TorchAttentionBackend.get_builder_cls)
+
+
+def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_config):
+    device = DeviceInfo(type="cuda", capability=DeviceCapability(9, 0), num_sms=132)
+
+    assert Bare.validate_configuration(make_config(), device) == []
+    assert Bare.validate_configuration(
+        make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True,
+                    use_batch_invariant=True, use_per_head_quant_scales=True, dtype=torch.float32), device,
+    ) == [
+        "dtype is float32; it serves float16, bfloat16",
+        "it does not serve sinks (has_sink)",
+        "it does not serve bidirectional spans (use_mm_prefix)",
+        "it does not serve square-root ALiBi (use_alibi_sqrt)",
+        "it has one cache scale for all heads (use_per_head_quant_scales)",
+        "its decoder attention is causal (use_non_causal)",
+        "its results depend on the batch (use_batch_invariant)",
+    ]  # fmt: skip
+    chosen = subclass_attention_backend_with_overrides("Few", Bare, {"supported_head_sizes": (64, 128)})
+    assert chosen.validate_configuration(make_config(head_size=80), device) == ["head_size is 80; it serves 64, 128"]
+
+
+def test_the_torch_backend_serves_every_option_but_batch_invariance(make_config):
+    config = make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True)
+
+    assert TorchAttentionBackend.validate_configuration(config, DeviceInfo(type="cpu")) == []
+
+
+def test_a_bare_builder_captures_and_drafts_like_any_step():
+    class Builder(AttentionMetadataBuilder):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False, *, arrays=None):
+            return common_prefix_len, common_attn_metadata, fast_build, arrays
+
+    builder = Builder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+
+    assert builder.build_for_cudagraph_capture("batch", arrays={}) == (0, "batch", False, {})
+    assert builder.build_for_drafting("batch", 2) == (0, "batch", True, None)
+
+
+def make_builder(**config):
+    return TritonAttentionMetadataBuilder(SPEC, ["layer.0"], BuilderConfig(num_heads=4, **config), "cpu")
+
+
+def test_a_verified_draft_counts_as_a_decode():
+    builder = make_builder(num_speculative_tokens=3)
+    builder._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+    assert builder.reorder_batch_threshold == 4
+
+    builder = make_builder(num_speculative_tokens=3, parallel_drafting=True)
+    builder._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+    assert builder.reorder_batch_threshold == 7
+
+    builder._init_reorder_batch_threshold(16, supports_spec_as_decode=False)
+    assert builder.reorder_batch_threshold == 16
+
+
+def test_ranks_that_share_sequences_decode_single_tokens():
+    builder = make_builder(num_speculative_tokens=3, context_parallel=ContextParallel(dcp_world_size=2))
+    builder._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+    assert builder.reorder_batch_threshold == 1
+
+    builder._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
+    assert builder.reorder_batch_threshold == 4
+
+
+def test_the_paged_builders_take_any_order():
+    assert make_builder().reorder_batch_threshold is None
+
+
+def test_ranks_are_numbered_over_both_kinds():
+    place = ContextParallel(dcp_world_size=4, dcp_rank=3, pcp_world_size=2, pcp_rank=1)
+
+    assert (place.total_cp_world_size, place.total_cp_rank) == (8, 7)
+    with refuses("dcp_rank is 2 of dcp_world_size 2; it must be from 0 to size - 1."):
+        ContextParallel(dcp_world_size=2, dcp_rank=2)
+    with refuses("interleave_size is 0; it must be at least 1."):
+        ContextParallel(interleave_size=0)
+
+
+def test_builder_configurations_are_checked():
+    with refuses("sliding_window is 0; it must be an int of at least 1."):
+        BuilderConfig(num_heads=4, sliding_window=0)
+    with refuses("num_speculative_tokens is -1; it cannot be negative."):
+        BuilderConfig(num_heads=4, num_speculative_tokens=-1)
+
+
+def test_a_builder_without_updates_says_so():
+    class Plain(TritonAttentionMetadataBuilder):
+        update_block_table = AttentionMetadataBuilder.update_block_table
+
+    builder = Plain(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+    with refuses("Plain does not update block tables; call build for each cache group.", Unsupported):
+        builder.update_block_table(None, None, None)
+
+
+def test_cascade_is_off_by_default_and_on_the_cpu():
+    assert not AttentionMetadataBuilder.use_cascade_attention(make_builder(), 8192, np.ones(64), num_sms=132)
+    builder = TorchAttentionMetadataBuilder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+    assert not builder.use_cascade_attention(8192, np.ones(64), num_sms=0)
+
+
+def test_cascade_follows_the_layers_masks():
+    spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
+
+    def choice(**config):
+        builder = TritonAttentionMetadataBuilder(spec, [], BuilderConfig(num_heads=32, **config), "cpu")
+        return builder.use_cascade_attention(8192, np.ones(64), num_sms=132)
+
+    assert choice()
+    assert not choice(use_alibi=True)
+    assert not choice(sliding_window=1024)
+    assert not choice(attention_chunk=8192)
+    assert not choice(context_parallel=ContextParallel(dcp_world_size=2))
+    assert not choice(batch_invariant=True)
+
+
+def test_cache_dtypes_have_names():
+    assert [is_quantized_kv_cache(name) for name in ("auto", "bfloat16", "fp8", "int8", "other")] == [
+        False, False, True, True, False,
+    ]  # fmt: skip
+    assert kv_cache_torch_dtype("auto", torch.float16) is torch.float16
+    assert kv_cache_torch_dtype("fp8_e5m2", torch.float16) is torch.float8_e5m2
+    with refuses(
+        "kv_cache_dtype is 'nf4'; it must be one of auto, float32, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8."
+    ):
+        kv_cache_torch_dtype("nf4", torch.float16)
+
+
+def test_layouts_have_names():
+    assert [is_valid_kv_cache_layout(name) for name in ("NHD", "HND", "HDN")] == [True, True, False]
+
+
+def test_one_static_fp8_scale_can_be_fused_into_the_output():
+    impl = TritonAttentionImpl(4, 32, 0.5)
+
+    assert impl.fused_output_quant_supported(FP8_STATIC_TENSOR)
+    assert not impl.fused_output_quant_supported(QuantKey(dtype=torch.float8_e4m3fn, static=False, group="token"))
+    assert not AttentionImpl.fused_output_quant_supported(impl, FP8_STATIC_TENSOR)
+    assert not MLAAttentionImpl.fused_output_quant_supported(impl, FP8_STATIC_TENSOR)
+
+
+def test_nothing_is_prepared_from_weights_by_default():
+    assert TorchAttentionImpl(4, 32, 0.5).process_weights_after_loading(torch.bfloat16) is None
+
+
+def test_scales_come_as_tensors_and_numbers():
+    layer = AttentionScales.of(q_scale=2.0, k_scale=3.0, v_scale=4.0)
+
+    assert [layer._q_scale.item(), layer._k_scale.item(), layer._v_scale.item()] == [2.0, 3.0, 4.0]
+    assert (layer._q_scale_float, layer._k_scale_float, layer._v_scale_float) == (2.0, 3.0, 4.0)
+
+
+def test_latent_attention_sizes_come_from_the_model_configuration():
+    config = SimpleNamespace(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+    dims = get_mla_dims(config)
+
+    assert dims == MLADims(
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
+    assert (dims.qk_head_dim, dims.cache_head_size) == (192, 576)
+    config.q_lora_rank = 1536
+    assert get_mla_dims(config).q_lora_rank == 1536
+
+
+@pytest.mark.parametrize("value", [None, 0, "512", True])
+def test_missing_latent_sizes_are_refused(value):
+    config = SimpleNamespace(kv_lora_rank=value, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    with refuses(f"kv_lora_rank of the model configuration is {value!r}; latent attention needs a positive int."):
+        get_mla_dims(config)
+
+
+def test_layers_with_equal_options_share_them():
+    layers = {"a": TorchAttentionImpl(4, 32, 0.5, sliding_window=8), "b": TorchAttentionImpl(4, 32, 0.5)}
+    each = get_per_layer_parameters(layers)
+
+    assert each["a"] == PerLayerParameters(window_left=7, logits_soft_cap=None, sm_scale=0.5, has_sinks=False)
+    assert infer_global_hyperparameters({"b": each["b"], "c": each["b"]}) == each["b"]
+    with pytest.raises(
+        InvalidInput, match=r"^layers a and b differ: PerLayerParameters\(window_left=7.*Plan them apart"
+    ):
+        infer_global_hyperparameters(each)
+    with refuses("per_layer_params is empty; there is no layer to take the options from."):
+        infer_global_hyperparameters({})
+
+
+def test_queries_of_drafts_are_reshaped_and_back():
+    query = torch.arange(24.0).view(6, 2, 2)
+
+    by_row = reshape_query_for_spec_decode(query, 2)
+
+    assert by_row.shape == (2, 3, 2, 2)
+    assert torch.equal(reshape_attn_output_for_spec_decode(by_row), query)
+    assert reshape_attn_output_for_spec_decode(query) is query
+    with refuses(
+        "query has shape (6, 2, 2); [num_tokens, num_heads, head_size] with num_tokens a multiple of batch_size, 4, is "
+        "needed."
+    ):
+        reshape_query_for_spec_decode(query, 4)
+    with refuses("attn_output has shape (6,); it must have rank 3 or 4."):
+        reshape_attn_output_for_spec_decode(torch.zeros(6))
+
+
+def test_metadata_can_be_extended():
+    extended = subclass_attention_metadata("Tree", PagedAttentionMetadata, [("depth", int, 3)])
+
+    assert extended.__name__ == "TreePagedAttentionMetadata"
+    assert issubclass(extended, PagedAttentionMetadata)
+    assert extended.__dataclass_fields__["depth"].default == 3
+
+
+def test_a_fast_prefill_backend_keeps_the_queries_of_the_logits():
+    backend = create_fast_prefill_custom_backend("FastPrefill", TorchAttentionBackend)
+    builder = backend.get_builder_cls()(SPEC, ["layer.0"], BuilderConfig(num_heads=4), "cpu")
+    step = build_common_metadata([SequenceRow([3], 0, 3), SequenceRow([5], 2, 1)], block_size=4, num_blocks=8)
+
+    metadata = builder.build(0, step, logits_indices=np.array([2, 3]))
+
+    assert backend.__name__ == "FastPrefillTorchAttentionBackend"
+    assert metadata.query_start_loc.tolist() == [0, 1, 2]
+    assert metadata.seq_lens.tolist() == [3, 3]

@@ -1,0 +1,278 @@
+"""vLLM's names over this project's operations, on CPU tensors, against the reference."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+import torch
+
+from torch_core import reference
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import AttentionSpec
+from torch_core.vllm import ops as vllm_compat
+
+BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 4, 4, 2, 16
+QUERY_LENS, SEQ_LENS = [3, 1, 5], [9, 14, 5]
+
+
+@pytest.fixture
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    width = 4
+    tables = torch.randperm(width * len(SEQ_LENS), generator=generator).reshape(len(SEQ_LENS), width) + 1
+    # vLLM's caches are views of one tensor.
+    kv_cache = torch.randn(width * len(SEQ_LENS) + 1, 2, BLOCK_SIZE, KV_HEADS, SIZE, generator=generator)
+    starts = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    return {
+        "q": torch.randn(9, HEADS, SIZE, generator=generator),
+        "kv_cache": kv_cache,
+        "starts": starts,
+        "seq_lens": torch.tensor(SEQ_LENS, dtype=torch.int32),
+        "tables": tables.to(torch.int32),
+    }
+
+
+def _unified(batch, *, causal=True, window=(-1, -1), softcap=0.0, descales=(None, None, None), out=None, **options):
+    key, value = batch["kv_cache"].unbind(1)
+    out = torch.full_like(batch["q"], torch.nan) if out is None else out
+    vllm_compat.unified_attention(
+        batch["q"],
+        key,
+        value,
+        out,
+        batch["starts"],
+        max(QUERY_LENS),
+        batch["seq_lens"],
+        max(SEQ_LENS),
+        SIZE**-0.5,
+        causal,
+        window,
+        batch["tables"],
+        softcap,
+        *descales,
+        **options,
+    )
+    return out
+
+
+def _expected(batch, *, spec=None, **options):
+    arrays = (batch["q"], batch["kv_cache"], batch["tables"], batch["seq_lens"], batch["starts"])
+    spec = spec or AttentionSpec(scale=SIZE**-0.5)
+    return reference.paged_attention(*arrays, spec=spec, compute_dtype=torch.float64, **options)
+
+
+def _spec(**options) -> AttentionSpec:
+    return AttentionSpec(scale=SIZE**-0.5, **options)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "spec"),
+    [
+        ({}, _spec()),
+        ({"window": (3, 0)}, _spec(window_left=3)),
+        ({"window": (3, 3), "causal": False}, _spec(causal=False, window_left=3, window_right=3)),
+        ({"causal": False}, _spec(causal=False)),
+        ({"softcap": 2.0}, _spec(logits_soft_cap=2.0)),
+        ({"window": (3, 0), "chunk_lookback": 0}, _spec(attention_chunk=4)),
+    ],
+)
+def test_unified_attention_translates_the_static_options(batch, call, spec):
+    _close(_unified(batch, **call), _expected(batch, spec=spec))
+
+
+def test_unified_attention_passes_the_arrays_on(batch):
+    sinks, slopes = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    found = _unified(batch, sinks=sinks, alibi_slopes=slopes, use_alibi_sqrt=True)
+    _close(found, _expected(batch, spec=_spec(use_alibi_sqrt=True), sinks=sinks, alibi_slopes=slopes))
+    ranges = torch.tensor([[[1, 7]], [[0, 0]], [[2, 4]]], dtype=torch.int32)
+    _close(_unified(batch, mm_prefix_range=ranges), _expected(batch, mm_prefix_range=ranges))
+    flags = torch.tensor([True, False, False])
+    _close(_unified(batch, causal=flags), _expected(batch, seq_causal=flags))
+    bias = torch.randn(5, 5)
+    _close(_unified(batch, qq_bias=bias), _expected(batch, qq_bias=bias))
+
+
+def test_a_descale_may_be_a_number_one_element_or_a_repeated_view(batch):
+    expected = _expected(batch, k_scale=0.5, v_scale=2.0)
+    repeated = torch.tensor(0.5).expand(len(SEQ_LENS), KV_HEADS)
+    for k_descale in (0.5, torch.tensor([0.5]), torch.tensor(0.5), repeated):
+        _close(_unified(batch, descales=(None, k_descale, 2.0)), expected)
+
+
+def test_scales_per_token_and_head_replace_the_descales(batch):
+    scales = torch.rand(2, *batch["kv_cache"].shape[:1], BLOCK_SIZE, KV_HEADS) + 0.5
+    batch["kv_cache"] = (batch["kv_cache"] * 20).round().clamp(-127, 127).to(torch.int8)
+    found = _unified(batch, descales=(None, 9.0, 9.0), k_scale_cache=scales[0], v_scale_cache=scales[1])
+    expected = _expected(batch, k_scale_cache=scales[0], v_scale_cache=scales[1])
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-3)
+
+
+def test_an_fp8_output_is_scaled(batch):
+    out = torch.zeros_like(batch["q"], dtype=torch.float8_e4m3fn)
+    found = _unified(batch, out=out, output_scale=torch.tensor([0.02]))
+    expected = (_expected(batch) / 0.02).clamp(-448, 448)
+    assert found is out
+    # One e4m3 rounding: half a unit in the last of three fraction bits, or half the smallest subnormal.
+    assert ((found.float() - expected).abs() <= (expected.abs() / 16).clamp(min=2**-10) * 1.01).all()
+
+
+class _Mode(enum.Enum):
+    INT4_PER_TOKEN_HEAD = 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rswa_window": 4, "rswa_prefix_lens": torch.zeros(3)}, "rswa_window and rswa_prefix_lens: a prefix"),
+        ({"kv_quant_mode": _Mode.INT4_PER_TOKEN_HEAD}, "caches are 8-bit or wider"),
+        ({"window": (3, 0), "chunk_lookback": 1}, "chunk_lookback is 1; a chunk sees itself only"),
+        (
+            {"window": (3, 0), "mm_prefix_range": torch.zeros(3, 1, 2), "mm_prefix_clamp_sliding_window": True},
+            "prefix ranges always reach past the window",
+        ),
+        ({"descales": (None, torch.ones(3, 2), None)}, r"k_descale has shape \[3, 2\]; one scale per tensor is served"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(batch, options, message):
+    with pytest.raises(Unsupported, match=message):
+        _unified(batch, **options)
+
+
+def _packed(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(9, HEADS, SIZE, generator=generator)
+    key, value = torch.randn(2, 9, KV_HEADS, SIZE, generator=generator)
+    return query, key, value, torch.tensor([0, 3, 4]), torch.tensor([3, 1, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "spec"),
+    [
+        ({}, _spec()),
+        ({"is_causal": False}, _spec(causal=False)),
+        (
+            {"is_causal": False, "sliding_window_q": 2, "sliding_window_k": 1},
+            _spec(causal=False, window_left=2, window_right=1),
+        ),
+        ({"sliding_window_q": 0, "softmax_scale": 0.3}, AttentionSpec(scale=0.3)),
+    ],
+)
+def test_context_attention_fwd_is_dense_attention(options, spec, seed):
+    query, key, value, starts, lens = _packed(seed)
+    sinks = torch.arange(4.0)
+    out = torch.full_like(query, torch.nan)
+    vllm_compat.context_attention_fwd(query, key, value, out, starts, lens, 5, sinks=sinks, **options)
+    offsets = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    bounds = {"max_query_len": 5, "max_key_len": 5, "compute_dtype": torch.float64}
+    _close(out, reference.attention(query, key, value, offsets, offsets, spec=spec, sinks=sinks, **bounds))
+
+
+def test_context_attention_fwd_refuses_gaps_and_a_sink_on_key_0(seed):
+    query, key, value, starts, lens = _packed(seed)
+    with pytest.raises(InvalidInput, match="b_start_loc leaves gaps between the sequences"):
+        vllm_compat.context_attention_fwd(query, key, value, query, starts + torch.tensor([0, 0, 1]), lens, 5)
+    with pytest.raises(Unsupported, match="sinks_bias_key0: a sink is a logit without a value"):
+        vllm_compat.context_attention_fwd(
+            query, key, value, query, starts, lens, 5, sinks=torch.ones(4), sinks_bias_key0=True
+        )
+
+
+def test_merge_attn_states_takes_heads_first_and_copies_tokens_without_a_prefix(seed):
+    generator = torch.Generator().manual_seed(seed)
+    prefix, suffix = torch.randn(2, 6, HEADS, SIZE, generator=generator)
+    prefix_lse, suffix_lse = torch.randn(2, HEADS, 6, generator=generator)
+    output, lse = torch.empty_like(prefix), torch.empty(HEADS, 6)
+    vllm_compat.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, lse, prefill_tokens_with_context=4)
+    expected, expected_lse = reference.merge_states(prefix, prefix_lse.T, suffix, suffix_lse.T)
+    _close(output[:4], expected[:4])
+    _close(lse[:, :4], expected_lse[:4].T)
+    assert torch.equal(output[4:], suffix[4:])
+    assert torch.equal(lse[:, 4:], suffix_lse[:, 4:])
+
+
+def test_merge_attn_states_scales_an_fp8_output(seed):
+    generator = torch.Generator().manual_seed(seed)
+    prefix, suffix = torch.randn(2, 6, HEADS, SIZE, generator=generator)
+    lse = torch.zeros(HEADS, 6)
+    output = torch.zeros_like(prefix, dtype=torch.float8_e4m3fn)
+    vllm_compat.merge_attn_states(output, prefix, lse, suffix, lse, output_scale=0.001)
+    assert output.float().abs().max() == 448
+    expected = ((prefix + suffix) / 2 / 0.001).clamp(-448, 448)
+    assert ((output.float() - expected).abs() <= expected.abs() / 16 + 2**-10).all()
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "stored"),
+    [
+        ("auto", torch.float32),
+        ("fp8", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_reshape_and_cache_flash_writes_bytes_as_the_cache_dtype(kv_cache_dtype, stored, seed):
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(2, 5, KV_HEADS, SIZE, generator=generator)
+    slots = torch.tensor([7, -1, 3, 0])
+    cache = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=stored)
+    expected = cache.clone()
+    scales = (torch.tensor(0.5), torch.tensor(0.25))
+    seen = cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
+    vllm_compat.triton_reshape_and_cache_flash(key, value, *seen.unbind(1), slots, kv_cache_dtype, *scales)
+    used = {} if kv_cache_dtype == "auto" else {"k_scale": scales[0], "v_scale": scales[1]}
+    reference.write_kv_cache(key, value, expected, slots, **used)
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_reshape_and_cache_flash_diffkv_splits_the_last_axis(seed):
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(3, KV_HEADS, 24, generator=generator), torch.randn(3, KV_HEADS, 8, generator=generator)
+    cache = torch.zeros(2, BLOCK_SIZE, KV_HEADS, 32)
+    slots = torch.tensor([7, -1, 2])
+    vllm_compat.triton_reshape_and_cache_flash_diffkv(key, value, cache, slots, "auto", None, None)
+    assert torch.equal(cache[1, 3], torch.cat([key[0], value[0]], -1))
+    assert torch.equal(cache[0, 2], torch.cat([key[2], value[2]], -1))
+    with pytest.raises(InvalidInput, match=r"kv_cache has 32 elements per head; key and value have \[24, 24\]"):
+        vllm_compat.triton_reshape_and_cache_flash_diffkv(key, key, cache, slots, "auto", None, None)
+
+
+def test_reshape_and_cache_flash_per_token_head_quant_writes_scales(seed):
+    key, value = torch.randn(2, 3, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(seed))
+    caches = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=torch.int8)
+    scales = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS)
+    slots = torch.tensor([7, -1, 2])
+    vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(key, value, *caches, *scales, slots)
+    stored = caches[0, 1, 3].float() * scales[0, 1, 3][:, None]
+    torch.testing.assert_close(stored, key[0], rtol=0, atol=float(key.abs().max()) / 127)
+    with pytest.raises(Unsupported, match="caches are 8-bit or wider"):
+        vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(
+            key, value, *caches, *scales, slots, _Mode.INT4_PER_TOKEN_HEAD
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype is 'nvfp4'; use one of auto"),
+        ({"interleaved_v_pack_factor": 4}, "interleaved_v_pack_factor is 4; values are not packed here"),
+        ({"key_cache": torch.zeros(1, 1, 1, 1, 1)}, "key_cache has 5 axes"),
+    ],
+)
+def test_reshape_and_cache_flash_refuses_what_it_cannot_store(change, message):
+    arguments = {
+        "key": torch.zeros(1, 1, 8),
+        "value": torch.zeros(1, 1, 8),
+        "key_cache": torch.zeros(1, 4, 1, 8),
+        "value_cache": torch.zeros(1, 4, 1, 8),
+        "slot_mapping": torch.zeros(1, dtype=torch.int32),
+        "kv_cache_dtype": "auto",
+        "k_scale": None,
+        "v_scale": None,
+    }
+    with pytest.raises(Unsupported, match=message):
+        vllm_compat.triton_reshape_and_cache_flash(**{**arguments, **change})

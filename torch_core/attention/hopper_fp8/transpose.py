@@ -1,0 +1,123 @@
+"""The warpgroup of the fp8 Hopper prefill kernel that transposes values: the matrix units want their keys adjacent."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from torch_core.attention.hopper.step import ring_slot
+
+__all__ = ["transpose_values"]
+
+# Bytes of four words a, b, c, d (four keys, the same four columns) to four words of one column each.
+_TRANSPOSE = gl.constexpr(
+    "{ .reg .b32 low_ab, high_ab, low_cd, high_cd; "
+    "prmt.b32 low_ab, $4, $5, 0x5140; prmt.b32 high_ab, $4, $5, 0x7362; "
+    "prmt.b32 low_cd, $6, $7, 0x5140; prmt.b32 high_cd, $6, $7, 0x7362; "
+    "prmt.b32 $0, low_ab, low_cd, 0x5410; prmt.b32 $1, low_ab, low_cd, 0x7632; "
+    "prmt.b32 $2, high_ab, high_cd, 0x5410; prmt.b32 $3, high_ab, high_cd, 0x7632; }"
+)
+
+# Where the words of a tile are, as one axis: bits 3, 4, 1, 2, 0, 5, 6 of the key are its bits 0 to 6, and above them is
+# the number of the word, column / 4. In a transposed tile bits 0 and 1 are those of the column instead.
+_K0, _K1, _K2, _K3, _K4, _K5, _K6 = 16, 4, 8, 1, 2, 32, 64
+_W0, _W1, _W2, _W3, _W4 = 128, 256, 512, 1024, 2048
+_C0, _C1 = 1, 2
+
+
+def _bases(*numbers: int) -> list[list[int]]:
+    return [[number] for number in numbers]
+
+
+# Tiles as the copy engine leaves them: rows of 128 bytes, or 64, whose pieces of 16 bytes are swizzled by the row.
+_WIDE_RAW = gl.constexpr(
+    gl.SharedLinearLayout(
+        _bases(_W0, _W1, _W2, _W3, _W4, _K0 | _W2, _K1 | _W3, _K2 | _W4, _K3, _K4, _K5, _K6), alignment=1024
+    )
+)
+_NARROW_RAW = gl.constexpr(
+    gl.SharedLinearLayout(_bases(_W0, _W1, _W2, _W3, _K0, _K1 | _W2, _K2 | _W3, _K3, _K4, _K5, _K6), alignment=1024)
+)
+# Tiles as the matrix units want them: rows of 128 keys, swizzled in the same way.
+_TURNED = _bases(_K1, _K2, _K0, _K5, _K6, _C0 | _K0, _C1 | _K5, _W0 | _K6, _W1, _W2, _W3, _W4)
+_WIDE_TURNED = gl.constexpr(gl.SharedLinearLayout(_TURNED, alignment=1024))
+_NARROW_TURNED = gl.constexpr(gl.SharedLinearLayout(_TURNED[:-1], alignment=1024))
+_WARPS = _bases(_K5, _K6)
+_WIDE_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        _bases(_W0, _K1, _K2, _K3, _K4), _bases(_K0, _W1 | _K5, _W3 | _K6, _W4, _W2), _WARPS, [], [4096]
+    )
+)
+_NARROW_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(_bases(_K1, _K2, _K3, _K4), _bases(_K0, _W1 | _K5, _W0, _W2, _W3), _WARPS, [], [2048])
+)
+
+
+@gluon.jit
+def transpose_values(
+    raw_tiles, bounds, v_tiles, raw_full, raw_empty, v_full, v_empty, num_items,
+    HEAD_SIZE: gl.constexpr, RAW_STAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps: tiles [128 keys, head] to tiles [head, 128 keys], zero where no key of the sequence is.
+
+    The weight of such a row is 0, but 0 * NaN of unwritten memory is NaN.
+
+    A tile's keys come in the order in which a thread of the matrix units holds their weights: bit 0 of a key's number
+    is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `pack_fp8_weights` has the
+    same order.
+    """
+    INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    raw_layout: gl.constexpr = _WIDE_RAW if HEAD_SIZE == 128 else _NARROW_RAW
+    v_layout: gl.constexpr = _WIDE_TURNED if HEAD_SIZE == 128 else _NARROW_TURNED
+    raw_words = raw_tiles._reinterpret(gl.int32, [RAW_STAGES, 32 * HEAD_SIZE], raw_layout)
+    v_words = v_tiles._reinterpret(gl.int32, [STAGES, 32 * HEAD_SIZE], v_layout)
+    fields = gl.arange(0, 8, layout=INFO_LAYOUT)
+    programs = gl.num_programs(0)
+    step = 0
+    for turn in range((num_items + programs - 1) // programs):
+        place = gl.program_id(0)
+        place = gl.where(turn % 2 == 0, place, programs - 1 - place)
+        if turn * programs + place < num_items:
+            raw_stage, raw_phase = ring_slot(step, RAW_STAGES)
+            mbarrier.wait(raw_full.index(raw_stage), raw_phase)
+            told = bounds.index(raw_stage).load(INFO_LAYOUT)
+            for _ in range(gl.sum(gl.where(fields == 2, told, 0), 0)):
+                raw_stage, raw_phase = ring_slot(step, RAW_STAGES)
+                stage, phase = ring_slot(step, STAGES)
+                mbarrier.wait(raw_full.index(raw_stage), raw_phase)
+                told = bounds.index(raw_stage).load(INFO_LAYOUT)
+                first = gl.sum(gl.where(fields == 0, told, 0), 0)
+                end = gl.sum(gl.where(fields == 1, told, 0), 0)
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                _transpose_tile(raw_words.index(raw_stage), v_words.index(stage), first, end, HEAD_SIZE)
+                fence_async_shared()
+                mbarrier.arrive(v_full.index(stage), count=1)
+                mbarrier.arrive(raw_empty.index(raw_stage), count=1)
+                step += 1
+
+
+@gluon.jit
+def _transpose_tile(raw_words, tile_words, first, end, HEAD_SIZE: gl.constexpr):
+    """Words of four columns at a time; lanes lie so that neither the loads nor the stores meet in a bank."""
+    layout: gl.constexpr = _WIDE_WORDS if HEAD_SIZE == 128 else _NARROW_WORDS
+    words = raw_words.load(layout)
+    if (first > 0) | (end < 128):
+        place = gl.arange(0, 32 * HEAD_SIZE, layout=layout)
+        keys = (place >> 4 & 1) | (place >> 1 & 6) | (place << 3 & 24) | (place & 96)
+        tile_words.store(_transpose(gl.where((keys >= first) & (keys < end), words, 0), HEAD_SIZE))
+    else:
+        # Apart, or every tile would go through the selection.
+        tile_words.store(_transpose(words, HEAD_SIZE))
+
+
+@gluon.jit
+def _transpose(words, HEAD_SIZE: gl.constexpr):
+    low, high = gl.split(words.reshape([8 * HEAD_SIZE, 2, 2]))
+    a, c = gl.split(low)
+    b, d = gl.split(high)
+    w, x, y, z = gl.inline_asm_elementwise(
+        _TRANSPOSE, "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.join(gl.join(w, y), gl.join(x, z)).reshape([32 * HEAD_SIZE])

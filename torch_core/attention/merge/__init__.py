@@ -1,0 +1,1 @@
+"""The merge of two partial results: kernel and plan."""

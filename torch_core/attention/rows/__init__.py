@@ -1,0 +1,1 @@
+"""The kernel of long queries: kernel and plan."""

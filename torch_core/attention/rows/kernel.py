@@ -1,0 +1,208 @@
+"""Attention for long queries: tiles of up to 128 query rows against a sequence's keys, paged or dense."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.device.mask import fully_visible_keys, visible_keys
+from torch_core.device.softmax import finish_rows
+from torch_core.device.step import attend_tile
+from torch_core.device.store import as_multiplied, query_tile, store_rows, zero_rows
+from torch_core.device.tiles import page_ids, readable
+from torch_core.device.work import locate_tile
+
+__all__ = ["attention_rows_kernel"]
+
+
+@triton.jit
+def attention_rows_kernel(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    query_start_loc,
+    key_start_loc,
+    alibi_slopes,
+    sinks,
+    q_scale,
+    k_scale,
+    v_scale,
+    key_scales,
+    value_scales,
+    mm_prefix_range,
+    qq_bias,
+    causal_flags,
+    out_scale,
+    out,
+    lse,
+    num_tokens,
+    num_seqs,
+    table_stride,
+    table_tokens,
+    scale,
+    out_factor,
+    soft_cap,
+    window_left,
+    window_right,
+    attention_chunk,
+    qq_bias_size,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    MIN_QUERY: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    NUM_RANGES: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+    NEGATE: tl.constexpr,
+    EXACT: tl.constexpr,
+    OUT_LIMIT: tl.constexpr,
+    QUERY_STRIDES: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    OUT_STRIDES: tl.constexpr,
+    LSE_STRIDES: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,
+):
+    """One program: the query rows of BLOCK_M // PACK tokens times PACK heads of one key/value head.
+
+    Grid: (query tiles of the batch by a static bound, key/value heads times head groups), or the other way round with
+    HEADS_FIRST. Programs beyond the true tiles zero the rows of padded tokens. The last tile of a sequence comes
+    first: under a causal mask it has the most keys. The loop over keys that every row sees has no mask; the keys at
+    the edges come in a second loop.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // PACK
+    HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
+    if HEADS_FIRST:
+        tile = tl.program_id(1)
+        head_program = tl.program_id(0)
+    else:
+        tile = tl.program_id(0)
+        head_program = tl.program_id(1)
+    kv_head = head_program // HEAD_GROUPS
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, TOKENS, MIN_QUERY)
+
+    rows = tl.arange(0, BLOCK_M)
+    in_group = head_program % HEAD_GROUPS * PACK + rows % PACK
+    heads = kv_head * GROUP + in_group
+    live_rows = (rows < TOKENS * PACK) & (in_group < GROUP)
+
+    if tile >= total:
+        padded = tl.load(query_start_loc + num_seqs) + (tile - total) * TOKENS + rows // PACK
+        live = live_rows & (padded < num_tokens)
+        zero_rows(out, lse, padded, heads, live, VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES)
+        return
+
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    if PAGED:
+        seq_len = tl.load(seq_lens + seq)
+        num_keys = tl.minimum(seq_len, table_tokens)
+        block_table = block_tables + seq.to(tl.int64) * table_stride
+        key_base = key_cache + kv_head * KEY_STRIDES[2]
+        value_base = value_cache + kv_head * VALUE_STRIDES[2]
+    else:
+        key_start = tl.load(key_start_loc + seq)
+        seq_len = tl.load(key_start_loc + seq + 1) - key_start
+        num_keys = seq_len
+        block_table = query_start_loc
+        key_base = key_cache + key_start.to(tl.int64) * KEY_STRIDES[1] + kv_head * KEY_STRIDES[2]
+        value_base = value_cache + key_start.to(tl.int64) * VALUE_STRIDES[1] + kv_head * VALUE_STRIDES[2]
+
+    first_token = ((query_len + TOKENS - 1) // TOKENS - 1 - index) * TOKENS
+    tokens = first_token + rows // PACK
+    live = live_rows & (tokens < query_len)
+    context = seq_len - query_len
+    query_pos = context + tokens
+    first_pos = context + first_token
+    last_pos = context + tl.minimum(first_token + TOKENS, query_len) - 1
+    q = query_tile(query, query_start + tokens, heads, live, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
+    q = as_multiplied(q, key_cache)
+    if q_scale is not None:
+        scale *= tl.load(q_scale)
+    if k_scale is not None:
+        scale *= tl.load(k_scale)
+    if causal_flags is not None:
+        window_right = tl.where(tl.load(causal_flags + seq) != 0, 0, window_right)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=live_rows, other=0.0).to(tl.float32)
+    ranges = mm_prefix_range
+    if mm_prefix_range is not None:
+        ranges = mm_prefix_range + seq * (2 * NUM_RANGES)
+
+    key_scale_base = key_scales
+    value_scale_base = value_scales
+    if key_scales is not None:
+        key_scale_base = key_scales + kv_head * SCALE_STRIDES[2]
+        value_scale_base = value_scales + kv_head * SCALE_STRIDES[2]
+
+    low, high = visible_keys(first_pos, last_pos, num_keys, window_left, window_right, attention_chunk, NUM_RANGES)
+    full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, window_left, window_right, attention_chunk)
+    # Tile borders: [start, body_start) and [body_end, high) are the edges.
+    start = low // BLOCK_N * BLOCK_N
+    end = (high + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    body_start = tl.minimum(tl.maximum((full_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N, start), end)
+    body_end = tl.maximum(full_high // BLOCK_N * BLOCK_N, body_start)
+    if NUM_RANGES > 0:
+        body_start = start
+        body_end = start
+    # Known to the compiler, multiples of the tile let it find the keys that share a block without arithmetic.
+    body_start = tl.multiple_of(body_start, BLOCK_N)
+    body_end = tl.multiple_of(body_end, BLOCK_N)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
+    columns = tl.arange(0, BLOCK_N)
+
+    # The ids of the next tile's pages travel through the loop: loaded in the iteration that needs them, the load
+    # would cost the software pipeline one of its buffers.
+    pages = columns
+    if PAGED:
+        pages = page_ids(block_table, body_start + columns, None, body_end, BLOCK_SIZE)
+    for position in tl.range(body_start, body_end, BLOCK_N, num_stages=STAGES):
+        current = pages
+        if PAGED:
+            pages = page_ids(block_table, position + BLOCK_N + columns, None, body_end, BLOCK_SIZE)
+        acc, row_max, row_sum = attend_tile(
+            q, acc, row_max, row_sum, current, position, columns, columns >= 0, query_pos, num_keys, context,
+            key_base, value_base, key_scale_base, value_scale_base, window_left, window_right, attention_chunk, ranges,
+            scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED,
+            KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT, NUM_RANGES, False,
+            EXACT,
+        )  # fmt: skip
+
+    left_tiles = (body_start - start) // BLOCK_N
+    edge_tiles = left_tiles + (end - body_end) // BLOCK_N
+    for i in tl.range(0, edge_tiles, num_stages=STAGES):
+        position = tl.where(i < left_tiles, start, body_end - left_tiles * BLOCK_N) + i * BLOCK_N
+        position = tl.multiple_of(position, BLOCK_N)
+        keys = position + columns
+        pages = columns
+        if PAGED:
+            pages = page_ids(block_table, keys, low, high, BLOCK_SIZE)
+        acc, row_max, row_sum = attend_tile(
+            q, acc, row_max, row_sum, pages, position, columns, readable(keys, low, high), query_pos, num_keys,
+            context, key_base, value_base, key_scale_base, value_scale_base, window_left, window_right,
+            attention_chunk, ranges, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
+            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED,
+            ALIBI_SQRT, NUM_RANGES, True, EXACT,
+        )  # fmt: skip
+
+    inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)
+    store_rows(
+        out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale, out_factor,
+        VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The kernels of short queries over keys in chunks: split, combine, plan."""

@@ -1,0 +1,88 @@
+"""Merges the chunks that attention_split_kernel left, in chunk order, so that the result never depends on timing."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.device.softmax import finish_rows, rescale
+from torch_core.device.store import store_rows
+from torch_core.device.work import chunk_span
+
+__all__ = ["attention_combine_kernel"]
+
+
+@triton.jit
+def attention_combine_kernel(
+    seq_lens,
+    query_start_loc,
+    sinks,
+    v_scale,
+    out_scale,
+    partial_out,
+    partial_max,
+    partial_sum,
+    out,
+    lse,
+    table_tokens,
+    out_factor,
+    window_left,
+    attention_chunk,
+    max_chunks,
+    BLOCK_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    OUT_LIMIT: tl.constexpr,
+    EXACT: tl.constexpr,
+    OUT_STRIDES: tl.constexpr,
+    LSE_STRIDES: tl.constexpr,
+):
+    """One program: one query row of one head. Grid: (num_seqs * MAX_QUERY, NUM_HEADS).
+
+    Rows of sequences with one chunk, or with more than MAX_QUERY query rows, are finished elsewhere.
+    """
+    seq = tl.program_id(0) // MAX_QUERY
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    seq_len = tl.load(seq_lens + seq)
+    _, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
+    index = tl.program_id(0) % MAX_QUERY
+    if (chunks <= 1) | (index >= query_len):
+        return
+    token = query_start + index
+    head = tl.program_id(1)
+    slot = tl.program_id(0).to(tl.int64) * max_chunks * NUM_HEADS + head
+    dims = tl.arange(0, VALUE_PADDED)
+    row_max = float("-inf")
+    row_sum = 0.0
+    acc = tl.zeros([VALUE_PADDED], tl.float32)
+    for base in range(0, chunks, BLOCK_CHUNKS):
+        i = base + tl.arange(0, BLOCK_CHUNKS)
+        slots = slot + i * NUM_HEADS
+        maxima = tl.load(partial_max + slots, mask=i < chunks, other=float("-inf"))
+        sums = tl.load(partial_sum + slots, mask=i < chunks, other=0.0)
+        mask = (i < chunks)[:, None] & (dims < VALUE_SIZE)[None, :]
+        rows = tl.load(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
+        weights = rescale(maxima, new_max, EXACT)
+        keep = rescale(row_max, new_max, EXACT)
+        row_sum = row_sum * keep + tl.sum(sums * weights, 0)
+        acc = acc * keep + tl.sum(rows * weights[:, None], 0)
+        row_max = new_max
+    heads = tl.full([1], 0, tl.int32) + head
+    tokens = tl.full([1], 0, tl.int32) + token
+    inverse, row_lse = finish_rows(
+        tl.full([1], 0.0, tl.float32) + row_max,
+        tl.full([1], 0.0, tl.float32) + row_sum,
+        sinks,
+        heads,
+        heads >= 0,
+        EXACT,
+    )
+    store_rows(
+        out, lse, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, v_scale,
+        out_scale, out_factor, VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
+    )  # fmt: skip

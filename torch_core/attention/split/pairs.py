@@ -1,0 +1,159 @@
+"""Attention over 8-bit keys and values, read two at a time: even and odd elements of a head are multiplied apart.
+
+The matrix units take 16-bit operands whose neighbours along the summed axis share a register. A byte of a value's row
+has its neighbour in the next row, so bytes would have to be gathered one by one; pairs of bytes are moved like 16-bit
+elements and widened where they lie. The order of a head's elements does not matter to a dot product, and the output's
+even and odd elements meet again when they are stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.device.mask import tile_scores
+from torch_core.device.softmax import softmax_step
+from torch_core.device.tiles import key_rows, load_tile, token_head_scales
+
+__all__ = ["as_pairs", "attend_pairs", "interleave", "split_pairs"]
+
+
+@triton.jit
+def as_pairs(base):
+    """A pointer to 8-bit elements as a pointer to pairs of them."""
+    return base.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def split_pairs(rows):
+    """The even and the odd columns of a tile."""
+    return tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
+
+
+@triton.jit
+def interleave(even, odd):
+    """The tile that split_pairs splits into `even` and `odd`."""
+    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+
+
+@triton.jit
+def attend_pairs(
+    q_even,
+    q_odd,
+    acc_even,
+    acc_odd,
+    row_max,
+    row_sum,
+    pages,
+    position,
+    columns,
+    inside,
+    query_pos,
+    num_keys,
+    context,
+    key_base,
+    value_base,
+    key_scales,
+    value_scales,
+    window_left,
+    window_right,
+    attention_chunk,
+    scale,
+    soft_cap,
+    slopes,
+    qq_bias,
+    qq_bias_size,
+    ELEMENT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
+):
+    """One step of `attention_step.attend_tile` over a paged cache whose elements are read as pairs.
+
+    Sizes, strides and offsets are those of the 8-bit ELEMENTs; `key_base` and `value_base` point to pairs.
+
+    Returns:
+        The new (acc_even, acc_odd, row_max, row_sum).
+    """
+    keys = position + columns
+    key_strides: tl.constexpr = (KEY_STRIDES[0] // 2, KEY_STRIDES[1] // 2)
+    rows = key_rows(key_base, pages, position, columns, key_strides, BLOCK_SIZE, True)
+    if VALUE_OFFSET > 0:
+        value_rows = rows + VALUE_OFFSET // 2
+    else:
+        value_strides: tl.constexpr = (VALUE_STRIDES[0] // 2, VALUE_STRIDES[1] // 2)
+        value_rows = key_rows(value_base, pages, position, columns, value_strides, BLOCK_SIZE, True)
+    key_factors = None
+    if key_scales is not None:
+        key_factors = token_head_scales(key_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)
+    k_even, k_odd = widened(load_tile(rows, inside, HEAD_SIZE // 2, HEAD_PADDED // 2, True), ELEMENT)
+    v_even, v_odd = widened(load_tile(value_rows, inside, VALUE_SIZE // 2, VALUE_PADDED // 2, True), ELEMENT)
+    products = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+    scores, factor = tile_scores(
+        products, query_pos, keys, num_keys, scale, key_factors, soft_cap, slopes, qq_bias, qq_bias_size, context,
+        window_left, window_right, attention_chunk, None, ALIBI_SQRT, 0, True, False,
+    )  # fmt: skip
+    weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, False)
+    if value_scales is not None:
+        weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
+    weights = weights.to(q_even.dtype)
+    acc_even = tl.dot(weights, v_even, acc_even * keep[:, None])
+    acc_odd = tl.dot(weights, v_odd, acc_odd * keep[:, None])
+    return acc_even, acc_odd, row_max, row_sum
+
+
+@triton.jit
+def widened(pairs, ELEMENT: tl.constexpr):
+    """The low and the high elements of int16 pairs, in fp16, which holds every value of the 8-bit types.
+
+    Two pairs share a register; a byte permutation brings the bytes of a kind together, which the compiler would do with
+    shifts and masks for each byte.
+    """
+    if tl.float8e5 == ELEMENT:
+        # The upper half of fp16.
+        low, high = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+            "=&r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif tl.int8 == ELEMENT:
+        # With the sign bit flipped a byte counts from -128; put below the exponent of 1024, it adds to 1024.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes, magic;
+            xor.b32 bytes, $2, 0x80808080;
+            prmt.b32 $0, bytes, 0x64646464, 0x4240;
+            prmt.b32 $1, bytes, 0x64646464, 0x4341;
+            mov.b32 magic, 0x64806480;
+            sub.rn.f16x2 $0, $0, magic;
+            sub.rn.f16x2 $1, $1, magic;
+            }""",
+            "=&r,=&r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 first, second;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {first, second}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }""",
+            "=&r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def widened_plainly(pairs, ELEMENT: tl.constexpr):
+    """What `widened` returns, in operations that Triton's interpreter has."""
+    low = pairs.to(tl.int8).to(ELEMENT, bitcast=True)
+    high = (pairs >> 8).to(tl.int8).to(ELEMENT, bitcast=True)
+    return low.to(tl.float16), high.to(tl.float16)

@@ -1,0 +1,151 @@
+"""The frozen tile tables of attention: which tile, warps, stages and chunk a shape gets; measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_core.plan.operands import ceil_div, power_of_two
+
+__all__ = ["RowsTile", "SplitTile", "chunk_size", "rows_tile", "split_tile"]
+
+_MIN_CHUNK = 128
+_MAX_CHUNK = 4096
+# Chunks times head programs that a batch is cut into: one or two full waves of the device. More of them cost more to
+# merge than they balance. Small batches get half as many, because each program starts with a chain of cold loads; by
+# bytes of a key's element.
+_TARGET_PROGRAMS = 256
+_SMALL_WORK = {1: 1 << 16, 2: 1 << 17, 4: 1 << 17}
+_SMALL_TARGET = 128
+# Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
+# the table is wide, and leave after about a microsecond.
+_MAX_PROGRAMS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTile:
+    """Tile of attention_rows_kernel.
+
+    Attributes:
+        block_m: rows, query tokens times packed heads.
+        block_n: keys of one step.
+        num_stages: depth of the software pipeline.
+        num_warps: warps of one program.
+        maxnreg: limit on registers per thread, None for none.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTile:
+    """Tile of attention_split_kernel.
+
+    Attributes:
+        block_m: rows, query tokens times packed heads.
+        block_n: keys of one step.
+        num_stages: depth of the software pipeline.
+        num_warps: warps of one program.
+        prefetch: block ids are loaded one step ahead.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+    prefetch: bool = True
+
+
+def rows_tile(
+    *, rows: int, max_query_len: int, head_padded: int, key_bytes: int, query_bytes: int, paged: bool, plain: bool
+) -> RowsTile:
+    """Returns the tile for long queries.
+
+    Args:
+        rows: an upper bound on the rows of one sequence and key/value head (query tokens times packed heads).
+        max_query_len: an upper bound on the query length.
+        head_padded: the larger padded head size of key and value.
+        key_bytes: bytes of an element of the keys.
+        query_bytes: bytes of an element of the query.
+        paged: keys are found through a block table.
+        plain: scores are only scaled and masked, by bounds that are the same for every row.
+    """
+    block_m = max(16, min(128, power_of_two(rows)))
+    if query_bytes == 4:
+        # fp32 products are not done by the matrix units: registers hold both operands, so the tiles are small.
+        return RowsTile(min(block_m, 32), 32, 2, 4) if head_padded <= 64 else RowsTile(min(block_m, 32), 16, 2, 8)
+    if block_m < 128:
+        return RowsTile(block_m, 32 if head_padded > 128 else 64, 3, 4)
+    if head_padded > 128:
+        return RowsTile(128, 32, 3, 8) if key_bytes == 1 else RowsTile(128, 64, 2, 8)
+    if key_bytes == 1 or not plain:
+        return RowsTile(128, 64, 3, 8)
+    # A cap of 128 registers lets two programs share a multiprocessor: one multiplies while the other takes
+    # exponentials. It is worth the few spills that it costs.
+    if head_padded <= 64:
+        return RowsTile(128, 128, 2, 8, 128) if paged else RowsTile(128, 64, 3, 8, 128)
+    if max_query_len <= 1024:
+        return RowsTile(128, 32, 3, 8, 128)
+    return RowsTile(128, 64, 2, 8, 128)
+
+
+def split_tile(
+    *, rows: int, programs: int, table_tokens: int, head_padded: int, key_bytes: int, query_bytes: int
+) -> SplitTile:
+    """Returns the tile for short queries.
+
+    Args:
+        rows: query tokens times packed heads of one program.
+        programs: sequences times head programs.
+        table_tokens: tokens that one row of the block table can hold.
+        head_padded: the larger padded head size of key and value.
+        key_bytes: bytes of an element of the keys.
+        query_bytes: bytes of an element of the query.
+    """
+    block_m = max(16, power_of_two(rows))
+    if query_bytes == 4:
+        block_n = 32 if head_padded <= 64 or (head_padded == 128 and block_m == 16) else 16
+        return SplitTile(block_m, block_n, 2 if block_m > 32 else 3, 8)
+    if head_padded > 128:
+        return SplitTile(block_m, 32, 3, 4)
+    if block_m > 16:
+        return SplitTile(block_m, 64, 3, 4)
+    if programs < 512:
+        # One program for each multiprocessor, or two: what is in flight must come from tall tiles.
+        tall = key_bytes == 1 or programs * table_tokens <= _SMALL_WORK[key_bytes]
+        return SplitTile(16, 128 if tall else 64, 3, 4)
+    if key_bytes == 1:
+        return SplitTile(16, 32, 3, 1) if programs >= 1024 else SplitTile(16, 64, 3, 2)
+    return SplitTile(16, 64, 2, 2)
+
+
+def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_bytes: int) -> int:
+    """Returns the keys of a chunk, a multiple of 128: from the padded batch and the table's width, never from lengths.
+
+    The chunks of a full table are of about equal length. Four sizes from one power of two to the next keep the number
+    of compiled variants small.
+
+    Args:
+        num_seqs: rows of the block table, padding included.
+        table_tokens: tokens that one row of the block table can hold.
+        head_programs: programs that one chunk of keys needs.
+        key_bytes: bytes of an element of the keys.
+
+    Example:
+        >>> chunk_size(num_seqs=1, table_tokens=65536, head_programs=8, key_bytes=2)
+        2048
+        >>> chunk_size(num_seqs=16, table_tokens=2112, head_programs=8, key_bytes=2)
+        1280
+    """
+    work = num_seqs * table_tokens * head_programs
+    if work <= _SMALL_WORK[key_bytes]:
+        return max(_MIN_CHUNK, power_of_two(ceil_div(work, _SMALL_TARGET)))
+    wanted = max(_MIN_CHUNK, min(_MAX_CHUNK, ceil_div(work, _TARGET_PROGRAMS)), ceil_div(work, _MAX_PROGRAMS))
+    if wanted >= table_tokens:
+        return max(_MIN_CHUNK, power_of_two(table_tokens))
+    chunk = ceil_div(table_tokens, ceil_div(table_tokens, wanted))
+    step = max(_MIN_CHUNK, power_of_two(chunk) // 8)
+    return ceil_div(chunk, step) * step

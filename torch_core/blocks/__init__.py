@@ -1,0 +1,1 @@
+"""What is done to blocks of the paged cache."""

@@ -1,0 +1,1 @@
+"""The copy of whole blocks: kernel and plan."""

@@ -1,0 +1,1 @@
+"""The write of new keys and values: kernels and plan."""

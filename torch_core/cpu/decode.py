@@ -1,0 +1,96 @@
+"""Decode rows of several sequences in one fused call, in groups whose shape depends on each sequence alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_core.cpu.core import attend
+from torch_core.cpu.gather import CachePair, gather_blocks
+from torch_core.cpu.masks import key_range
+from torch_core.specs import AttentionSpec
+
+__all__ = ["decode_group", "first_key_of_decode", "padded_blocks"]
+
+_SMALLEST_LENGTH = 64
+
+
+def first_key_of_decode(seq_len: int, spec: AttentionSpec) -> int:
+    """Returns the first key that the last token of a sequence sees."""
+    if spec.window_left is None and spec.attention_chunk is None:
+        return 0
+    return key_range(seq_len - 1, seq_len - 1, seq_len, True, spec)[0]
+
+
+def padded_blocks(num_keys: int, block_size: int) -> int:
+    """Returns how many blocks a decode row is padded to.
+
+    The values are few, because each costs a call, about 100 us, whatever its size: 64, 128, 256 tokens, then two per
+    octave.
+
+    Example:
+        >>> [padded_blocks(keys, 16) * 16 for keys in (1, 65, 129, 257, 513, 1025)]
+        [64, 128, 256, 384, 768, 1536]
+    """
+    octave = 1 << (num_keys - 1).bit_length()
+    if num_keys <= 256:
+        length = max(_SMALLEST_LENGTH, octave)
+    else:
+        length = octave if num_keys > octave * 3 // 4 else octave * 3 // 4
+    return -(-length // block_size)
+
+
+def decode_group(
+    query: Tensor,
+    kv_cache: CachePair,
+    block_tables: np.ndarray,
+    lengths: list[tuple[int, int, int]],
+    num_padded_blocks: int,
+    block_size: int,
+    scale: float,
+    spec: AttentionSpec,
+    alibi_slopes: np.ndarray | None,
+    scale_caches: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Attends one query row of each of several sequences.
+
+    Keys and values are padded with zeros to a length that `padded_blocks` takes from the sequence itself, and the
+    fused kernel works on one sequence and head at a time, so that a row's result is the same in any group.
+
+    Args:
+        query: float32 `[num_seqs, num_kv_heads, group_size, head_size]`.
+        kv_cache: see `gather_blocks`.
+        block_tables: int `[rows, max_blocks]`.
+        lengths: for each sequence its row of `block_tables`, its first visible key, and its number of keys.
+        num_padded_blocks: the common padded length.
+        block_size: tokens of a block.
+        scale: factor on the scores, every other scale included.
+        spec: the static options but for the scale.
+        alibi_slopes: float32 `[num_heads]`.
+        scale_caches: see `gather_blocks`.
+
+    Returns:
+        float32 output `[num_seqs, num_kv_heads, group_size, head_size]` and lse without the last axis.
+    """
+    num_seqs, num_kv_heads = query.shape[:2]
+    length = num_padded_blocks * block_size
+    blocks = np.zeros((num_seqs, num_padded_blocks), np.int64)
+    mask = np.zeros((num_seqs, 1, 1, length), np.float32)
+    live = []
+    for index, (row, first_key, seq_len) in enumerate(lengths):
+        first_block = first_key // block_size
+        end_block = -(-seq_len // block_size)
+        blocks[index, : end_block - first_block] = block_tables[row, first_block:end_block]
+        first, end = first_key - first_block * block_size, seq_len - first_block * block_size
+        mask[index, 0, 0, end:] = -np.inf
+        if first:
+            mask[index, 0, 0, :first] = -np.inf
+        live.append((first, end))
+    key, value = gather_blocks(kv_cache, blocks, live, scale_caches)
+    if alibi_slopes is not None:
+        last = np.array([end - 1 for _, end in live], np.float32)[:, None, None, None]
+        distance = np.arange(length, dtype=np.float32) - last
+        form = -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance
+        mask = mask + alibi_slopes.reshape(1, num_kv_heads, -1, 1) * form
+    return attend(query, key, value, scale=scale, bias=torch.from_numpy(mask))

@@ -1,0 +1,1 @@
+"""Device functions that kernels share, in Triton and in Gluon."""

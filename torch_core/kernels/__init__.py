@@ -1,1 +1,0 @@
-"""Triton and Gluon kernels, and nothing else: this package imports triton only."""

@@ -1,0 +1,16 @@
+"""Plans: shapes, dtypes and device limits in, LaunchPlans out; also the frozen tile tables."""
+
+from __future__ import annotations
+
+from torch_core.plan.plan import (
+    ABSENT,
+    ArraySpec,
+    Descriptor,
+    DeviceLimits,
+    LaunchPlan,
+    OperationPlan,
+    Pointer,
+    Scalar,
+)
+
+__all__ = ["ABSENT", "ArraySpec", "Descriptor", "DeviceLimits", "LaunchPlan", "OperationPlan", "Pointer", "Scalar"]

@@ -1,0 +1,170 @@
+"""From a LaunchPlan to a compiled Triton or Gluon kernel, the same one for torch and for XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from torch_core.errors import Unsupported
+from torch_core.plan.plan import (
+    TRITON_DTYPES,
+    Absent,
+    ArraySpec,
+    Descriptor,
+    DeviceLimits,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+)
+
+__all__ = ["KernelVariant", "check_fits", "compile_variant", "kernel_variant"]
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """What the compiler needs to know of a launch: many launches, of many shapes, share one variant.
+
+    Attributes:
+        kernel: the `@triton.jit` or `@gluon.jit` function.
+        signature: (parameter name, Triton type) in kernel order.
+        constants: (parameter index, value) of the parameters that are known when compiling.
+        divisible: indices of the pointers and integers that are multiples of 16.
+        num_warps: as in LaunchPlan.
+        num_stages: as in LaunchPlan.
+        maxnreg: as in LaunchPlan.
+    """
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[int, Any], ...]
+    divisible: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        key = (self.kernel.__name__, self.signature, str(self.constants), self.divisible, self.num_warps)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.__name__
+
+    @property
+    def is_gluon(self) -> bool:
+        """The kernel is written in Gluon."""
+        return bool(self.kernel.is_gluon())
+
+    def source(self) -> ASTSource:
+        """The compiler's view of the variant; its `hash()` covers the kernel's source and everything it calls."""
+        source_class = GluonASTSource if self.is_gluon else ASTSource
+        return source_class(
+            fn=self.kernel,
+            signature=dict(self.signature),
+            constexprs={(index,): value for index, value in self.constants},
+            attrs={(index,): [["tt.divisibility", 16]] for index in self.divisible},
+        )
+
+    def options(self) -> dict[str, Any]:
+        """The compiler's options."""
+        options: dict[str, Any] = {"num_warps": self.num_warps}
+        if not self.is_gluon:
+            options["num_stages"] = self.num_stages
+        if self.maxnreg is not None:
+            options["maxnreg"] = self.maxnreg
+        return options
+
+
+def kernel_variant(launch: LaunchPlan, specs: Mapping[str, ArraySpec]) -> KernelVariant:
+    """Returns the variant that a launch needs.
+
+    Args:
+        launch: the launch.
+        specs: the operation's buffers by name.
+    """
+    arguments = dict(launch.arguments)
+    constexprs = dict(launch.constexprs)
+    signature: list[tuple[str, str]] = []
+    constants: list[tuple[int, Any]] = []
+    divisible: list[int] = []
+    for index, name in enumerate(launch.kernel.arg_names):
+        argument = arguments.get(name)
+        if argument is None or isinstance(argument, Absent):
+            signature.append((name, "constexpr"))
+            constants.append((index, constexprs.get(name)))
+        elif isinstance(argument, Pointer):
+            spec = specs[argument.buffer]
+            signature.append((name, "*" + TRITON_DTYPES[spec.dtype]))
+            if spec.aligned:
+                divisible.append(index)
+        elif isinstance(argument, Descriptor):
+            signature.append((name, _descriptor_type(argument, specs[argument.buffer])))
+        else:
+            _add_scalar(name, index, argument, signature, constants, divisible)
+    return KernelVariant(
+        kernel=launch.kernel,
+        signature=tuple(signature),
+        constants=tuple(constants),
+        divisible=tuple(divisible),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        maxnreg=launch.maxnreg,
+    )
+
+
+def compile_variant(variant: KernelVariant, arch: int) -> Any:
+    """Compiles a variant for CUDA compute capability `arch` (90 for Hopper); needs no GPU.
+
+    Returns:
+        Triton's CompiledKernel: `asm["ptx"]`, `asm["cubin"]`, `metadata`. Triton keeps it in its own disk cache too.
+    """
+    return triton.compile(variant.source(), target=GPUTarget("cuda", arch, 32), options=variant.options())
+
+
+def check_fits(name: str, shared_memory: int, limits: DeviceLimits) -> None:
+    """Refuses a kernel that needs more shared memory than a thread block of the device can have.
+
+    Raises:
+        Unsupported: it does not fit.
+    """
+    if shared_memory > limits.shared_memory:
+        raise Unsupported(
+            f"kernel {name} needs {shared_memory} bytes of shared memory and this device (compute capability "
+            f"{limits.arch / 10}) gives a block {limits.shared_memory}; use implementation='xla', a smaller head_size, "
+            "or a Hopper device."
+        )
+
+
+def _descriptor_type(descriptor: Descriptor, spec: ArraySpec) -> str:
+    box = ", ".join(str(size) for size in descriptor.box)
+    layout = "" if descriptor.layout is None else f",{descriptor.layout!r}"
+    return f"tensordesc<{TRITON_DTYPES[spec.dtype]}[{box}]{layout}>"
+
+
+def _add_scalar(
+    name: str,
+    index: int,
+    scalar: Scalar,
+    signature: list[tuple[str, str]],
+    constants: list[tuple[int, Any]],
+    divisible: list[int],
+) -> None:
+    is_integer = scalar.type != "fp32"
+    if is_integer and scalar.specialize and scalar.value == 1:
+        signature.append((name, "constexpr"))
+        constants.append((index, 1))
+        return
+    signature.append((name, scalar.type))
+    if is_integer and scalar.specialize and scalar.value % 16 == 0:
+        divisible.append(index)

@@ -1,0 +1,150 @@
+"""Runs Triton kernels in Triton's interpreter on CPU tensors, in a process that also compiles them.
+
+Triton picks interpreter or compiler when a function is decorated, by an environment variable, for the whole process.
+Here each decorated function gets an interpreted twin instead, made on first use, so that one test process can do both.
+Helper kernels must be imported by name (`from torch_core.attention.x import helper`): twins replace names of the
+module that uses them. Slow by design: for tests and for debugging a kernel without a GPU.
+
+Two things of Triton 3.6's interpreter are replaced while it runs: conversions between float types, which truncate to
+bfloat16 and carry wrongly in fp8 where the hardware rounds to nearest even, and float arguments, which a kernel sees as
+tensors when compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+from triton.runtime.jit import JITFunction
+
+from torch_core.attention.split.pairs import widened, widened_plainly
+from torch_core.errors import Unsupported
+
+__all__ = ["run_interpreted"]
+
+_TORCH_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
+_BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_PATCHED = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base, tl.dtype)
+# Functions of inline assembly, which the interpreter cannot run, and what computes the same without.
+_PLAIN = {widened.fn: widened_plainly.fn}
+_twins: dict[Any, InterpretedFunction] = {}
+
+
+def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Runs one launch of a `@triton.jit` function in the interpreter.
+
+    Args:
+        kernel: the function, decorated with or without TRITON_INTERPRET=1.
+        grid: one to three sizes.
+        arguments: every parameter by name; tensors on the CPU, written in place.
+
+    Raises:
+        Unsupported: a Gluon kernel, which has no interpreter.
+    """
+    if isinstance(kernel, InterpretedFunction):
+        kernel[grid](**arguments)
+        return
+    if kernel.is_gluon():
+        raise Unsupported(f"kernel {kernel.__name__} is written in Gluon, which has no interpreter; run it on CUDA.")
+    with _interpreted_language():
+        _twin(kernel)[grid](**arguments)
+
+
+@contextlib.contextmanager
+def _interpreted_language() -> Iterator[None]:
+    # The interpreter patches triton.language and, for nested calls, leaves patches behind; a later compilation in this
+    # process must find the language as it was.
+    before = [(owner, dict(vars(owner))) for owner in _PATCHED]
+    options = interpreter_builder.options
+    convert_float, implicit_cvt = interpreter._convert_float, interpreter._implicit_cvt
+    patch_lang_tensor = interpreter._patch_lang_tensor
+    try:
+        interpreter_builder.create_dot = functools.partial(_dot, interpreter_builder)
+        interpreter._patch_lang_tensor = functools.partial(_patch_lang_tensor, patch_lang_tensor)
+        interpreter._convert_float = _convert_float
+        interpreter._implicit_cvt = lambda argument: (
+            _float_tensor(argument) if isinstance(argument, float) else implicit_cvt(argument)
+        )
+        for owner in (tl.standard, tl, tl.tensor):
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, JITFunction):
+                    setattr(owner, name, _twin(value))
+        # Infinities are ordinary values of an online softmax; the device computes with them silently.
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        interpreter._convert_float, interpreter._implicit_cvt = convert_float, implicit_cvt
+        interpreter._patch_lang_tensor = patch_lang_tensor
+        del interpreter_builder.create_dot
+        interpreter_builder.options = options
+        for owner, attributes in before:
+            for name, value in list(vars(owner).items()):
+                if name not in attributes:
+                    delattr(owner, name)
+                elif value is not attributes[name]:
+                    setattr(owner, name, attributes[name])
+
+
+def _patch_lang_tensor(original: Any, tensor: Any, scope: Any) -> None:
+    # numpy 2.4 refuses int() of the one-element arrays that the interpreter uses for scalars (loop bounds).
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    # The interpreter would multiply the bit patterns of bfloat16; fp32 holds every product's factors exactly.
+    operands = [
+        interpreter.TensorHandle(_convert_float(x.data, x.dtype, tl.float32, None).view(np.float32), tl.float32)
+        if x.dtype.scalar == tl.bfloat16
+        else x
+        for x in (a, b)
+    ]
+    return type(builder).create_dot(builder, *operands, d, input_precision, max_num_imprecise_acc)
+
+
+def _twin(kernel: Any) -> Any:
+    original = _PLAIN.get(kernel.fn, kernel.fn)
+    if original not in _twins:
+        scope = dict(original.__globals__)
+        function = types.FunctionType(
+            original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
+        )
+        function.__kwdefaults__ = original.__kwdefaults__
+        function.__annotations__ = original.__annotations__
+        function.__module__ = original.__module__
+        # Entered before the names are replaced, so that functions which call each other end.
+        _twins[original] = InterpretedFunction(function)
+        for name in original.__code__.co_names:
+            if isinstance(scope.get(name), JITFunction):
+                scope[name] = _twin(scope[name])
+    return _twins[original]
+
+
+def _convert_float(data: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
+    # As the hardware's cvt.rn.satfinite: to nearest even, finite values beyond fp8's range become its largest.
+    bits = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    values = torch.from_numpy(bits.copy()).view(_TORCH_DTYPES[source.name])
+    if target.primitive_bitwidth == 8:
+        largest = torch.finfo(_TORCH_DTYPES[target.name]).max
+        values = values.float().clamp(-largest, largest)
+    converted = values.to(_TORCH_DTYPES[target.name]).view(torch.uint8).numpy()
+    return converted.view(_BITS[target.primitive_bitwidth]).reshape(np.shape(data))
+
+
+def _float_tensor(value: float) -> Any:
+    return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)

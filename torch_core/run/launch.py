@@ -1,0 +1,236 @@
+"""Runs an OperationPlan on torch tensors: Triton's own launcher on CUDA, Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from triton import knobs
+
+from torch_core.errors import InvalidInput
+from torch_core.plan.compile import check_fits, compile_variant, kernel_variant
+from torch_core.plan.plan import (
+    Absent,
+    ArraySpec,
+    Descriptor,
+    DeviceLimits,
+    LaunchPlan,
+    OperationPlan,
+    Pointer,
+    Scalar,
+)
+from torch_core.run.interpret import run_interpreted
+
+__all__ = ["array_spec", "device_limits", "dtype_name", "prepare_operation", "run_operation", "torch_dtype"]
+
+# An architecture that gets the portable kernels.
+_INTERPRETED_ARCH = 80
+
+
+def run_operation(
+    plan: OperationPlan, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Runs the launches of a plan in order on the current stream, without waiting for the device.
+
+    Outputs and scratch that `out` lacks are allocated with `torch.empty`: under CUDA graph capture they come from the
+    graph's pool. Kernels are compiled (or read from Triton's disk cache) and loaded on the first run, so a
+    plan must run once before it is captured.
+
+    Args:
+        plan: made for arrays of exactly these shapes, dtypes and strides; that is the caller's duty, only alignment
+            and the set of names are checked here.
+        tensors: the plan's inputs by name, all on one device.
+        out: outputs to fill and scratch to use, by name; contiguous.
+
+    Returns:
+        The plan's outputs by name.
+
+    Raises:
+        InvalidInput: an input is missing, an output has another shape or dtype, or an address is not aligned as the
+            plan assumes.
+        Unsupported: a kernel does not fit the device.
+    """
+    missing = [name for name, _ in plan.inputs if name not in tensors]
+    if missing:
+        raise InvalidInput(f"{plan.name}: the inputs {missing} are missing; give a tensor for each.")
+    buffers = dict(tensors)
+    device = tensors[plan.inputs[0][0]].device
+    for name, spec in (*plan.outputs, *plan.scratch):
+        given = None if out is None else out.get(name)
+        buffers[name] = _empty(spec, device) if given is None else _checked_output(plan.name, name, given, spec)
+    if device.type == "cuda":
+        if torch.cuda.current_device() == device.index:
+            _launch_all(plan, buffers, device)
+        else:
+            with torch.cuda.device(device):
+                _launch_all(plan, buffers, device)
+    else:
+        for launch in plan.launches:
+            run_interpreted(launch.kernel, launch.grid, _interpreter_arguments(launch, buffers))
+    return {name: buffers[name] for name, _ in plan.outputs}
+
+
+def prepare_operation(plan: OperationPlan, device: torch.device) -> None:
+    """Compiles a plan's kernels and loads them onto a CUDA device, so that its first run may be a captured one.
+
+    Raises:
+        Unsupported: a kernel does not fit the device.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()
+        _prepared(plan, device.index)
+
+
+def array_spec(tensor: torch.Tensor) -> ArraySpec:
+    """Returns the spec of a tensor; contiguous ones get `strides=None`, so that equal layouts share plans."""
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return _array_spec(tuple(tensor.shape), tensor.dtype, strides, tensor.data_ptr() % 16 == 0)
+
+
+@lru_cache(maxsize=4096)
+def _array_spec(
+    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None, aligned: bool
+) -> ArraySpec:
+    return ArraySpec(shape, dtype_name(dtype), strides, aligned)
+
+
+@cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Returns the limits of a CUDA device; for any other device, those of an older one, which the interpreter can be.
+
+    Triton's interpreter runs no Gluon kernel: plans for it choose as if this were not a Hopper device.
+
+    Example:
+        >>> device_limits(torch.device("cpu")).num_sms
+        132
+    """
+    if device.type != "cuda":
+        return DeviceLimits(arch=_INTERPRETED_ARCH)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits(
+        arch=properties.major * 10 + properties.minor,
+        num_sms=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin,
+    )
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name that torch_core.specs uses for a torch dtype.
+
+    Example:
+        >>> dtype_name(torch.float8_e4m3fn)
+        'float8_e4m3fn'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the torch dtype of a name of torch_core.specs."""
+    return getattr(torch, name)
+
+
+def _launch_all(plan: OperationPlan, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    # Numbers, not tensors: for a tensor the launcher asks the driver about the address on every call.
+    aligned = _aligned_buffers(plan)
+    addresses = {name: _address(plan.name, name, tensor, device, aligned) for name, tensor in buffers.items()}
+    stream = torch.cuda.current_stream(device).cuda_stream
+    hooked = _has_hooks()
+    for compiled, run, template, pointers, descriptors, grid in _prepared(plan, device.index):
+        arguments = list(template)
+        for index, name in pointers:
+            arguments[index] = addresses[name]
+        for index, descriptor in descriptors:
+            arguments[index] = _tensor_descriptor(descriptor, buffers[descriptor.buffer])
+        if hooked:
+            compiled[grid](*arguments, stream=stream)
+        else:
+            # What compiled[grid] does, without a closure and a record for hooks that nobody set.
+            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def _has_hooks() -> bool:
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+@lru_cache(maxsize=4096)
+def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
+    # One entry per device: a loaded CUDA function belongs to one context.
+    limits = device_limits(torch.device("cuda", device_index))
+    specs = plan.specs
+    prepared = []
+    for launch in plan.launches:
+        compiled = compile_variant(kernel_variant(launch, specs), limits.arch)
+        check_fits(launch.name, compiled.metadata.shared, limits)
+        arguments = {**dict(launch.constexprs), **dict(launch.arguments)}
+        template: list[Any] = []
+        pointers, descriptors = [], []
+        for index, name in enumerate(launch.kernel.arg_names):
+            argument = arguments[name]
+            template.append(_constant(argument))
+            if isinstance(argument, Pointer):
+                pointers.append((index, argument.buffer))
+            elif isinstance(argument, Descriptor):
+                descriptors.append((index, argument))
+        grid = launch.grid + (1,) * (3 - len(launch.grid))
+        # Reading `run` loads the code onto the device, so that a later capture does not.
+        prepared.append((compiled, compiled.run, tuple(template), pointers, descriptors, grid))
+    return tuple(prepared)
+
+
+def _constant(argument: Any) -> Any:
+    if isinstance(argument, Scalar):
+        return argument.value
+    return None if isinstance(argument, Absent) else argument
+
+
+def _address(operation: str, name: str, tensor: torch.Tensor, device: torch.device, aligned: frozenset[str]) -> int:
+    if tensor.device != device:
+        raise InvalidInput(f"{operation}: {name} is on {tensor.device} and the first input on {device}; move it there.")
+    address = tensor.data_ptr()
+    if address % 16 and name in aligned:
+        raise InvalidInput(
+            f"{operation}: {name} starts {address % 16} bytes after a multiple of 16, and the plan was made for an "
+            "aligned array; clone it, or give the plan its array_spec."
+        )
+    return address
+
+
+@lru_cache(maxsize=4096)
+def _aligned_buffers(plan: OperationPlan) -> frozenset[str]:
+    return frozenset(name for name, spec in plan.specs.items() if spec.aligned)
+
+
+def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
+    # Imported here: only Gluon plans need it.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    shape, strides, box = list(descriptor.shape), list(descriptor.strides), list(descriptor.box)
+    return TensorDescriptor(tensor, shape, strides, box, descriptor.layout)
+
+
+def _interpreter_arguments(launch: LaunchPlan, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    values: dict[str, Any] = dict(launch.constexprs)
+    for name, argument in launch.arguments:
+        if isinstance(argument, (Pointer, Descriptor)):
+            values[name] = buffers[argument.buffer]
+        else:
+            values[name] = _constant(argument)
+    return values
+
+
+def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+
+
+def _checked_output(operation: str, name: str, tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
+    found = array_spec(tensor)
+    if found.shape != spec.shape or found.dtype != spec.dtype or found.strides != spec.strides:
+        raise InvalidInput(
+            f"{operation}: out {name!r} is {found.dtype}{list(found.shape)} with strides {found.element_strides}; it "
+            f"must be {spec.dtype}{list(spec.shape)} with strides {spec.element_strides}."
+        )
+    return tensor

@@ -1,0 +1,1 @@
+"""The kernel variants that models use, and what they take when compiled."""

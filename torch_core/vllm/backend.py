@@ -1,0 +1,292 @@
+"""The contract of an attention backend: what it serves, how its cache lies in memory, which classes do the work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from torch_core.specs import KVCacheSpec
+from torch_core.vllm.config import AttentionSelectorConfig
+from torch_core.vllm.types import (
+    CACHE_DTYPES,
+    AttentionType,
+    DeviceCapability,
+    DeviceInfo,
+    KVCacheLayoutType,
+    MultipleOf,
+)
+
+if TYPE_CHECKING:
+    from torch_core.vllm.builder import AttentionMetadataBuilder
+    from torch_core.vllm.impl import AttentionImplBase
+
+__all__ = ["AttentionBackend"]
+
+_ANY_HEAD_SIZE = range(1, 257)
+
+
+class AttentionBackend(ABC):
+    """A way to compute attention. Never instantiated: everything is asked of the class.
+
+    Subclasses set the class attributes and override what differs. The names are vLLM's
+    (`vllm/v1/attention/backend.py`); the differences are listed in this folder's README.
+
+    Attributes:
+        supported_dtypes: of queries, keys and values.
+        supported_kv_cache_dtypes: names of `CACHE_DTYPES`.
+        supported_attn_types: kinds of attention.
+        supported_head_sizes: a range or tuple.
+        device_type: the devices that the backend runs on.
+        min_capability: the lowest compute capability of a CUDA device, None for any.
+        accept_output_buffer: `forward` writes into the tensor that it is given.
+        forward_includes_kv_cache_update: `forward` writes the step's keys and values to the cache.
+    """
+
+    supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")
+    supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = _ANY_HEAD_SIZE
+    device_type: ClassVar[str] = "cuda"
+    min_capability: ClassVar[DeviceCapability | None] = None
+    accept_output_buffer: ClassVar[bool] = True
+    forward_includes_kv_cache_update: ClassVar[bool] = True
+
+    # The classes that do the work.
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """Returns the backend's name, unique in a registry."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImplBase]:
+        """Returns the class whose instances are the layers' implementations."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """Returns the class that builds the metadata of a step."""
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """Returns the module and the qualified name of this class."""
+        return cls.__module__, cls.__qualname__
+
+    # The cache in memory.
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Returns the logical shape of one layer's cache.
+
+        Raises:
+            InvalidInput: a size is out of range.
+        """
+        del cache_dtype_str  # No dtype changes the shape.
+        spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype="float32")
+        return spec.shape(num_blocks)
+
+    @classmethod
+    def get_kv_cache_block_dim(
+        cls, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> int:
+        """Returns which axis of the cache counts blocks."""
+        # A size that no other axis can have marks the axis.
+        marker = (1 << 30) + 7
+        return cls.get_kv_cache_shape(marker, block_size, num_kv_heads, head_size, cache_dtype_str).index(marker)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Returns the axes in the order in which they lie in memory, outermost first.
+
+        With the layers' dimension (an axis 0 in front of the logical shape) blocks are outermost, then layers, so that
+        one block of all layers is one piece of memory, for transfers.
+        """
+        return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
+
+    @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool:
+        """Returns whether blocks may lie apart: the kernels take the distance between blocks from the strides."""
+        return cls.get_kv_cache_stride_order(include_num_layers_dimension=True)[0] != 0
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> KVCacheLayoutType | None:
+        """Returns the only order of tokens and heads that the backend reads; None when the strides decide."""
+        return None
+
+    # What is served.
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Returns the head sizes that are served."""
+        return list(cls.supported_head_sizes)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Returns the block sizes that the kernels take."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Returns the default if it is served, else the smallest block size that is."""
+        if cls.supports_block_size(default_block_size):
+            return default_block_size
+        sizes = cls.get_supported_kernel_block_sizes()
+        return min(size.base if isinstance(size, MultipleOf) else size for size in sizes)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Returns whether a head size is served."""
+        return head_size in cls.supported_head_sizes
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        """Returns whether queries, keys and values of this dtype are served."""
+        return dtype in cls.supported_dtypes
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Returns whether a cache of this dtype is served; None stands for undecided."""
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Returns whether blocks of this size are served; None stands for undecided."""
+        if block_size is None:
+            return True
+        sizes = cls.get_supported_kernel_block_sizes()
+        return block_size <= 256 and any(
+            block_size in size if isinstance(size, MultipleOf) else block_size == size for size in sizes
+        )
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: AttentionType | str) -> bool:
+        """Returns whether this kind of attention is served."""
+        return attn_type in cls.supported_attn_types
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Returns whether a CUDA device of this capability is served."""
+        return cls.min_capability is None or capability >= cls.min_capability
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Returns whether the backend is for multi-head latent attention, and for nothing else."""
+        return False
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Returns whether the backend attends to chosen tokens only."""
+        return False
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """Returns whether the backend is a state-space model's."""
+        return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Returns whether sinks are served."""
+        return False
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """Returns whether ALiBi with the square root of the distance is served."""
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Returns whether spans of bidirectional tokens are served."""
+        return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Returns whether a cache scale for each head is served."""
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Returns whether a decoder layer without the causal mask is served."""
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Returns whether a sequence's result never depends on the rest of the batch, bit for bit."""
+        return False
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Returns whether blocks may be sent to and received from other processes."""
+        return True
+
+    @classmethod
+    def supports_combination(cls, config: AttentionSelectorConfig, device: DeviceInfo) -> str | None:
+        """Returns why demands that are served one by one are not served together, or None when they are."""
+        del config, device  # Nothing clashes by default.
+        return None
+
+    @classmethod
+    def validate_configuration(cls, config: AttentionSelectorConfig, device: DeviceInfo) -> list[str]:
+        """Returns every reason why the backend cannot serve a layer on a device; empty when it can.
+
+        Example:
+            >>> from torch_core.vllm import TorchAttentionBackend
+            >>> config = AttentionSelectorConfig(
+            ...     num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.float32, use_mla=True
+            ... )
+            >>> TorchAttentionBackend.validate_configuration(config, DeviceInfo(type="cpu"))
+            ['it does not compute multi-head latent attention (use_mla)']
+        """
+        reasons = []
+        if device.type != cls.device_type:
+            reasons.append(f"it runs on {cls.device_type} and the device is {device.type}")
+        elif device.capability is not None and not cls.supports_compute_capability(device.capability):
+            reasons.append(f"the device has compute capability {device.capability}; it needs {cls.min_capability}")
+        if not cls.supports_head_size(config.head_size):
+            reasons.append(f"head_size is {config.head_size}; it serves {_sizes(cls.supported_head_sizes)}")
+        if not cls.supports_dtype(config.dtype):
+            served = ", ".join(str(dtype).removeprefix("torch.") for dtype in cls.supported_dtypes)
+            reasons.append(f"dtype is {str(config.dtype).removeprefix('torch.')}; it serves {served}")
+        if not cls.supports_kv_cache_dtype(config.kv_cache_dtype):
+            known = "" if config.kv_cache_dtype in CACHE_DTYPES else "unknown; "
+            served = ", ".join(cls.supported_kv_cache_dtypes)
+            reasons.append(f"kv_cache_dtype is {config.kv_cache_dtype!r}; {known}it serves {served}")
+        if not cls.supports_block_size(config.block_size):
+            served = " and ".join(
+                f"multiples of {size.base}" if isinstance(size, MultipleOf) else str(size)
+                for size in cls.get_supported_kernel_block_sizes()
+            )
+            reasons.append(f"block_size is {config.block_size}; it serves {served} up to 256")
+        if not cls.supports_attn_type(config.attn_type):
+            served = ", ".join(kind.value for kind in cls.supported_attn_types)
+            reasons.append(f"attn_type is {AttentionType(config.attn_type).value}; it serves {served}")
+        if config.use_mla and not cls.is_mla():
+            reasons.append("it does not compute multi-head latent attention (use_mla)")
+        if cls.is_mla() and not config.use_mla:
+            reasons.append("it computes multi-head latent attention only (use_mla)")
+        if config.use_sparse != cls.is_sparse():
+            reasons.append(f"it computes {'sparse' if cls.is_sparse() else 'dense'} attention only (use_sparse)")
+        demands = (
+            ("has_sink", cls.supports_sink, "it does not serve sinks"),
+            ("use_mm_prefix", cls.supports_mm_prefix, "it does not serve bidirectional spans"),
+            ("use_alibi_sqrt", cls.supports_alibi_sqrt, "it does not serve square-root ALiBi"),
+            ("use_per_head_quant_scales", cls.supports_per_head_quant_scales, "it has one cache scale for all heads"),
+            ("use_non_causal", cls.supports_non_causal, "its decoder attention is causal"),
+            ("use_batch_invariant", cls.supports_batch_invariance, "its results depend on the batch"),
+            ("use_kv_connector", cls.supports_kv_connector, "its blocks cannot leave the process"),
+        )
+        for name, serves, reason in demands:
+            if getattr(config, name) and not serves():
+                reasons.append(f"{reason} ({name})")
+        clash = cls.supports_combination(config, device)
+        return reasons if clash is None else [*reasons, clash]
+
+
+def _sizes(sizes: range | tuple[int, ...]) -> str:
+    if isinstance(sizes, range):
+        return f"{sizes.start} to {sizes.stop - 1}"
+    return ", ".join(map(str, sizes))

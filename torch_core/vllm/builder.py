@@ -1,0 +1,131 @@
+"""The contract of a metadata builder: from a batch on the host to what the layers of one cache group read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_core.errors import Unsupported
+from torch_core.metadata import CommonAttentionMetadata
+from torch_core.specs import KVCacheSpec
+from torch_core.vllm.config import BuilderConfig
+from torch_core.vllm.types import AttentionCGSupport
+
+__all__ = ["AttentionMetadataBuilder"]
+
+
+class AttentionMetadataBuilder(ABC):
+    """Builds the metadata of a step once for all layers of a cache group. Names follow vLLM's class of this name.
+
+    Args:
+        kv_cache_spec: the cache of the layers.
+        layer_names: the layers, for messages.
+        config: the rest of what it must know.
+        device: where the tensors go.
+
+    Attributes:
+        cudagraph_support: which batches can be replayed from a CUDA graph.
+        reorder_batch_threshold: the longest query that counts as a decode, when decodes must come first in the batch;
+            None when the order does not matter.
+        supports_update_block_table: `update_block_table` works.
+    """
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = None
+    supports_update_block_table: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: Sequence[str],
+        config: BuilderConfig,
+        device: torch.device | str,
+    ) -> None:
+        self.kv_cache_spec = kv_cache_spec
+        self.layer_names = tuple(layer_names)
+        self.config = config
+        self.device = torch.device(device)
+
+    @classmethod
+    def get_cudagraph_support(cls) -> AttentionCGSupport:
+        """Returns which batches can be replayed from a CUDA graph."""
+        return cls.cudagraph_support
+
+    @abstractmethod
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        *,
+        arrays: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Returns the metadata of a step.
+
+        Args:
+            common_prefix_len: tokens of a prefix that all sequences share and that is attended once (cascade); 0 for
+                none.
+            common_attn_metadata: the batch.
+            fast_build: prefer a quick build over quick attention; for drafts that are used once.
+            arrays: the batch on the device already, by field name, from `upload` or `StepBuffers`; shared by the
+                builders of all cache groups. None uploads it.
+
+        Raises:
+            InvalidInput: the batch was built for another cache.
+        """
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
+    ) -> Any:
+        """Returns the metadata to capture a CUDA graph with; by default that of `build`."""
+        return self.build(0, common_attn_metadata, arrays=arrays)
+
+    def build_for_drafting(
+        self,
+        common_attn_metadata: CommonAttentionMetadata,
+        draft_index: int,
+        *,
+        arrays: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Returns the metadata of a draft model's step: the `draft_index`-th token of a chain, or level of a tree."""
+        del draft_index  # The batch says everything by default.
+        return self.build(0, common_attn_metadata, fast_build=True, arrays=arrays)
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        """Returns the same metadata for another cache group, whose tables and slots alone differ.
+
+        Raises:
+            Unsupported: the builder cannot; see `supports_update_block_table`.
+        """
+        del metadata, blk_table, slot_mapping  # For builders that support it.
+        raise Unsupported(f"{type(self).__name__} does not update block tables; call build for each cache group.")
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
+        """Returns whether attending a shared prefix once should pay; never, by default."""
+        del common_prefix_len, query_lens, num_sms  # For builders that support it.
+        return False
+
+    def _init_reorder_batch_threshold(
+        self,
+        reorder_batch_threshold: int = 1,
+        *,
+        supports_spec_as_decode: bool = False,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        """Sets the longest decode: a verified draft is one too when the kernels allow it.
+
+        A decode of a step that verifies `n` drafted tokens has `1 + n` of them, `1 + 2 n` when drafts are made in
+        parallel. Ranks that share sequences align only single tokens with their part of the cache.
+        """
+        threshold = reorder_batch_threshold
+        if supports_spec_as_decode:
+            drafted = self.config.num_speculative_tokens * (2 if self.config.parallel_drafting else 1)
+            threshold = max(threshold, 1 + drafted)
+        if self.config.context_parallel.dcp_world_size > 1 and not supports_dcp_with_varlen:
+            threshold = 1
+        self.reorder_batch_threshold = threshold

@@ -1,0 +1,228 @@
+"""CUDA graphs of whole steps: static inputs for each batch size, captured once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata import (
+    CommonAttentionMetadata,
+    PackedLayout,
+    build_common_metadata,
+)
+from torch_core.vllm.builder import AttentionMetadataBuilder
+from torch_core.vllm.upload import StepBuffers
+
+__all__ = ["CommonAttentionState", "StepGraphs"]
+
+_ENCODER_INPUTS = ("encoder_seq_lens", "cross_slot_mapping", "cross_block_tables")
+
+
+class CommonAttentionState:
+    """The static metadata of each batch size that was captured, and how a step is brought into it.
+
+    The verbs are those of vLLM's older `CommonAttentionState` (`vllm/attention/backends/utils.py`). There the inputs
+    of a graph are copied one by one into their buffers; here one upload fills them all.
+
+    Args:
+        builder: makes the metadata from the static tensors.
+        layout_for: the layout of a step of so many sequences; cross attention adds the fields of `encoder_layout`.
+        device: where the tensors live.
+
+    Example:
+        >>> from torch_core.vllm import BuilderConfig, TorchAttentionMetadataBuilder
+        >>> from torch_core.metadata import metadata_layout
+        >>> from torch_core.specs import KVCacheSpec
+        >>> spec = KVCacheSpec(num_kv_heads=2, head_size=8, block_size=4, dtype="float32")
+        >>> builder = TorchAttentionMetadataBuilder(spec, ["layer"], BuilderConfig(num_heads=2), "cpu")
+        >>> layout_for = lambda size: metadata_layout(num_seqs=size, num_tokens=size, max_blocks=8)
+        >>> state = CommonAttentionState(builder, layout_for, "cpu")
+        >>> with state.graph_capture(max_batch_size=4):
+        ...     metadata = state.graph_capture_get_metadata_for_batch(4)
+        >>> metadata.block_table.shape
+        torch.Size([4, 8])
+    """
+
+    def __init__(
+        self,
+        builder: AttentionMetadataBuilder,
+        layout_for: Callable[[int], PackedLayout],
+        device: torch.device | str,
+    ) -> None:
+        self._builder = builder
+        self._layout_for = layout_for
+        self._device = device
+        self._max_batch_size: int | None = None
+        self._buffers: dict[int, StepBuffers] = {}
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        """Makes room for static metadata of up to `max_batch_size` sequences; sizes are captured within it."""
+        self._max_batch_size = max_batch_size
+        try:
+            yield
+        finally:
+            self._max_batch_size = None
+
+    def graph_clone(self, batch_size: int) -> CommonAttentionState:
+        """Returns a state with nothing captured, for another set of graphs of the same layers.
+
+        Raises:
+            InvalidInput: nothing is being captured.
+        """
+        self._check_capturing(batch_size)
+        return CommonAttentionState(self._builder, self._layout_for, self._device)
+
+    def graph_capture_get_metadata_for_batch(self, batch_size: int, *, is_encoder_decoder_model: bool = False) -> Any:
+        """Returns metadata over static tensors for a batch size; its sequences are empty until a step is prepared.
+
+        Raises:
+            InvalidInput: nothing is being captured, the size is too large, or the layout lacks the encoder's fields.
+        """
+        self._check_capturing(batch_size)
+        layout = self._layout_for(batch_size)
+        if is_encoder_decoder_model and any(name not in layout for name in _ENCODER_INPUTS):
+            raise InvalidInput("The layout has no encoder fields; add those of encoder_layout for cross attention.")
+        if batch_size not in self._buffers:
+            self._buffers[batch_size] = StepBuffers(layout, self._device)
+        buffers = self._buffers[batch_size]
+        spec, config = self._builder.kv_cache_spec, self._builder.config
+        empty = build_common_metadata(
+            [],
+            block_size=spec.block_size,
+            num_blocks=2,
+            num_seqs=layout["seq_lens"].size,
+            num_tokens=layout["slot_mapping"].size,
+            max_blocks=layout["block_tables"].shape[1],
+            max_query_len=-(-layout["slot_mapping"].size // max(layout["seq_lens"].size, 1)),
+            max_seq_len=layout["block_tables"].shape[1] * spec.block_size,
+            cache_group=config.cache_group or None,
+            encoder_rows=[] if is_encoder_decoder_model else None,
+            layout=layout,
+        )
+        return self._builder.build_for_cudagraph_capture(empty, arrays=buffers.arrays)
+
+    def get_graph_input_buffers(self, batch_size: int, *, is_encoder_decoder_model: bool = False) -> dict[str, Tensor]:
+        """Returns the static tensors that a graph of this batch size reads, by name.
+
+        Raises:
+            InvalidInput: the size was not captured.
+        """
+        names = ["slot_mapping", "seq_lens", "query_start_loc", "block_tables"]
+        names += _ENCODER_INPUTS if is_encoder_decoder_model else []
+        arrays = self._captured(batch_size).arrays
+        return {name: arrays[name] for name in names}
+
+    def host_buffer(self, batch_size: int, step: int) -> Any:
+        """Returns the host buffer into which the metadata of `step` is built; see `StepBuffers.host_buffer`.
+
+        Raises:
+            InvalidInput: the size was not captured.
+        """
+        return self._captured(batch_size).host_buffer(step)
+
+    def prepare_graph_input_buffers(self, batch_size: int, step: int, metadata: CommonAttentionMetadata) -> None:
+        """Uploads a step into the static tensors of a batch size: one copy.
+
+        Args:
+            batch_size: a captured size.
+            step: the number under which the host buffer was taken.
+            metadata: built into that buffer.
+
+        Raises:
+            InvalidInput: the size was not captured, or the metadata was built for another layout.
+        """
+        buffers = self._captured(batch_size)
+        if metadata.layout != buffers.layout:
+            raise InvalidInput(
+                f"the metadata is padded to {metadata.num_seqs} sequences and {metadata.num_tokens} tokens; the graph "
+                f"of batch size {batch_size} has another layout. Build it with that layout."
+            )
+        buffers.upload(step)
+
+    def _check_capturing(self, batch_size: int) -> None:
+        if self._max_batch_size is None:
+            raise InvalidInput("Nothing is being captured; do this inside `with state.graph_capture(max_batch_size)`.")
+        if not 1 <= batch_size <= self._max_batch_size:
+            raise InvalidInput(
+                f"batch_size is {batch_size}; this capture is for 1 to {self._max_batch_size} sequences."
+            )
+
+    def _captured(self, batch_size: int) -> StepBuffers:
+        if batch_size not in self._buffers:
+            sizes = ", ".join(map(str, sorted(self._buffers))) or "none"
+            raise InvalidInput(f"batch size {batch_size} was not captured; captured are: {sizes}. Pad to one of them.")
+        return self._buffers[batch_size]
+
+
+class StepGraphs:
+    """Runs a step function by CUDA graph, one graph for each key; on the CPU it calls the function.
+
+    The function reads static tensors and returns tensors; on CUDA those are static too, and hold the latest replay's
+    values. What it launches may not depend on values that it reads on the host.
+
+    Args:
+        device: where the function's tensors live.
+
+    Example:
+        >>> graphs = StepGraphs("cpu")
+        >>> value = torch.zeros(1)
+        >>> graphs.capture(1, lambda: value + 1)
+        >>> _ = value.fill_(4)
+        >>> graphs.replay(1)
+        tensor([5.])
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._steps: dict[Any, Callable[[], Any]] = {}
+        self._pool: Any = None
+
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """What was captured, in order."""
+        return tuple(self._steps)
+
+    def capture(self, key: Any, run: Callable[[], Any], *, warmups: int = 2) -> None:
+        """Captures `run` under `key`, after a few ordinary calls that compile its kernels and settle its allocations.
+
+        Raises:
+            InvalidInput: the key is taken.
+        """
+        if key in self._steps:
+            raise InvalidInput(f"A graph was captured for {key!r} already; give each graph its own key.")
+        if self._device.type != "cuda":
+            self._steps[key] = run
+            return
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(warmups):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = run()
+        self._pool = self._pool or graph.pool()
+
+        def replay() -> Any:
+            graph.replay()
+            return outputs
+
+        self._steps[key] = replay
+
+    def replay(self, key: Any) -> Any:
+        """Runs the step of `key` on the current stream and returns its outputs.
+
+        Raises:
+            InvalidInput: nothing was captured under the key.
+        """
+        step = self._steps.get(key)
+        if step is None:
+            raise InvalidInput(f"Nothing was captured for {key!r}; captured are: {', '.join(map(str, self._steps))}.")
+        return step()

@@ -1,0 +1,118 @@
+"""What a layer asks of a backend, and what a metadata builder must know; frozen and validated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata import CascadeCosts
+from torch_core.vllm.types import AttentionType, ContextParallel
+
+__all__ = ["AttentionSelectorConfig", "BuilderConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSelectorConfig:
+    """The demands by which a backend is chosen.
+
+    A value that can never be right raises here; one that some backend may serve does not, and the backends that do
+    not serve it say so.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key/value heads; divides `num_heads`.
+        head_size: elements of one head.
+        dtype: of queries, keys and values.
+        kv_cache_dtype: a name of `CACHE_DTYPES`.
+        block_size: tokens of one block; None when it is not decided yet.
+        attn_type: what the layer attends to.
+        use_mla: multi-head latent attention.
+        has_sink: each query head has a sink logit.
+        use_sparse: attention to chosen tokens only (DeepSeek sparse attention).
+        use_mm_prefix: spans of tokens that see each other in both directions.
+        use_per_head_quant_scales: a cache scale for each head.
+        use_alibi_sqrt: ALiBi with the square root of the distance.
+        use_non_causal: a decoder layer without the causal mask.
+        use_batch_invariant: a sequence's result must not depend on the others.
+        use_kv_connector: blocks are sent to or received from another process.
+
+    Raises:
+        InvalidInput: a size is not positive or the heads do not divide.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    attn_type: AttentionType = AttentionType.DECODER
+    use_mla: bool = False
+    has_sink: bool = False
+    use_sparse: bool = False
+    use_mm_prefix: bool = False
+    use_per_head_quant_scales: bool = False
+    use_alibi_sqrt: bool = False
+    use_non_causal: bool = False
+    use_batch_invariant: bool = False
+    use_kv_connector: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_size"):
+            _check_positive(name, getattr(self, name))
+        if self.block_size is not None:
+            _check_positive("block_size", self.block_size)
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidInput(
+                f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, {self.num_kv_heads}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuilderConfig:
+    """What a metadata builder must know of the model and the engine beside the cache.
+
+    Attributes:
+        num_heads: query heads.
+        attn_type: what the layers attend to.
+        sliding_window: tokens that a query sees, its own included; None for all.
+        attention_chunk: positions of a local-attention chunk; None for none.
+        use_alibi: the layers use ALiBi.
+        num_speculative_tokens: drafted tokens that a decode step verifies.
+        parallel_drafting: drafts are made all at once, which doubles the tokens of a decode.
+        context_parallel: this rank's place.
+        cache_group: the allocator's group of layers.
+        cascade_costs: what decides for cascade attention; None for the rates of an H200.
+        batch_invariant: a sequence's result may not depend on the rest of the batch, bit for bit; no cascade then.
+
+    Raises:
+        InvalidInput: a number is out of range.
+    """
+
+    num_heads: int
+    attn_type: AttentionType = AttentionType.DECODER
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    use_alibi: bool = False
+    num_speculative_tokens: int = 0
+    parallel_drafting: bool = False
+    context_parallel: ContextParallel = field(default_factory=ContextParallel)
+    cache_group: int = 0
+    cascade_costs: CascadeCosts | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive("num_heads", self.num_heads)
+        for name in ("sliding_window", "attention_chunk"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name in ("num_speculative_tokens", "cache_group"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it cannot be negative.")
+
+
+def _check_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInput(f"{name} is {value!r}; it must be an int of at least 1.")

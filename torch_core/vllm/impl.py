@@ -1,0 +1,210 @@
+"""The contract of an attention layer's implementation, and of the layer that it reads its scales from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_core.vllm.types import ContextParallel, QuantKey
+
+__all__ = ["AttentionImpl", "AttentionImplBase", "AttentionLayer", "AttentionScales", "MLAAttentionImpl"]
+
+
+class AttentionLayer(Protocol):
+    """Where an implementation finds the scales of its layer; any module with these attributes will do.
+
+    Each scale is a one-element float32 tensor on the layer's device, and the same number on the host. A stored key
+    times `_k_scale` is the real key, and so on.
+    """
+
+    _q_scale: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionScales:
+    """The plainest `AttentionLayer`: three scales and nothing else.
+
+    Example:
+        >>> AttentionScales.of(k_scale=0.5)._k_scale
+        tensor([0.5000])
+    """
+
+    _q_scale: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        q_scale: float = 1.0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        device: torch.device | str = "cpu",
+    ) -> AttentionScales:
+        """Returns the scales as tensors on `device` and as numbers."""
+        numbers = (q_scale, k_scale, v_scale)
+        q, k, v = (torch.full((1,), number, dtype=torch.float32, device=device) for number in numbers)
+        return cls(q, k, v, *numbers)
+
+
+class AttentionImplBase(ABC):
+    """What implementations of all kinds have in common.
+
+    Attributes:
+        num_heads: query heads.
+        head_size: elements of one head.
+        scale: factor on the scores.
+        context_parallel: this rank's place; given, not looked up.
+        can_return_lse_for_decode: `forward_with_lse` exists, which merging over ranks needs.
+        supports_pcp: prompts may be spread over ranks.
+        supports_mtp_with_cp_non_trivial_interleave_size: several query tokens work with runs longer than one token.
+        supports_quant_query_input: queries may come as fp8 with the layer's `_q_scale`.
+    """
+
+    num_heads: int
+    head_size: int
+    scale: float
+    context_parallel: ContextParallel
+    can_return_lse_for_decode: ClassVar[bool] = False
+    supports_pcp: ClassVar[bool] = False
+    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = False
+    supports_quant_query_input: bool = False
+
+    @property
+    def need_to_return_lse_for_decode(self) -> bool:
+        """Whether results must be merged over ranks before they are used."""
+        return self.context_parallel.dcp_world_size > 1 and self.can_return_lse_for_decode
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Prepares what depends on the weights, once they are loaded; nothing by default."""
+        del act_dtype  # For subclasses that absorb or convert weights.
+
+
+class AttentionImpl(AttentionImplBase):
+    """Multi-head attention over separate keys and values.
+
+    The arguments of the constructor are those of vLLM's `AttentionImpl`; subclasses add keyword-only ones.
+    """
+
+    kv_cache_dtype: str
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None: ...
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the step's keys and values to the cache, attends, writes `output` and returns it."""
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """Returns whether `forward` can store its output quantised in this way."""
+        del quant_key  # No kind by default.
+        return False
+
+
+class MLAAttentionImpl(AttentionImplBase):
+    """Multi-head latent attention: one compressed vector per token in the cache serves all heads.
+
+    Prefill expands it to keys and values (`forward_mha`); decode absorbs the expansion into the query and attends to
+    the compressed vectors themselves, as one KV head (`forward_mqa`). DeepSeek-V2, arXiv 2405.04434.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+    ) -> None: ...
+
+    @abstractmethod
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Attends for prefill rows, with expanded keys and values."""
+
+    @abstractmethod
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends for decode rows, to the compressed vectors; returns the output and perhaps the lse."""
+
+    @abstractmethod
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        """Writes the compressed vectors and rotary keys of the step to the cache."""
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """Returns whether the output can be stored quantised in this way."""
+        del quant_key  # No kind by default.
+        return False

@@ -1,0 +1,352 @@
+"""The implementation behind the Triton and the torch backend: one logic over the operations of `torch_core.run`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_core import ops
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import AttentionSpec
+from torch_core.vllm.cascade import cascade_attention
+from torch_core.vllm.impl import AttentionImpl, AttentionLayer
+from torch_core.vllm.paged_metadata import PagedAttentionMetadata
+from torch_core.vllm.types import (
+    CACHE_DTYPES,
+    FP8_STATIC_TENSOR,
+    AttentionType,
+    ContextParallel,
+    QuantKey,
+    is_quantized_kv_cache,
+)
+
+__all__ = ["PagedAttentionImpl"]
+
+_NO_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class PagedAttentionImpl(AttentionImpl):
+    """Attention of one layer; the tensors' device decides whether Triton kernels or plain torch compute it.
+
+    Args:
+        num_heads: query heads.
+        head_size: elements of one head.
+        scale: factor on the scores.
+        num_kv_heads: key/value heads; None for as many as query heads.
+        alibi_slopes: one number for each query head, or None.
+        sliding_window: tokens that a query sees, its own included; in encoders that many on either side. None for all.
+        kv_cache_dtype: a name of `CACHE_DTYPES`.
+        logits_soft_cap: scores become `cap * tanh(score / cap)`; None or 0 for off.
+        attn_type: what the layer attends to.
+        kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
+        sinks: float [num_heads], a logit without a value in every softmax.
+        device: where the slopes go; that of the queries.
+        attention_chunk: positions of a local-attention chunk; None for none.
+        use_alibi_sqrt: ALiBi with the square root of the distance.
+        context_parallel: this rank's place.
+        cache_group: the allocator's group of layers that the cache belongs to.
+
+    Raises:
+        InvalidInput: an argument is out of range or does not fit the heads.
+    """
+
+    can_return_lse_for_decode: ClassVar[bool] = True
+    min_head_size: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: AttentionType | str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        attention_chunk: int | None = None,
+        use_alibi_sqrt: bool = False,
+        context_parallel: ContextParallel | None = None,
+        cache_group: int = 0,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = _attention_type(attn_type)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.alibi_slopes = None
+        self.context_parallel = context_parallel or ContextParallel()
+        self.cache_group = cache_group
+        self.supports_quant_query_input = True
+        if head_size < self.min_head_size:
+            raise InvalidInput(f"head_size is {head_size}; {type(self).__name__} needs at least {self.min_head_size}.")
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise InvalidInput(f"num_heads is {num_heads}; it must be a multiple of num_kv_heads, {self.num_kv_heads}.")
+        if kv_cache_dtype not in CACHE_DTYPES:
+            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
+        if sliding_window is not None and sliding_window < 1:
+            raise InvalidInput(f"sliding_window is {sliding_window}; it must be at least 1, or None for off.")
+        if sinks is not None and tuple(sinks.shape) != (num_heads,):
+            raise InvalidInput(f"sinks has shape {tuple(sinks.shape)}; it must be ({num_heads},), one per query head.")
+        if alibi_slopes is not None:
+            if len(alibi_slopes) != num_heads:
+                raise InvalidInput(f"alibi_slopes has {len(alibi_slopes)} entries; it must have {num_heads}.")
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
+        causal = self.attn_type is AttentionType.DECODER
+        window_left = None if sliding_window is None else sliding_window - 1
+        self.spec = AttentionSpec(
+            scale=self.scale,
+            causal=causal,
+            window_left=window_left,
+            window_right=None if causal else window_left,
+            logits_soft_cap=logits_soft_cap or None,
+            attention_chunk=attention_chunk,
+            use_alibi_sqrt=use_alibi_sqrt,
+        )
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """Returns True for one static e4m3 scale, which the kernels apply as they store."""
+        return quant_key == FP8_STATIC_TENSOR
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        attn_metadata: PagedAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the step's keys and values to the cache, attends, and writes `output`.
+
+        Args:
+            layer: has the scales; read for 8-bit caches and queries only.
+            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size].
+            key: [num_tokens, num_kv_heads, head_size] or flat; the encoder's tokens in cross attention. None when
+                nothing is written: a shared cache, or cross attention after its first step.
+            value: like `key`.
+            kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], written in place; None in encoders. An fp8
+                cache may be stored as uint8.
+            attn_metadata: of the step; None in a profiling run, which only clears the output.
+            output: like `query`, in its dtype, or e4m3 with `output_scale`; padding rows become 0.
+            output_scale: the output holds `result / output_scale`.
+            output_block_scale: not served.
+
+        Returns:
+            `output`.
+
+        Raises:
+            InvalidInput: the metadata is for another cache or lacks fields; shapes do not fit.
+            Unsupported: block scales; sequences that are spread over ranks (see `forward_with_lse`).
+        """
+        if output is None:
+            raise InvalidInput("output is None; pass a tensor like query, which forward writes.")
+        if output_block_scale is not None:
+            raise Unsupported("output_block_scale is given; the output can be stored with one static scale only.")
+        if attn_metadata is None:
+            return output.zero_()
+        if self.need_to_return_lse_for_decode:
+            raise Unsupported(
+                f"this layer holds 1 of {self.context_parallel.dcp_world_size} parts of each sequence; call "
+                "forward_with_lse and merge the parts."
+            )
+        out = output.view(-1, self.num_heads, self.head_size)
+        query = query.view(-1, self.num_heads, self.head_size)
+        key, value = self._as_heads(key), self._as_heads(value)
+        if self.attn_type in _NO_CACHE:
+            self._attend_dense(query, key, value, attn_metadata, out, output_scale)
+            return output
+        cache = self._checked_cache(kv_cache, attn_metadata)
+        self._write(layer, key, value, cache, attn_metadata)
+        options = self._options(layer, query, attn_metadata)
+        if attn_metadata.use_cascade:
+            cascade_attention(query, cache, attn_metadata, spec=self.spec, out=out, out_scale=output_scale, **options)
+            return output
+        tables, seq_lens = self._keys_of(attn_metadata)
+        ops.paged_attention(
+            query,
+            cache,
+            tables,
+            seq_lens,
+            attn_metadata.query_start_loc,
+            spec=self._spec_of(attn_metadata),
+            max_query_len=attn_metadata.max_query_len,
+            out=out,
+            out_scale=output_scale,
+            **options,
+        )
+        return output
+
+    def forward_with_lse(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: PagedAttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Writes keys and values, attends to this rank's part of each sequence, and returns what a merge needs.
+
+        Args:
+            layer: as in `forward`.
+            query: as in `forward`; all ranks give the same.
+            key: as in `forward`; slots of other ranks' tokens are -1.
+            value: like `key`.
+            kv_cache: this rank's.
+            attn_metadata: of the step, with `dcp_local_seq_lens` when sequences are spread over ranks.
+
+        Returns:
+            The output [num_tokens, num_heads, head_size] and the lse, float32 [num_tokens, num_heads], as
+            `torch_core.ops.merge_states` takes them. Sinks would count once per rank and are left out on all ranks
+            but the first.
+
+        Raises:
+            InvalidInput: the metadata is for another cache or lacks fields.
+            Unsupported: a layer without a cache; more than one new token per sequence when those are spread.
+        """
+        if self.attn_type is not AttentionType.DECODER:
+            raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")
+        query = query.view(-1, self.num_heads, self.head_size)
+        cache = self._checked_cache(kv_cache, attn_metadata)
+        self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
+        seq_lens, options = attn_metadata.seq_lens, self._options(layer, query, attn_metadata)
+        if self.context_parallel.dcp_world_size > 1:
+            if attn_metadata.dcp_local_seq_lens is None:
+                raise InvalidInput("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks.")
+            if attn_metadata.max_query_len > 1 or self.spec.window_left is not None or self.alibi_slopes is not None:
+                raise Unsupported(
+                    "sequences are spread over ranks, where only single new tokens without a window or ALiBi are "
+                    f"served; max_query_len is {attn_metadata.max_query_len}."
+                )
+            seq_lens = attn_metadata.dcp_local_seq_lens
+            if self.context_parallel.dcp_rank:
+                options["sinks"] = None
+        return ops.paged_attention_with_lse(
+            query,
+            cache,
+            attn_metadata.block_table,
+            seq_lens,
+            attn_metadata.query_start_loc,
+            spec=self._spec_of(attn_metadata),
+            max_query_len=attn_metadata.max_query_len,
+            **options,
+        )
+
+    def _attend_dense(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        metadata: PagedAttentionMetadata,
+        out: Tensor,
+        out_scale: Tensor | None,
+    ) -> None:
+        if key is None or value is None:
+            raise InvalidInput(
+                f"key or value is None; {self.attn_type.value} attention has no cache to read them from."
+            )
+        ops.attention(
+            query,
+            key,
+            value,
+            metadata.query_start_loc,
+            metadata.query_start_loc,
+            spec=self.spec,
+            max_query_len=metadata.max_query_len,
+            max_key_len=metadata.max_query_len,
+            out=out,
+            out_scale=out_scale,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
+
+    def _as_heads(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.view(-1, self.num_kv_heads, self.head_size)
+
+    def _checked_cache(self, kv_cache: Tensor | None, metadata: PagedAttentionMetadata) -> Tensor:
+        if kv_cache is None:
+            raise InvalidInput(f"kv_cache is None; {self.attn_type.value} attention reads its keys from it.")
+        if kv_cache.dim() != 5 or kv_cache.shape[2] != metadata.block_size:
+            raise InvalidInput(
+                f"kv_cache has shape {tuple(kv_cache.shape)}; the metadata is for (num_blocks, 2, "
+                f"{metadata.block_size}, {self.num_kv_heads}, {self.head_size}). It was built for another block size."
+            )
+        if metadata.cache_group != self.cache_group:
+            raise InvalidInput(
+                f"the metadata is for cache group {metadata.cache_group}; this layer is in group {self.cache_group}."
+            )
+        if kv_cache.dtype == torch.uint8 and is_quantized_kv_cache(self.kv_cache_dtype):
+            dtype = CACHE_DTYPES[self.kv_cache_dtype]
+            return kv_cache.view(dtype)  # type: ignore[arg-type]
+        return kv_cache
+
+    def _write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor,
+        metadata: PagedAttentionMetadata,
+    ) -> None:
+        if self.kv_sharing_target_layer_name is not None or key is None or value is None:
+            return
+        slots = metadata.slot_mapping
+        if self.attn_type is AttentionType.ENCODER_DECODER:
+            slots = _needed(metadata.cross_slot_mapping, "cross_slot_mapping")
+        ops.write_kv_cache(key, value, cache, slots, **self._cache_scales(layer))
+
+    def _cache_scales(self, layer: AttentionLayer) -> dict[str, Tensor | None]:
+        if not is_quantized_kv_cache(self.kv_cache_dtype):
+            return {"k_scale": None, "v_scale": None}
+        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+    def _options(
+        self, layer: AttentionLayer, query: Tensor, metadata: PagedAttentionMetadata
+    ) -> dict[str, Tensor | None]:
+        options = self._cache_scales(layer)
+        options.update(alibi_slopes=self.alibi_slopes, sinks=self.sinks)
+        if query.dtype.itemsize == 1:
+            options["q_scale"] = layer._q_scale
+        if metadata.mm_prefix_range is not None:
+            options["mm_prefix_range"] = metadata.mm_prefix_range
+        if metadata.seq_causal is not None:
+            options["seq_causal"] = metadata.seq_causal
+        return options
+
+    def _keys_of(self, metadata: PagedAttentionMetadata) -> tuple[Tensor, Tensor]:
+        if self.attn_type is AttentionType.ENCODER_DECODER:
+            tables = _needed(metadata.cross_block_tables, "cross_block_tables")
+            return tables, _needed(metadata.encoder_seq_lens, "encoder_seq_lens")
+        return metadata.block_table, metadata.seq_lens
+
+    def _spec_of(self, metadata: PagedAttentionMetadata) -> AttentionSpec:
+        # A decoder layer without the causal mask is asked for batch by batch (diffusion drafts, bidirectional models).
+        return self.spec if metadata.causal == self.spec.causal else replace(self.spec, causal=metadata.causal)
+
+
+def _attention_type(value: AttentionType | str) -> AttentionType:
+    try:
+        return AttentionType(value)
+    except ValueError:
+        known = ", ".join(kind.value for kind in AttentionType)
+        raise InvalidInput(f"attn_type is {value!r}; it must be one of {known}.") from None
+
+
+def _needed(tensor: Tensor | None, name: str) -> Tensor:
+    if tensor is None:
+        raise InvalidInput(f"the metadata has no {name}, which cross attention needs. Build it with encoder_rows.")
+    return tensor
