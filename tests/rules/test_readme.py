@@ -13,7 +13,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 def test_the_python_of_the_readme_runs_in_order(capsys) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, object] = {"__name__": "readme"}
+    names: dict[str, object] = {"__name__": "tests.readme"}
 
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
