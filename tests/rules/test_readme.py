@@ -62,3 +62,12 @@ def test_constraints_pin_every_dependency_inside_the_window() -> None:
     outside = [str(want) for want in wanted if want.name != "jattn" and pinned.get(want.name) not in want.specifier]
 
     assert outside == []
+
+
+def test_pre_commit_checks_what_ci_checks() -> None:
+    hooks = re.findall(
+        r"^ +entry: (\S+(?: check| format)?)", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE
+    )
+    checks = re.findall(r"^(ruff \w+|pyright)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+    assert hooks == checks
