@@ -7,7 +7,19 @@ from dataclasses import dataclass
 
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["DTYPE_BYTES", "KV_CACHE_DTYPES", "PAD_SLOT_ID", "QUERY_DTYPES", "AttentionSpec", "KVCacheSpec"]
+__all__ = [
+    "DTYPE_BYTES",
+    "FP8_DTYPES",
+    "KV_CACHE_DTYPES",
+    "LARGEST_CODE",
+    "PAD_SLOT_ID",
+    "QUERY_DTYPES",
+    "SMALLEST_SCALE",
+    "ArraySpec",
+    "AttentionSpec",
+    "KVCacheSpec",
+    "row_major_strides",
+]
 
 #: The slot of a padded token: nothing is written for it. vLLM: vllm/v1/attention/backends/utils.py.
 PAD_SLOT_ID = -1
@@ -15,6 +27,7 @@ PAD_SLOT_ID = -1
 #: Bytes of one element, by the name that numpy (with ml_dtypes), torch and jax agree on.
 DTYPE_BYTES = {
     "float64": 8,
+    "int64": 8,
     "float32": 4,
     "int32": 4,
     "float16": 2,
@@ -26,9 +39,67 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+KV_CACHE_DTYPES = (*QUERY_DTYPES, *FP8_DTYPES, "int8")
+#: The largest value of each 8-bit type that keys, values and outputs are quantised to; int8 leaves out -128.
+LARGEST_CODE = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+#: A scale per token and head is never smaller, so that a row of zeros does not divide by zero. vLLM uses the same.
+SMALLEST_SCALE = 1e-6
 _MAX_BLOCK_SIZE = 256
 _MAX_HEAD_SIZE = 256
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides, in elements, of a contiguous row-major array of `shape`.
+
+    Example:
+        >>> row_major_strides((4, 2, 8))
+        (16, 8, 1)
+    """
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape, dtype and strides of an array, without the array.
+
+    Attributes:
+        shape: sizes of the axes.
+        dtype: element type by name, a key of `DTYPE_BYTES`.
+        strides: elements from one entry of an axis to the next; None means contiguous row-major.
+        aligned: the first element's address is a multiple of 16 bytes. XLA guarantees it for every operand, torch for
+            every allocation, not for every view.
+
+    Example:
+        >>> ArraySpec((4, 8), "bfloat16").element_strides
+        (8, 1)
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    aligned: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise Unsupported(f"dtype is {self.dtype!r}; a kernel takes one of {', '.join(DTYPE_BYTES)}.")
+        if self.strides is not None and len(self.strides) != len(self.shape):
+            raise InvalidInput(f"strides {self.strides} and shape {self.shape} differ in length; give one per axis.")
+
+    @property
+    def element_strides(self) -> tuple[int, ...]:
+        """The strides in elements, with None resolved."""
+        return row_major_strides(self.shape) if self.strides is None else self.strides
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,14 @@ import torch
 
 from jattn.bench import measure, mixed, peers
 from jattn.bench.report import OURS, Report, Row
-from torch_core.attention.call import AttentionCall, keys_of
-from torch_core.attention.choose import plan_paged_attention
 from torch_core.attention.hopper.plan import hopper_launch
-from torch_core.attention.launch import rows_launch, scalar_arguments
-from torch_core.plan.plan import ArraySpec, DeviceLimits, OperationPlan
-from torch_core.run.launch import array_spec, run_operation
-from torch_core.specs import AttentionSpec
+from torch_core.attention.rows.plan import rows_launch
+from torch_core.calls import PagedCall
+from torch_core.plan.plan import DeviceLimits, OperationPlan
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.run.launch import run_operation
+from torch_core.specs import ArraySpec, AttentionSpec
 
 __all__ = ["CONTEXTS", "SHAPES", "plans", "run"]
 
@@ -81,59 +82,21 @@ def run(
     )
 
 
-def plans(
-    query: ArraySpec,
-    kv_cache: ArraySpec,
-    block_tables: ArraySpec,
-    seq_lens: ArraySpec,
-    query_start_loc: ArraySpec,
-    *,
-    max_query_len: int,
-) -> dict[str, OperationPlan]:
-    """Returns the plan of the operation and, in one launch each, the kernels that it could choose; needs no device.
-
-    Args:
-        query: [num_tokens, num_heads, head_size].
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size].
-        block_tables: int32 [num_seqs, max_blocks].
-        seq_lens: int32 [num_seqs].
-        query_start_loc: int32 [num_seqs + 1].
-        max_query_len: an upper bound on the query lengths.
-    """
-    options: dict[str, Any] = {
-        "spec": AttentionSpec(scale=query.shape[-1] ** -0.5),
-        "max_query_len": max_query_len,
-        "limits": DeviceLimits(),
-    }
-    base = plan_paged_attention(query, kv_cache, block_tables, seq_lens, query_start_loc, **options)
-    key = keys_of(kv_cache)
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=key,
-        kv_cache=kv_cache,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        out=ArraySpec(query.shape, query.dtype),
-        with_lse=False,
-        **options,
-    )
-    scalars = scalar_arguments(call)
+def plans(call: PagedCall[ArraySpec]) -> dict[str, OperationPlan]:
+    """Returns the plan of a call and, in one launch each, the kernels that it could choose; needs no device."""
+    base, limits = plan_call(call), DeviceLimits()
     launches = {
         f"{OURS} portable": rows_launch(call, min_query=1),
-        f"{OURS} Hopper packed": hopper_launch(call, scalars, min_query=1, pack=call.group),
-        f"{OURS} Hopper unpacked": hopper_launch(call, scalars, min_query=1, pack=1),
+        f"{OURS} Hopper packed": hopper_launch(call, limits, min_query=1, pack=call.group),
+        f"{OURS} Hopper unpacked": hopper_launch(call, limits, min_query=1, pack=1),
     }
     forced = {name: replace(base, launches=(launch,), scratch=()) for name, launch in launches.items() if launch}
     return {OURS: base, **forced}
 
 
 def _columns(found: Any, batch: mixed.Batch) -> dict[str, Callable[[mixed.Batch], Callable[[], Any]]]:
-    specs = [array_spec(array) for array in _arrays(batch).values()]
     columns: dict[str, Callable[[mixed.Batch], Callable[[], Any]]] = {
-        name: lambda batch, plan=plan: _run(plan, batch)
-        for name, plan in plans(*specs, max_query_len=batch.max_query_len).items()
+        name: lambda batch, plan=plan: _run(plan, batch) for name, plan in plans(_call(batch).map(array_spec)).items()
     }
     if found is not None:
         columns["FA3"] = lambda batch: mixed.fa3_call(found, batch)
@@ -141,15 +104,17 @@ def _columns(found: Any, batch: mixed.Batch) -> dict[str, Callable[[mixed.Batch]
 
 
 def _run(plan: OperationPlan, batch: mixed.Batch) -> Callable[[], Any]:
-    arrays = _arrays(batch)
+    arrays = _call(batch).arrays()
     return lambda: run_operation(plan, arrays, {"out": batch.out})
 
 
-def _arrays(batch: mixed.Batch) -> dict[str, torch.Tensor]:
-    return {
-        "query": batch.query,
-        "kv_cache": batch.kv_cache,
-        "block_tables": batch.block_tables,
-        "seq_lens": batch.seq_lens,
-        "query_start_loc": batch.starts,
-    }
+def _call(batch: mixed.Batch) -> PagedCall[torch.Tensor]:
+    return PagedCall(
+        query=batch.query,
+        kv_cache=batch.kv_cache,
+        block_tables=batch.block_tables,
+        seq_lens=batch.seq_lens,
+        query_start_loc=batch.starts,
+        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
+        max_query_len=batch.max_query_len,
+    )

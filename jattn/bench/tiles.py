@@ -16,14 +16,14 @@ import torch
 
 from jattn.bench import measure
 from jattn.bench.report import Report, Row
-from torch_core.attention.call import AttentionCall, keys_of
-from torch_core.attention.choose import plan_attention, plan_paged_attention
-from torch_core.attention.hopper.plan import HopperTile, hopper_launch
-from torch_core.attention.launch import scalar_arguments
+from torch_core.attention.hopper.plan import hopper_launch
+from torch_core.attention.hopper.tiles import HopperTile
+from torch_core.calls import AttentionCall, DenseCall, PagedCall
 from torch_core.plan.compile import KernelVariant, compile_variant, kernel_variant
-from torch_core.plan.plan import ArraySpec, DeviceLimits, OperationPlan
+from torch_core.plan.plan import DeviceLimits, OperationPlan
+from torch_core.planner import plan_call
 from torch_core.run.launch import run_operation
-from torch_core.specs import AttentionSpec
+from torch_core.specs import ArraySpec, AttentionSpec
 
 __all__ = ["CANDIDATES", "LENGTHS", "plans", "search", "write_results"]
 
@@ -106,27 +106,28 @@ def plans(head_size: int, length: int, *, paged: bool) -> dict[HopperTile, Opera
         paged: keys lie in blocks of 16.
     """
     num_seqs = _TOKENS // length
-    query = ArraySpec((_TOKENS, _HEADS, head_size), "bfloat16")
     starts = ArraySpec((num_seqs + 1,), "int32")
-    limits = DeviceLimits()
-    options: dict[str, Any] = {"spec": AttentionSpec(scale=head_size**-0.5), "max_query_len": length, "limits": limits}
+    common: dict[str, Any] = {
+        "query": ArraySpec((_TOKENS, _HEADS, head_size), "bfloat16"),
+        "query_start_loc": starts,
+        "spec": AttentionSpec(scale=head_size**-0.5),
+        "max_query_len": length,
+    }
     if paged:
-        cache = ArraySpec((_TOKENS // _BLOCK, 2, _BLOCK, _KV_HEADS, head_size), "bfloat16")
-        key = keys_of(cache)
-        tables, seq_lens = ArraySpec((num_seqs, length // _BLOCK), "int32"), ArraySpec((num_seqs,), "int32")
-        base = plan_paged_attention(query, cache, tables, seq_lens, starts, **options)
-        arrays: dict[str, Any] = {"kv_cache": cache, "block_tables": tables, "seq_lens": seq_lens}
+        call: AttentionCall[ArraySpec] = PagedCall(
+            kv_cache=ArraySpec((_TOKENS // _BLOCK, 2, _BLOCK, _KV_HEADS, head_size), "bfloat16"),
+            block_tables=ArraySpec((num_seqs, length // _BLOCK), "int32"),
+            seq_lens=ArraySpec((num_seqs,), "int32"),
+            **common,
+        )
     else:
         key = ArraySpec((_TOKENS, _KV_HEADS, head_size), "bfloat16")
-        base = plan_attention(query, key, key, starts, starts, **options)
-        arrays = {"key_start_loc": starts}
-    call = AttentionCall(
-        query=query, key=key, value=key, query_start_loc=starts, out=query, with_lse=False, **arrays, **options
-    )
+        call = DenseCall(key=key, value=key, key_start_loc=starts, **common)
+    base = plan_call(call)
     min_query = dict(base.launches[0].constexprs)["MIN_QUERY"]
     found = {}
     for tile in CANDIDATES[head_size]:
-        launch = hopper_launch(call, scalar_arguments(call), min_query=min_query, tile=tile)
+        launch = hopper_launch(call, DeviceLimits(), min_query=min_query, tile=tile)
         if launch is not None:
             found[tile] = replace(base, launches=(launch, *base.launches[1:]))
     return found

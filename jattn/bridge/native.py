@@ -21,7 +21,8 @@ import numpy as np
 
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.specs import ArraySpec
 
 __all__ = ["TARGET", "array_spec", "call_operation", "device_limits", "kernel_cache", "why_not"]
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.bridge.native import array_spec, call_operation, device_limits
-from torch_core.plan.plan import ArraySpec, OperationPlan
-from torch_core.specs import AttentionSpec
+from torch_core.plan.plan import OperationPlan
+from torch_core.specs import ArraySpec, AttentionSpec
 
 # The plan functions import Triton, so they are imported where they are used: this module must load without it.
 

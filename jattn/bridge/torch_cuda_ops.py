@@ -11,7 +11,8 @@ import torch
 
 from jattn.bridge import native_ops
 from jattn.bridge.callback import call_torch
-from torch_core.plan.plan import ArraySpec, OperationPlan
+from torch_core.plan.plan import OperationPlan
+from torch_core.specs import ArraySpec
 
 __all__ = [
     "attention",

@@ -12,7 +12,8 @@ import torch
 
 from jattn.bench import chunks, measure, mixed, prefill
 from torch_core.errors import Unsupported
-from torch_core.plan.plan import ArraySpec, OperationPlan
+from torch_core.plan.plan import OperationPlan
+from torch_core.specs import ArraySpec
 
 
 def _plans(seqs: int, new: int, before: int) -> dict[str, OperationPlan]:

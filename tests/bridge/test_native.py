@@ -16,7 +16,8 @@ from jattn.bridge import native
 from jattn.bridge.kernel_cache import KernelCache
 from tests.support.sample_kernels import double_and_add, product
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.plan import ArraySpec, Descriptor, DeviceLimits
+from torch_core.plan.plan import Descriptor, DeviceLimits
+from torch_core.specs import ArraySpec
 
 LIMITS = DeviceLimits()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case
-from torch_core.run.cuda import attention_with_lse, paged_attention_with_lse
+from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core.specs import AttentionSpec
 
 __all__ = ["shapes", "tall_shapes"]

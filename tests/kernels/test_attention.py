@@ -7,7 +7,7 @@ import torch
 
 from tests.support.attention_cases import assert_matches_reference, dense_case, paged_case
 from tests.support.kernel_cases import interpreter_case
-from torch_core.run.cuda import attention_with_lse, paged_attention, paged_attention_with_lse
+from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
 from torch_core.specs import AttentionSpec
 
 

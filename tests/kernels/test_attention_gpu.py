@@ -12,7 +12,7 @@ from tests.support.attention_cases import (
     random_paged_case,
 )
 from tests.support.kernel_cases import wide_case
-from torch_core.run.cuda import attention_with_lse, paged_attention, paged_attention_with_lse
+from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
 
 pytestmark = pytest.mark.gpu
 

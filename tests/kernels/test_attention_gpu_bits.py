@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, paged_case
-from torch_core.run.cuda import paged_attention_with_lse
+from tests.support.triton_ops import paged_attention_with_lse
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu

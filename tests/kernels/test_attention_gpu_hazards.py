@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support import reference
 from tests.support.attention_cases import assert_as_exact, assert_matches_reference, paged_case
-from torch_core import reference
-from torch_core.run.cuda import paged_attention, paged_attention_with_lse
+from tests.support.triton_ops import paged_attention, paged_attention_with_lse
+from torch_core import ops
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
@@ -60,20 +63,10 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _with_small_chunks(query, cache, tables, seq_lens, starts, spec) -> torch.Tensor:
-    from torch_core.attention import choose as attention
-    from torch_core.run.launch import array_spec, run_operation
-
-    tensors = {
-        "query": query,
-        "kv_cache": cache,
-        "block_tables": tables,
-        "seq_lens": seq_lens,
-        "query_start_loc": starts,
-    }
-    specs = [array_spec(tensor) for tensor in tensors.values()]
-    plan = attention.plan_paged_attention(*specs, spec=spec, max_query_len=1, kv_chunk_size=256)
-    assert max(scratch.size for _, scratch in plan.scratch) > 2**31
-    return run_operation(plan, tensors)["out"]
+    arrays = (query, cache, tables, seq_lens, starts)
+    call = ops.paged_call(*arrays, spec=spec, max_query_len=1, kv_chunk_size=256)
+    assert max(scratch.size for _, scratch in plan_call(call.map(array_spec)).scratch) > 2**31
+    return ops.run(call)["out"]
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [30, 200]])

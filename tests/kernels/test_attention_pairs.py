@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 
 from tests.support.attention_cases import assert_matches_reference, paged_case
-from torch_core.attention.choose import plan_paged_attention
+from tests.support.attention_plans import paged_plan
+from tests.support.interpret import run_interpreted
+from tests.support.triton_ops import paged_attention_with_lse
 from torch_core.attention.split.pairs import widened
-from torch_core.plan.plan import ArraySpec
-from torch_core.run.cuda import paged_attention_with_lse
-from torch_core.run.interpret import run_interpreted
-from torch_core.specs import AttentionSpec
+from torch_core.specs import ArraySpec
 
 _ELEMENTS = {
     "float8_e4m3fn": (tl.float8e4nv, torch.float8_e4m3fn),
@@ -74,15 +73,11 @@ def test_decode_over_pairs_matches_the_reference(cache_dtype, query_lens, seed):
 
 def _reads_pairs(head_size: int = 128, strides: tuple[int, ...] | None = None, **changes: Any) -> bool:
     arguments: dict[str, Any] = {
-        "query": ArraySpec((4, 8, head_size), "bfloat16"),
         "kv_cache": ArraySpec((64, 2, 16, 2, head_size), "float8_e4m3fn", strides),
         "block_tables": ArraySpec((4, 64), "int32"),
-        "seq_lens": ArraySpec((4,), "int32"),
-        "query_start_loc": ArraySpec((5,), "int32"),
         **changes,
     }
-    max_query_len = arguments.pop("max_query_len", 1)
-    plan = plan_paged_attention(*arguments.values(), spec=AttentionSpec(scale=0.1), max_query_len=max_query_len)
+    plan = paged_plan(head_size=head_size, **arguments)
     return dict(plan.launches[0].constexprs)["PAIRS"]
 
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from torch_core import reference
-from torch_core.run.cuda_cache import copy_blocks, merge_states, write_kv_cache
+from tests.support import reference
+from tests.support.triton_ops import copy_blocks, merge_states, write_kv_cache
 
 pytestmark = pytest.mark.gpu
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_core import reference
-from torch_core.errors import InvalidInput
-from torch_core.run.cuda_cache import copy_blocks
+from tests.support import reference
+from tests.support.triton_ops import copy_blocks
+from torch_core.errors import InvalidInput, Unsupported
 
 PAIRS = torch.tensor([[1, 4], [0, 2], [-1, -1], [1, 3]], dtype=torch.int32)
 
@@ -31,7 +31,7 @@ def test_a_strided_cache_and_a_cache_of_scales_are_copied_too(seed):
     for cache in (strided, scales):
         expected = cache.clone()
         reference.copy_blocks(expected, PAIRS)
-        copy_blocks(cache, PAIRS.long())
+        copy_blocks(cache, PAIRS)
         torch.testing.assert_close(cache, expected, rtol=0, atol=0)
 
 
@@ -50,12 +50,13 @@ def test_no_pairs_are_no_launch():
 @pytest.mark.parametrize(
     ("cache", "pairs", "message"),
     [
-        (torch.zeros(3), PAIRS, r"kv_cache has shape \[3\]; it must have 2 to 5 axes"),
-        (torch.zeros(3, 2), PAIRS.flatten(), r"block_mapping is int32\[8\]; it must be int32 \[num_pairs, 2\]"),
+        (torch.zeros(()), PAIRS, r"kv_cache has shape \[\]; it must have 1 to 5 axes"),
+        (torch.zeros(3, 2), PAIRS.long(), "block_mapping is int64; it must be int32"),
+        (torch.zeros(3, 2), PAIRS.flatten(), r"block_mapping has shape \[8\]; it must have 2 axes"),
         (torch.zeros(3, 2), PAIRS.float(), "block_mapping is float32"),
         (torch.zeros(3, 2), PAIRS.T.contiguous().T, "block_mapping has strides"),
     ],
 )
 def test_a_wrong_argument_is_named(cache, pairs, message):
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises((InvalidInput, Unsupported), match=message):
         copy_blocks(cache, pairs)

@@ -10,27 +10,19 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_case
 from tests.support.fp8_cases import assert_matches_fp8_weights
-from torch_core.attention.choose import plan_paged_attention
-from torch_core.run.cuda import paged_attention, paged_attention_with_lse
-from torch_core.run.launch import array_spec, device_limits
+from tests.support.triton_ops import paged_attention, paged_attention_with_lse
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.run.launch import device_limits
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
-_OPERANDS = ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 _SIZES = {"num_heads": 4, "num_kv_heads": 1, "dtype": "float8_e4m3fn", "q_scale": 0.5, "k_scale": 2.5, "v_scale": 0.25}
 
 
 def _run(case: AttentionCase, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = case.tensors("cuda")
-    specs = {name: array_spec(x) if isinstance(x, torch.Tensor) else x for name, x in tensors.items()}
-    plan = plan_paged_attention(
-        *[specs.pop(name) for name in _OPERANDS],
-        **specs,
-        spec=case.spec,
-        max_query_len=case.limits["max_query_len"],
-        limits=device_limits(tensors["query"].device),
-    )
+    plan = plan_call(case.call("cuda").map(array_spec), device_limits(torch.device("cuda", 0)))
     assert plan.launches[0].name == "hopper_fp8_prefill_kernel"
     return case.run(paged_attention_with_lse, device="cuda", **changes)
 

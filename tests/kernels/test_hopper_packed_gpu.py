@@ -10,35 +10,24 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
-from torch_core.attention.choose import plan_attention, plan_paged_attention
+from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
 from torch_core.attention.hopper import plan as attention_hopper
 from torch_core.plan.plan import OperationPlan
-from torch_core.run.cuda import attention_with_lse, paged_attention, paged_attention_with_lse
-from torch_core.run.launch import array_spec, device_limits, run_operation
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.run.launch import device_limits, run_operation
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 
-_ARRAYS = {
-    True: ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc"),
-    False: ("query", "key", "value", "query_start_loc", "key_start_loc"),
-}
 # One sequence of every paged case is longer than the narrowest table that is packed.
 _LONG = 700
 
 
-def _plan(case: AttentionCase, tensors: dict[str, Any]) -> OperationPlan:
-    make = plan_paged_attention if case.paged else plan_attention
-    sinks = tensors.get("sinks")
+def _plan(case: AttentionCase) -> OperationPlan:
+    call = replace(case.call("cuda"), with_lse=True)
     # Not from the cache of plans: tests change what the plan chooses.
-    return make.__wrapped__(
-        *[array_spec(tensors[name]) for name in _ARRAYS[case.paged]],
-        spec=case.spec,
-        max_query_len=case.limits["max_query_len"],
-        with_lse=True,
-        sinks=None if sinks is None else array_spec(sinks),
-        limits=device_limits(tensors["query"].device),
-    )
+    return plan_call.__wrapped__(call.map(array_spec), device_limits(torch.device("cuda", 0)))
 
 
 def _packed(plan: OperationPlan) -> int:
@@ -107,7 +96,7 @@ def test_a_packed_row_has_the_bits_of_a_row_in_a_tile_of_one_head(seed, monkeypa
     found = _run(case, group)
     tensors = case.tensors("cuda")
     monkeypatch.setattr(attention_hopper, "hopper_pack", lambda **_: 1)
-    plan = _plan(case, tensors)
+    plan = _plan(case)
     assert _packed(plan) == 1
     expected = run_operation(plan, {name: tensors[name] for name, _ in plan.inputs})
     _assert_same(found, (expected["out"], expected["lse"]))

@@ -9,26 +9,17 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
-from torch_core.attention.choose import plan_attention, plan_paged_attention
-from torch_core.run.cuda import attention_with_lse, paged_attention, paged_attention_with_lse
-from torch_core.run.launch import array_spec, device_limits
+from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.run.launch import device_limits
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
-_OPERANDS = {
-    True: ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc"),
-    False: ("query", "key", "value", "query_start_loc", "key_start_loc"),
-}
 
 
 def _check(case: AttentionCase) -> None:
-    tensors = case.tensors("cuda")
-    plan = (plan_paged_attention if case.paged else plan_attention)(
-        *[array_spec(tensors[name]) for name in _OPERANDS[case.paged]],
-        spec=case.spec,
-        max_query_len=case.limits["max_query_len"],
-        limits=device_limits(tensors["query"].device),
-    )
+    plan = plan_call(case.call("cuda").map(array_spec), device_limits(torch.device("cuda", 0)))
     assert plan.launches[0].name == "hopper_prefill_kernel"
     out, lse = case.run(paged_attention_with_lse if case.paged else attention_with_lse, device="cuda")
     assert_matches_reference(case, out, lse)

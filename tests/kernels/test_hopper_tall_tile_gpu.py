@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
-from torch_core.attention.choose import plan_attention, plan_paged_attention
-from torch_core.run.cuda import attention_with_lse, paged_attention_with_lse
-from torch_core.run.launch import array_spec, device_limits
+from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.run.launch import device_limits
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
@@ -19,20 +20,11 @@ pytestmark = pytest.mark.gpu
 # Bounds on the query length choose the tile: rows of a tile by bound.
 _TALL_BOUND = 4096
 _SHORT_BOUND = 1000
-_OPERANDS = {
-    True: ("query", "kv_cache", "block_tables", "seq_lens", "query_start_loc"),
-    False: ("query", "key", "value", "query_start_loc", "key_start_loc"),
-}
 
 
 def _run(case: AttentionCase, *, max_query_len: int, warpgroups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = case.tensors("cuda")
-    plan = (plan_paged_attention if case.paged else plan_attention)(
-        *[array_spec(tensors[name]) for name in _OPERANDS[case.paged]],
-        spec=case.spec,
-        max_query_len=max_query_len,
-        limits=device_limits(tensors["query"].device),
-    )
+    call = case.call("cuda", max_query_len=max_query_len)
+    plan = plan_call(call.map(array_spec), device_limits(torch.device("cuda", 0)))
     assert dict(plan.launches[0].constexprs)["WARPGROUPS"] == warpgroups
     function = paged_attention_with_lse if case.paged else attention_with_lse
     return case.run(function, device="cuda", max_query_len=max_query_len)

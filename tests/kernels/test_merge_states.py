@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from torch_core import reference
-from torch_core.errors import InvalidInput
-from torch_core.run.cuda_cache import merge_states
+from tests.support import reference
+from tests.support.triton_ops import merge_states
+from torch_core.errors import InvalidInput, Unsupported
 
 
 def _states(seed: int, dtype: torch.dtype = torch.float32, tokens: int = 5, heads: int = 3, size: int = 24):
@@ -112,15 +112,15 @@ def test_no_tokens_give_empty_results():
 @pytest.mark.parametrize(
     ("index", "tensor", "message"),
     [
-        (0, torch.zeros(2, 1, 4), r"out_a has shape \[2, 1, 4\] and out_b \[2, 1, 8\]"),
-        (1, torch.zeros(1, 2), r"lse_a is float32\[1, 2\]; it must be float32\[2, 1\]"),
+        (0, torch.zeros(2, 1, 4), r"out_b has shape \[2, 1, 8\]; .* with head_size = 4, that of out_a"),
+        (1, torch.zeros(1, 2), r"lse_a has shape \[1, 2\]; .* with num_tokens = 2, that of out_a"),
         (3, torch.zeros(2, 1).half(), "lse_b is float16"),
-        (2, torch.zeros(2, 8), r"out_b has shape \[2, 8\]; it must be"),
+        (2, torch.zeros(2, 8), r"out_b has shape \[2, 8\]; it must have 3 axes"),
         (0, torch.zeros(2, 1, 16)[..., ::2], "out_a has strides"),
     ],
 )
 def test_a_wrong_argument_is_named(index, tensor, message):
     states = [torch.zeros(2, 1, 8), torch.zeros(2, 1), torch.zeros(2, 1, 8), torch.zeros(2, 1)]
     states[index] = tensor
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises((InvalidInput, Unsupported), match=message):
         merge_states(*states)

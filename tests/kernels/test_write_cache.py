@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_core import reference
+from tests.support import reference
+from tests.support.triton_ops import write_kv_cache
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.run.cuda_cache import write_kv_cache
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 4
 
@@ -113,7 +113,7 @@ def test_many_tokens_take_several_programs_and_a_wide_row_several_columns(seed):
     torch.testing.assert_close(cache, expected, rtol=0, atol=0)
     key, value = torch.randn(2, 2, 24, 112, generator=generator)
     cache = torch.zeros(2, 2, 1, 24, 112)
-    slots = torch.tensor([1, 0], dtype=torch.int64)
+    slots = torch.tensor([1, 0], dtype=torch.int32)
     write_kv_cache(key, value, cache, slots)
     torch.testing.assert_close(cache[:, 0, 0], key.flip(0), rtol=0, atol=0)
     torch.testing.assert_close(cache[:, 1, 0], value.flip(0), rtol=0, atol=0)
@@ -144,29 +144,29 @@ def test_no_tokens_are_no_launch():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"key": torch.zeros(2, 1, 4)}, InvalidInput, r"key has shape \[2, 1, 4\]; the cache's heads need"),
-        ({"value": torch.zeros(1, 1, 8)}, InvalidInput, "value has 1 tokens and slot_mapping 2"),
-        ({"slot_mapping": torch.zeros(2)}, InvalidInput, r"slot_mapping is float32\[2\]; it must be int32"),
-        ({"slot_mapping": torch.zeros(4, dtype=torch.int32)[::2]}, InvalidInput, "slot_mapping has strides"),
+        ({"key": torch.zeros(2, 1, 4)}, InvalidInput, r"kv_cache has shape .* with head_size = 4, that of key"),
+        ({"value": torch.zeros(1, 1, 8)}, InvalidInput, "slot_mapping has 2 entries and value 1 tokens"),
+        ({"slot_mapping": torch.zeros(2)}, InvalidInput, "slot_mapping is float32; it must be int32"),
+        ({"slot_mapping": torch.zeros(4, dtype=torch.int32)[::2]}, Unsupported, "slot_mapping has strides"),
         (
             {"kv_cache": (torch.zeros(1, 4, 1, 8), torch.zeros(1, 5, 1, 8))},
             InvalidInput,
-            r"value_cache is float32\[1, 5, 1, 8\]; both caches must be",
+            r"value_cache has shape \[1, 5, 1, 8\]; .* with block_size = 4, that of key_cache",
         ),
         ({"kv_cache": torch.zeros(1, 3, 4, 1, 8)}, InvalidInput, r"kv_cache has shape \[1, 3, 4, 1, 8\]"),
-        ({"kv_cache": torch.zeros(1, 2, 4, 1, 16)[..., ::2]}, InvalidInput, "the last one must be 1"),
-        ({"key": torch.zeros(2, 1, 8, dtype=torch.int8)}, InvalidInput, "key is int8 and kv_cache float32"),
-        ({"k_scale": torch.ones(2)}, InvalidInput, r"k_scale is float32\[2\]; it must be a number or one float32"),
+        ({"kv_cache": torch.zeros(1, 2, 4, 1, 16)[..., ::2]}, Unsupported, "and not a last stride of 1"),
+        ({"key": torch.zeros(2, 1, 8, dtype=torch.int8)}, InvalidInput, "key is int8 and the cache float32"),
+        ({"k_scale": torch.ones(2)}, InvalidInput, r"k_scale has shape \[2\]; it must be a number or one element"),
         ({"k_scale_cache": torch.ones(1, 4, 1)}, InvalidInput, "k_scale_cache and v_scale_cache go together"),
         (
             {"k_scale_cache": torch.ones(1, 4, 1), "v_scale_cache": torch.ones(1, 4, 1)},
             Unsupported,
-            "kv_cache is float32; per-token-head scales need int8",
+            "the cache is float32; scales per token and head need int8 or fp8",
         ),
         (
             {"k_scale_cache": torch.ones(1, 4, 1), "v_scale_cache": torch.ones(1, 4, 1), "k_scale": 2.0},
             InvalidInput,
-            "k_scale and k_scale_cache .* are both given; pass one kind",
+            "given beside k_scale_cache and v_scale_cache; pass one kind",
         ),
     ],
 )
@@ -184,8 +184,12 @@ def test_a_wrong_argument_is_named(change, error, message):
 @pytest.mark.parametrize(
     ("scales", "key_dtype", "message"),
     [
-        (torch.ones(1, 4, 2), torch.float32, r"k_scale_cache is float32\[1, 4, 2\]; it must be float32\[1, 4, 1\]"),
-        (torch.ones(1, 4, 1), torch.int8, "key is int8; it must be float32, bfloat16 or float16"),
+        (torch.ones(1, 4, 2), torch.float32, r"k_scale_cache has shape \[1, 4, 2\]; .* with num_kv_heads = 1"),
+        (
+            torch.ones(1, 4, 1),
+            torch.int8,
+            "key is int8 and the cache int8; give float32, bfloat16 or float16 to be quantised",
+        ),
     ],
 )
 def test_a_wrong_argument_of_the_quantising_write_is_named(scales, key_dtype, message):

@@ -15,8 +15,8 @@ from flax import nnx
 from jattn.metadata import AttentionMetadata
 from jattn.nn import PagedAttention
 from jattn.pool import KVPool
+from tests.support import reference
 from tests.support.attention_cases import assert_as_exact, to_torch
-from torch_core import reference
 from torch_core.errors import InvalidInput
 from torch_core.specs import AttentionSpec, KVCacheSpec
 

@@ -9,8 +9,8 @@ import torch
 
 from jattn import ops
 from tests.ops.runner import IMPLEMENTATIONS, run_numpy
+from tests.support import reference
 from tests.support.attention_cases import assert_as_exact, dense_case, to_torch
-from torch_core import reference
 from torch_core.specs import AttentionSpec
 
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from jattn import ops
+from tests.support import reference
 from tests.support.attention_cases import DTYPES, to_torch
-from torch_core import reference
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
 

@@ -13,8 +13,8 @@ import torch
 
 from jattn import ops
 from tests.ops.runner import IMPLEMENTATIONS
+from tests.support import reference
 from tests.support.attention_cases import DTYPES, to_torch
-from torch_core import reference
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 5, 4, 2, 8
 SLOTS = [7, -1, 16, 4, -1, 19]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import dense_plan, paged_plan
-from torch_core.attention.hopper.plan import hopper_tile
-from torch_core.plan.plan import ArraySpec, Descriptor, DeviceLimits, LaunchPlan, OperationPlan
-from torch_core.specs import AttentionSpec
+from torch_core.attention.hopper.tiles import hopper_tile
+from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan
+from torch_core.specs import ArraySpec, AttentionSpec
 
 _ROWS = "attention_rows_kernel"
 _HOPPER = "hopper_prefill_kernel"

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.sample_kernels import add_into_kernel, double_and_add, double_kernel, double_launch
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.plan import ArraySpec, Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.specs import ArraySpec
 
 SPEC = ArraySpec((16,), "float32")
 

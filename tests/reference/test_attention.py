@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from tests.support import reference
 from tests.support.attention_cases import dense_case, paged_case, random_paged_case, to_torch
-from torch_core import reference
 from torch_core.errors import InvalidInput
 from torch_core.reference.sequence import attend_sequence
 from torch_core.specs import AttentionSpec

@@ -7,17 +7,18 @@ import torch
 from triton.experimental import gluon
 
 from tests.support.gluon_kernels import scaled_copy
+from tests.support.interpret import run_interpreted, run_interpreted_operation
 from tests.support.sample_kernels import double_and_add, double_kernel, double_launch
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.plan.compile import compile_variant, kernel_variant
-from torch_core.plan.plan import ArraySpec
-from torch_core.run.interpret import run_interpreted
-from torch_core.run.launch import array_spec, device_limits, run_operation, torch_dtype
+from torch_core.run import array_spec, torch_dtype
+from torch_core.run.launch import run_operation
+from torch_core.specs import ArraySpec
 
 
 def test_launches_of_an_operation_see_what_earlier_ones_wrote():
     x, total = torch.arange(16.0), torch.ones(16)
-    results = run_operation(double_and_add(), {"x": x, "total": total})
+    results = run_interpreted_operation(double_and_add(), {"x": x, "total": total})
     assert torch.equal(total, 1 + 3 * x)
     assert torch.equal(results["copy"], total)
     assert list(results) == ["copy"]
@@ -25,7 +26,7 @@ def test_launches_of_an_operation_see_what_earlier_ones_wrote():
 
 def test_a_given_output_is_filled_and_returned():
     x, copy = torch.arange(16.0), torch.full((16,), torch.nan)
-    results = run_operation(double_and_add(), {"x": x, "total": torch.zeros(16)}, {"copy": copy})
+    results = run_interpreted_operation(double_and_add(), {"x": x, "total": torch.zeros(16), "copy": copy})
     assert results["copy"] is copy
     assert torch.equal(copy, 3 * x)
 
@@ -57,16 +58,12 @@ def test_dtypes_have_the_names_of_the_specs():
     assert array_spec(torch.zeros(1, dtype=torch.bool)).dtype == "bool"
 
 
-def test_a_device_without_cuda_gets_the_portable_kernels():
-    assert device_limits(torch.device("cpu")).arch < 90
-
-
 def test_a_kernel_compiles_after_it_was_interpreted_in_the_same_process():
     launch = double_launch(16)
     specs = {"x": ArraySpec((16,), "float32"), "doubled": ArraySpec((16,), "float32")}
     variant = kernel_variant(launch, specs)
     before = compile_variant(variant, 90).asm["ttir"]
-    run_operation(double_and_add(), {"x": torch.zeros(16), "total": torch.zeros(16)})
+    run_interpreted_operation(double_and_add(), {"x": torch.zeros(16), "total": torch.zeros(16)})
     assert compile_variant(variant, 90).asm["ttir"] == before
 
 

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from torch_core import reference
+from tests.support import reference
+from torch_core import ops
 from torch_core.specs import AttentionSpec
 
 __all__ = [
@@ -73,6 +74,10 @@ class AttentionCase:
     def run(self, function: Callable[..., Any], device: str = "cpu", **changes: Any) -> Any:
         """Calls an operation of `torch_core` with this case; `changes` replace or add arguments."""
         return function(**{**self.tensors(device), "spec": self.spec, **self.limits, **changes})
+
+    def call(self, device: str = "cpu", **changes: Any) -> Any:
+        """Returns the call that `run` would make."""
+        return self.run(ops.paged_call if self.paged else ops.dense_call, device, **changes)
 
     def expected(self, compute_dtype: torch.dtype | None = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the reference's output and lse."""

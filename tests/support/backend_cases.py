@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from torch_core import reference
+from tests.support import reference
 from torch_core.errors import InvalidInput
 from torch_core.metadata import SequenceRow, build_common_metadata
 from torch_core.ops import write_kv_cache

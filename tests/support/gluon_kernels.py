@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from torch_core.plan.plan import ArraySpec, Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.specs import ArraySpec
 
 __all__ = ["scaled_copy", "scaled_copy_kernel"]
 

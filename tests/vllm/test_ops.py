@@ -7,7 +7,7 @@ import enum
 import pytest
 import torch
 
-from torch_core import reference
+from tests.support import reference
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
 from torch_core.vllm import ops as vllm_compat

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import reference
 from tests.support.backend_cases import (
     BLOCK,
     HEAD,
@@ -22,7 +23,6 @@ from tests.support.backend_cases import (
     refuses,
     shared_prefix_rows,
 )
-from torch_core import reference
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.metadata import (
     EncoderRow,

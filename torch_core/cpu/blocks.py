@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.cpu.gather import CachePair, raw_array
+from torch_core.calls import CopyCall, WriteCall
+from torch_core.cpu.gather import raw_array
+from torch_core.specs import LARGEST_CODE, SMALLEST_SCALE
 
 __all__ = ["copy_blocks", "write_kv_cache"]
 
-_SMALLEST_SCALE = 1e-6
 
-
-def write_kv_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: CachePair,
-    slot_mapping: Tensor,
-    *,
-    k_scale: Tensor | float | None = None,
-    v_scale: Tensor | float | None = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
-) -> None:
-    """Stores new keys and values, in place; see `torch_core.run`. Nothing is checked but that blocks exist."""
-    slots = slot_mapping.numpy()
+def write_kv_cache(call: WriteCall[Tensor]) -> None:
+    """Stores new keys and values, in place. Nothing is checked but that blocks exist."""
+    slots = call.slot_mapping.numpy()
     written: slice | np.ndarray = slice(0, len(slots))
     if len(slots) == 0:
         return
     if slots.min() < 0:
         written = np.flatnonzero(slots >= 0)
         slots = slots[written]
-    if isinstance(kv_cache, Tensor):
-        both = raw_array(kv_cache)
-        key_cache, value_cache, cache_dtype = both[:, 0], both[:, 1], kv_cache.dtype
+    if call.kv_cache is not None:
+        both = raw_array(call.kv_cache)
+        caches, dtype = (both[:, 0], both[:, 1]), call.kv_cache.dtype
     else:
-        key_cache, value_cache, cache_dtype = raw_array(kv_cache[0]), raw_array(kv_cache[1]), kv_cache[0].dtype
-    places = np.divmod(slots, key_cache.shape[1])
-    key_cache[places] = raw_array(_encode(key, k_scale, k_scale_cache, places, written, cache_dtype))[written]
-    value_cache[places] = raw_array(_encode(value, v_scale, v_scale_cache, places, written, cache_dtype))[written]
+        caches, dtype = (raw_array(call.key_cache), raw_array(call.value_cache)), call.key_cache.dtype  # type: ignore[arg-type, union-attr]
+    places = np.divmod(slots, caches[0].shape[1])
+    new = ((call.key, call.k_scale, call.k_scale_cache), (call.value, call.v_scale, call.v_scale_cache))
+    for cache, (real, scale, scale_cache) in zip(caches, new, strict=True):
+        cache[places] = raw_array(_encode(real, scale, scale_cache, places, written, dtype))[written]
 
 
-def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> None:
-    """Copies whole blocks inside each array, in place; see `torch_core.run`. Nothing is checked."""
-    pairs = [pair for pair in block_mapping.tolist() if min(pair) >= 0]
+def copy_blocks(call: CopyCall[Tensor]) -> None:
+    """Copies whole blocks inside an array, in place. Nothing is checked."""
+    pairs = [pair for pair in call.block_mapping.tolist() if min(pair) >= 0]
     if not pairs:
         return
     sources, destinations = torch.tensor(pairs).unbind(1)
-    for kv_cache in [kv_caches] if isinstance(kv_caches, Tensor) else kv_caches:
-        raw = kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache
-        raw.index_copy_(0, destinations, raw.index_select(0, sources))
+    raw = call.kv_cache.view(torch.uint8) if call.kv_cache.dtype.itemsize == 1 else call.kv_cache
+    raw.index_copy_(0, destinations, raw.index_select(0, sources))
 
 
 def _encode(
@@ -64,8 +52,9 @@ def _encode(
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns `real / scale` as cache elements: fp8 and int8 saturate, int8 rounds to even; stores dynamic scales."""
+    largest = LARGEST_CODE.get(str(dtype).removeprefix("torch."), 0.0)
     if scale_cache is not None:
-        scale = (real.float().abs().amax(-1) / _largest_code(dtype)).clamp_(min=_SMALLEST_SCALE)
+        scale = (real.float().abs().amax(-1) / largest).clamp_(min=SMALLEST_SCALE)
         scale_cache.numpy()[places] = scale.numpy()[written]
         scale = scale[..., None]
     if real.dtype is dtype and (scale is None or dtype.itemsize == 1):
@@ -73,12 +62,7 @@ def _encode(
     if scale is not None:
         real = real.float() / scale
     if dtype.itemsize == 1:
-        largest = _largest_code(dtype)
         real = real.float().clamp(-largest, largest)
         if dtype == torch.int8:
             real = real.round_()
     return real.to(dtype)
-
-
-def _largest_code(dtype: torch.dtype) -> float:
-    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_core.calls import PagedCall
 from torch_core.cpu.core import attend
-from torch_core.cpu.gather import CachePair, gather_blocks
+from torch_core.cpu.gather import gather_blocks
 from torch_core.cpu.masks import key_range
 from torch_core.specs import AttentionSpec
 
@@ -42,16 +43,12 @@ def padded_blocks(num_keys: int, block_size: int) -> int:
 
 
 def decode_group(
+    call: PagedCall[Tensor],
     query: Tensor,
-    kv_cache: CachePair,
-    block_tables: np.ndarray,
     lengths: list[tuple[int, int, int]],
     num_padded_blocks: int,
-    block_size: int,
     scale: float,
-    spec: AttentionSpec,
-    alibi_slopes: np.ndarray | None,
-    scale_caches: tuple[Tensor, Tensor] | None,
+    slopes: np.ndarray | None,
 ) -> tuple[Tensor, Tensor]:
     """Attends one query row of each of several sequences.
 
@@ -59,20 +56,17 @@ def decode_group(
     fused kernel works on one sequence and head at a time, so that a row's result is the same in any group.
 
     Args:
-        query: float32 `[num_seqs, num_kv_heads, group_size, head_size]`.
-        kv_cache: see `gather_blocks`.
-        block_tables: int `[rows, max_blocks]`.
-        lengths: for each sequence its row of `block_tables`, its first visible key, and its number of keys.
+        call: the call.
+        query: float32 `[num_seqs, num_kv_heads, group_size, head_size]`, the rows of the group.
+        lengths: for each sequence its row of the block tables, its first visible key, and its number of keys.
         num_padded_blocks: the common padded length.
-        block_size: tokens of a block.
         scale: factor on the scores, every other scale included.
-        spec: the static options but for the scale.
-        alibi_slopes: float32 `[num_heads]`.
-        scale_caches: see `gather_blocks`.
+        slopes: float32 `[num_heads]`, of ALiBi.
 
     Returns:
         float32 output `[num_seqs, num_kv_heads, group_size, head_size]` and lse without the last axis.
     """
+    block_tables, block_size = call.block_tables.numpy(), call.block_size
     num_seqs, num_kv_heads = query.shape[:2]
     length = num_padded_blocks * block_size
     blocks = np.zeros((num_seqs, num_padded_blocks), np.int64)
@@ -87,10 +81,10 @@ def decode_group(
         if first:
             mask[index, 0, 0, :first] = -np.inf
         live.append((first, end))
-    key, value = gather_blocks(kv_cache, blocks, live, scale_caches)
-    if alibi_slopes is not None:
+    key, value = gather_blocks(call, blocks, live)
+    if slopes is not None:
         last = np.array([end - 1 for _, end in live], np.float32)[:, None, None, None]
         distance = np.arange(length, dtype=np.float32) - last
-        form = -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance
-        mask = mask + alibi_slopes.reshape(1, num_kv_heads, -1, 1) * form
+        form = -np.sqrt(np.maximum(-distance, 0)) if call.spec.use_alibi_sqrt else distance
+        mask = mask + slopes.reshape(1, num_kv_heads, -1, 1) * form
     return attend(query, key, value, scale=scale, bias=torch.from_numpy(mask))

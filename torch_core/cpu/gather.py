@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["CachePair", "gather_blocks", "raw_array", "scale_value"]
+from torch_core.calls import PagedCall
 
-#: One cache array with keys and values, or a key cache and a value cache.
-CachePair = Tensor | tuple[Tensor, Tensor]
+__all__ = ["gather_blocks", "raw_array", "scale_value"]
 
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16}
 #: Above this many bytes torch's own gather, which uses all threads, is faster than numpy's.
@@ -29,32 +28,29 @@ def raw_array(tensor: Tensor) -> np.ndarray:
 
 
 def gather_blocks(
-    kv_cache: CachePair,
+    call: PagedCall[Tensor],
     blocks: np.ndarray,
     live: list[tuple[int, int]],
-    scale_caches: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns float32 keys and values of several sequences, padded to one length.
 
     Args:
-        kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_size]`, or a pair
-            `[num_blocks, block_size, num_kv_heads, size]`; any strides.
+        call: has the cache, of any strides, and its scales per token and head.
         blocks: int64 `[num_seqs, blocks_per_seq]`, valid block ids; which one stands in unused places is irrelevant.
         live: for each sequence the first and last-plus-one row that is used; all others become zero, because
             0 x NaN is NaN.
-        scale_caches: scales per token and head for keys and values, `[num_blocks, block_size, num_kv_heads]`.
 
     Returns:
         Two tensors `[num_seqs, num_kv_heads, blocks_per_seq * block_size, size]`, strided views of rows that are
         contiguous by token.
     """
-    if isinstance(kv_cache, Tensor):
-        both = raw_array(kv_cache)
-        key = _gather(both[:, 0], kv_cache.dtype, blocks, live)
-        value = _gather(both[:, 1], kv_cache.dtype, blocks, live)
+    if call.kv_cache is not None:
+        both = raw_array(call.kv_cache)
+        key, value = (_gather(both[:, index], call.kv_cache.dtype, blocks, live) for index in range(2))
     else:
-        key, value = (_gather(raw_array(cache), cache.dtype, blocks, live) for cache in kv_cache)
-    if scale_caches is not None:
+        key, value = (_gather(raw_array(cache), cache.dtype, blocks, live) for cache in call.caches)
+    if call.k_scale_cache is not None and call.v_scale_cache is not None:
+        scale_caches = (call.k_scale_cache, call.v_scale_cache)
         scales = (_gather(cache.numpy()[..., None], torch.float32, blocks, live) for cache in scale_caches)
         key, value = (rows * scale for rows, scale in zip((key, value), scales, strict=True))
     return key, value

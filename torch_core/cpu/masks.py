@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
+from torch_core.calls import AttentionCall
+from torch_core.cpu.gather import raw_array
 from torch_core.specs import AttentionSpec
 
 __all__ = ["Extras", "additive_mask", "first_row_with_keys", "key_range"]
@@ -18,14 +21,35 @@ class Extras:
     Attributes:
         causal: overrides `spec.causal`.
         mm_ranges: int `[ranges, 2]`, inclusive spans of bidirectional attention.
-        qq_bias: float32 `[rows, rows]`, bias between the new tokens.
-        alibi_slopes: float32 `[num_heads]`.
+        bias: float32 `[rows, rows]`, between the new tokens.
+        slopes: float32 `[num_heads]`, of ALiBi.
     """
 
     causal: bool | None = None
     mm_ranges: np.ndarray | None = None
-    qq_bias: np.ndarray | None = None
-    alibi_slopes: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    slopes: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, call: AttentionCall[Tensor]) -> Extras:
+        """Returns what all sequences of a call share."""
+        slopes, bias = (None if x is None else raw_array(x.float()) for x in (call.alibi_slopes, call.qq_bias))
+        return cls(bias=bias, slopes=slopes)
+
+    def of_sequence(self, call: AttentionCall[Tensor], seq: int) -> Extras:
+        """Returns what sequence number `seq` adds."""
+        if call.seq_causal is None and call.mm_prefix_range is None:
+            return self
+        return replace(
+            self,
+            causal=None if call.seq_causal is None else bool(call.seq_causal[seq]),
+            mm_ranges=None if call.mm_prefix_range is None else call.mm_prefix_range[seq].numpy(),
+        )
+
+    @property
+    def irregular(self) -> bool:
+        """The keys of a row are no range, or their scores differ by more than their distance."""
+        return self.mm_ranges is not None or self.bias is not None
 
     def is_causal(self, spec: AttentionSpec) -> bool:
         """Whether this sequence has a causal mask."""
@@ -96,13 +120,13 @@ def additive_mask(
             if first < last:
                 hidden &= ~((first <= p) & (p <= last) & (first <= j) & (j <= last))
     mask = np.zeros((1, *hidden.shape), np.float32)
-    if extras.alibi_slopes is not None:
+    if extras.slopes is not None:
         distance = (j - p).astype(np.float32)
         form = -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance
-        mask = extras.alibi_slopes[:, None, None] * form
-    if extras.qq_bias is not None:
+        mask = extras.slopes[:, None, None] * form
+    if extras.bias is not None:
         first_new = max(context_len, keys[0])
         rows = slice(positions[0] - context_len, positions[1] - context_len)
-        mask[:, :, first_new - keys[0] :] += extras.qq_bias[rows, first_new - context_len : keys[1] - context_len]
+        mask[:, :, first_new - keys[0] :] += extras.bias[rows, first_new - context_len : keys[1] - context_len]
     mask[:, hidden] = -np.inf
     return mask

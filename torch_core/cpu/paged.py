@@ -2,172 +2,109 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from torch_core.calls import PagedCall
 from torch_core.cpu.core import fused_applies
 from torch_core.cpu.decode import decode_group, first_key_of_decode, padded_blocks
-from torch_core.cpu.gather import CachePair, gather_blocks, raw_array, scale_value
+from torch_core.cpu.gather import gather_blocks, scale_value
 from torch_core.cpu.masks import Extras, key_range
-from torch_core.cpu.result import open_results
+from torch_core.cpu.result import ResultRows, open_results
 from torch_core.cpu.rows import attend_rows
-from torch_core.specs import AttentionSpec
 
-__all__ = ["paged_attention", "paged_attention_with_lse"]
+__all__ = ["paged_attention"]
 
 #: Keys of all sequences of one decode group, times heads and head size: 512K float32 are 2 MiB for keys alone.
 _MAX_GROUP_ELEMENTS = 1 << 19
 
 
-def paged_attention(
-    query: Tensor,
-    kv_cache: CachePair,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    spec: AttentionSpec,
-    **options: Any,
-) -> Tensor:
-    """Returns only the output of `paged_attention_with_lse`, whose arguments it takes, and computes no lse."""
-    return _paged_attention(query, kv_cache, block_tables, seq_lens, query_start_loc, spec, False, **options)[0]
-
-
-def paged_attention_with_lse(
-    query: Tensor,
-    kv_cache: CachePair,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    spec: AttentionSpec,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attends any mix of decode, speculative and prefill rows over a paged cache; see `torch_core.run`.
+def paged_attention(call: PagedCall[Tensor]) -> dict[str, Tensor]:
+    """Attends any mix of decode, speculative and prefill rows over a paged cache.
 
     Nothing is checked. The arithmetic is float32 for every dtype. Memory: the keys and values of one sequence, or of
     a bounded group of decode rows, in float32, and masks of at most 16 MiB.
     """
-    output, lse = _paged_attention(query, kv_cache, block_tables, seq_lens, query_start_loc, spec, True, **options)
-    return output, lse
-
-
-def _paged_attention(
-    query: Tensor,
-    kv_cache: CachePair,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    spec: AttentionSpec,
-    with_lse: bool,
-    *,
-    max_query_len: int | None = None,
-    out: Tensor | None = None,
-    k_scale: Tensor | float | None = None,
-    v_scale: Tensor | float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | float | None = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
-    mm_prefix_range: Tensor | None = None,
-    qq_bias: Tensor | None = None,
-    seq_causal: Tensor | None = None,
-    out_scale: Tensor | float | None = None,
-) -> tuple[Tensor, Any]:
-    if isinstance(kv_cache, Tensor):
-        _, _, block_size, num_kv_heads, value_head_size = kv_cache.shape
-    else:
-        _, block_size, num_kv_heads, value_head_size = kv_cache[1].shape
-    num_tokens, _, head_size = query.shape
-    starts = query_start_loc.tolist()
-    lens = seq_lens.tolist()
-    groupable = (
-        mm_prefix_range is None
-        and qq_bias is None
-        and seq_causal is None
-        and fused_applies(spec.logits_soft_cap, head_size, value_head_size)
-    )
+    starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
+    extras = Extras.of(call)
+    alike = extras.of_sequence(call, 0) is extras and not extras.irregular if call.num_seqs else True
+    groupable = alike and fused_applies(call.spec.logits_soft_cap, call.head_size, call.value_head_size)
     groups: dict[int, list[tuple[int, int, int]]] = {}
     single: list[int] = []
     num_stored = 0
+    block_size = call.block_size
     for seq, seq_len in enumerate(lens):
         query_len = starts[seq + 1] - starts[seq]
         if query_len == 0 or seq_len == 0:
             continue
         num_stored += query_len
         if query_len == 1 and groupable:
-            first_key = first_key_of_decode(seq_len, spec)
+            first_key = first_key_of_decode(seq_len, call.spec)
             keys = seq_len - first_key // block_size * block_size
             groups.setdefault(padded_blocks(keys, block_size), []).append((seq, first_key, seq_len))
         else:
             single.append(seq)
 
-    out, lse, results = open_results(
-        query,
-        num_kv_heads,
-        value_head_size,
-        num_stored=num_stored,
-        with_lse=with_lse,
-        out=out,
-        sinks=sinks,
-        v_scale=v_scale,
-        out_scale=out_scale,
-    )
-    query = _as_heads(query, num_kv_heads)
-    tables = block_tables.numpy()
-    slopes = None if alibi_slopes is None else raw_array(alibi_slopes.float())
-    scale = spec.scale * scale_value(k_scale) * scale_value(q_scale)
-    scale_caches = None
-    if k_scale_cache is not None and v_scale_cache is not None:
-        scale_caches = (k_scale_cache, v_scale_cache)
+    found, results = open_results(call, num_stored)
+    query = _as_heads(call.query, call.num_kv_heads)
+    scale = call.spec.scale * scale_value(call.k_scale) * scale_value(call.q_scale)
+    _attend_groups(call, query, scale, extras, groups, starts, results)
+    for seq in single:
+        _attend_single(call, query, scale, extras.of_sequence(call, seq), seq, starts, results)
+    return found
+
+
+def _attend_groups(
+    call: PagedCall[Tensor],
+    query: Tensor,
+    scale: float,
+    extras: Extras,
+    groups: dict[int, list[tuple[int, int, int]]],
+    starts: list[int],
+    results: ResultRows,
+) -> None:
     for num_blocks, members in groups.items():
-        limit = max(1, _MAX_GROUP_ELEMENTS // (num_blocks * block_size * num_kv_heads * head_size))
+        elements = num_blocks * call.block_size * call.num_kv_heads * call.head_size
+        limit = max(1, _MAX_GROUP_ELEMENTS // elements)
         for at in range(0, len(members), limit):
             part = members[at : at + limit]
-            rows = _rows([starts[member[0]] for member in part], num_tokens)
+            rows = _rows([starts[member[0]] for member in part], call.num_tokens)
             part_query = query if rows is None else query[rows]
-            results.store(
-                rows,
-                *decode_group(
-                    part_query, kv_cache, tables, part, num_blocks, block_size, scale, spec, slopes, scale_caches
-                ),
-            )
+            results.store(rows, *decode_group(call, part_query, part, num_blocks, scale, extras.slopes))
 
-    bias = None if qq_bias is None else raw_array(qq_bias.float())
-    for seq in single:
-        extras = Extras(
-            causal=None if seq_causal is None else bool(seq_causal[seq]),
-            mm_ranges=None if mm_prefix_range is None else mm_prefix_range[seq].numpy(),
-            qq_bias=bias,
-            alibi_slopes=slopes,
-        )
-        seq_len, first_key = lens[seq], 0
-        if mm_prefix_range is None:
-            context_len = seq_len - starts[seq + 1] + starts[seq]
-            first_key = key_range(context_len, seq_len - 1, seq_len, extras.is_causal(spec), spec)[0]
-        first_block = first_key // block_size
-        blocks = tables[seq : seq + 1, first_block : -(-seq_len // block_size)].astype(np.int64)
-        live = (first_key - first_block * block_size, seq_len - first_block * block_size)
-        key, value = gather_blocks(kv_cache, blocks, [live], scale_caches)
-        rows = slice(starts[seq], starts[seq + 1])
-        results.store(
-            rows,
-            *attend_rows(
-                query[rows],
-                key[0, :, live[0] : live[1]],
-                value[0, :, live[0] : live[1]],
-                first_key=first_key,
-                key_len=seq_len,
-                scale=scale,
-                spec=spec,
-                extras=extras,
-            ),
-        )
-    return out, lse
+
+def _attend_single(
+    call: PagedCall[Tensor],
+    query: Tensor,
+    scale: float,
+    extras: Extras,
+    seq: int,
+    starts: list[int],
+    results: ResultRows,
+) -> None:
+    seq_len, first_key, block_size = int(call.seq_lens[seq]), 0, call.block_size
+    rows = slice(starts[seq], starts[seq + 1])
+    if extras.mm_ranges is None:
+        context_len = seq_len - (rows.stop - rows.start)
+        first_key = key_range(context_len, seq_len - 1, seq_len, extras.is_causal(call.spec), call.spec)[0]
+    first_block = first_key // block_size
+    blocks = call.block_tables.numpy()[seq : seq + 1, first_block : -(-seq_len // block_size)].astype(np.int64)
+    live = (first_key - first_block * block_size, seq_len - first_block * block_size)
+    key, value = gather_blocks(call, blocks, [live])
+    results.store(
+        rows,
+        *attend_rows(
+            query[rows],
+            key[0, :, live[0] : live[1]],
+            value[0, :, live[0] : live[1]],
+            first_key=first_key,
+            key_len=seq_len,
+            scale=scale,
+            spec=call.spec,
+            extras=extras,
+        ),
+    )
 
 
 def _as_heads(query: Tensor, num_kv_heads: int) -> Tensor:

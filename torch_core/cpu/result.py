@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_core.calls import AttentionCall
 from torch_core.cpu.gather import scale_value
 
-__all__ = ["ResultRows", "open_results"]
+__all__ = ["ResultRows", "open_results", "saturated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,56 +43,46 @@ class ResultRows:
         if self.factor != 1.0:
             output = output * self.factor
         if self.out.dtype.itemsize == 1:
-            largest = torch.finfo(self.out.dtype).max
-            output = output.clamp(-largest, largest).to(self.out.dtype)
+            output = saturated(output, self.out.dtype).to(self.out.dtype)
         _assign(self.out, rows, output)
         if self.lse is not None:
             _assign(self.lse, rows, lse)
 
 
-def open_results(
-    query: Tensor,
-    num_kv_heads: int,
-    value_head_size: int,
-    *,
-    num_stored: int,
-    with_lse: bool,
-    out: Tensor | None,
-    sinks: Tensor | None,
-    v_scale: Tensor | float | None,
-    out_scale: Tensor | float | None,
-) -> tuple[Tensor, Tensor | None, ResultRows]:
-    """Returns the output, the lse (None without `with_lse`), and the record to store rows with.
+def open_results(call: AttentionCall[Tensor], num_stored: int) -> tuple[dict[str, Tensor], ResultRows]:
+    """Returns the results by name, and the record to store rows with.
 
     Args:
-        query: `[num_tokens, num_heads, head_size]`; its dtype is the output's (bfloat16 for fp8) when `out` is None.
-        num_kv_heads: key/value heads.
-        value_head_size: elements of a value head.
+        call: the call.
         num_stored: rows that will be stored. When it is fewer than all, the rest is zeros and -inf.
-        with_lse: whether the lse is wanted.
-        out: where the output goes, or None.
-        sinks: `[num_heads]`: as if each softmax had had one more logit without a value.
-        v_scale: factor on the output.
-        out_scale: divisor of the output.
     """
-    num_tokens, num_heads, _ = query.shape
-    heads = (num_kv_heads, num_heads // num_kv_heads)
+    num_tokens, num_heads, _ = call.query.shape
+    heads = (call.num_kv_heads, call.group)
+    out = call.out
     if out is None:
-        dtype = query.dtype if query.dtype.itemsize > 1 else torch.bfloat16
-        out = torch.empty(num_tokens, num_heads, value_head_size, dtype=dtype)
+        shape = (num_tokens, num_heads, call.value_head_size)
+        out = torch.empty(shape, dtype=getattr(torch, call.result_dtype))
     if num_stored < num_tokens:
         out.zero_()
-    lse = lse_by_head = None
-    if with_lse:
-        lse = torch.full((num_tokens, num_heads), -torch.inf)
-        lse_by_head = lse.view(num_tokens, *heads)
+    results, lse_by_head = {"out": out}, None
+    if call.with_lse:
+        results["lse"] = torch.full((num_tokens, num_heads), -torch.inf)
+        lse_by_head = results["lse"].view(num_tokens, *heads)
     rows = ResultRows(
-        out.view(num_tokens, *heads, value_head_size),
+        out.view(num_tokens, *heads, call.value_head_size),
         lse_by_head,
-        None if sinks is None else sinks.float().view(heads),
-        1.0 if v_scale is None and out_scale is None else scale_value(v_scale) / scale_value(out_scale),
+        None if call.sinks is None else call.sinks.float().view(heads),
+        scale_value(getattr(call, "v_scale", None)) / scale_value(call.out_scale),
     )
-    return out, lse, rows
+    return results, rows
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns values that fit an 8-bit type, those beyond its range as its largest; others as they are."""
+    if dtype.itemsize > 1:
+        return values
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest)
 
 
 def _assign(place: Tensor, rows: slice | Tensor | None, new: Tensor) -> None:

@@ -1,21 +1,25 @@
 """The public torch operations: Triton launch plans on CUDA tensors, fast plain torch on CPU tensors."""
 
-from torch_core.ops.public import (
+from torch_core.ops.attention import (
     attention,
     attention_with_lse,
-    copy_blocks,
-    merge_states,
+    dense_call,
     paged_attention,
     paged_attention_with_lse,
-    write_kv_cache,
+    paged_call,
 )
+from torch_core.ops.cache import copy_blocks, merge_states, write_kv_cache
+from torch_core.run import run
 
 __all__ = [
     "attention",
     "attention_with_lse",
     "copy_blocks",
+    "dense_call",
     "merge_states",
     "paged_attention",
     "paged_attention_with_lse",
+    "paged_call",
+    "run",
     "write_kv_cache",
 ]

@@ -12,16 +12,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from torch_core.errors import Unsupported
-from torch_core.plan.plan import (
-    TRITON_DTYPES,
-    Absent,
-    ArraySpec,
-    Descriptor,
-    DeviceLimits,
-    LaunchPlan,
-    Pointer,
-    Scalar,
-)
+from torch_core.plan.plan import TRITON_DTYPES, Absent, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
+from torch_core.specs import ArraySpec
 
 __all__ = ["KernelVariant", "check_fits", "compile_variant", "kernel_variant"]
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.errors import InvalidInput
+from torch_core.specs import ArraySpec
 
 __all__ = [
     "ABSENT",
     "TRITON_DTYPES",
     "Absent",
     "Argument",
-    "ArraySpec",
     "Descriptor",
     "DeviceLimits",
     "LaunchPlan",
     "OperationPlan",
     "Pointer",
     "Scalar",
-    "row_major_strides",
 ]
 
 #: Triton's name of each element type that a kernel argument can point to.
@@ -39,59 +37,6 @@ TRITON_DTYPES = {
 }
 _SCALAR_TYPES = ("i32", "i64", "fp32")
 _MAX_GRID = (2**31 - 1, 65535, 65535)
-
-
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of a contiguous row-major array of `shape`.
-
-    Example:
-        >>> row_major_strides((4, 2, 8))
-        (16, 8, 1)
-    """
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """Shape, dtype and strides of an array, without the array.
-
-    Attributes:
-        shape: sizes of the axes.
-        dtype: element type by name, a key of `TRITON_DTYPES`.
-        strides: elements from one entry of an axis to the next; None means contiguous row-major.
-        aligned: the first element's address is a multiple of 16 bytes. XLA guarantees it for every operand, torch for
-            every allocation, not for every view.
-
-    Example:
-        >>> ArraySpec((4, 8), "bfloat16").element_strides
-        (8, 1)
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    strides: tuple[int, ...] | None = None
-    aligned: bool = True
-
-    def __post_init__(self) -> None:
-        if self.dtype not in TRITON_DTYPES:
-            raise Unsupported(f"dtype is {self.dtype!r}; a kernel takes one of {', '.join(TRITON_DTYPES)}.")
-        if self.strides is not None and len(self.strides) != len(self.shape):
-            raise InvalidInput(f"strides {self.strides} and shape {self.shape} differ in length; give one per axis.")
-
-    @property
-    def element_strides(self) -> tuple[int, ...]:
-        """The strides in elements, with None resolved."""
-        return row_major_strides(self.shape) if self.strides is None else self.strides
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,19 @@
 """The specification of every attention and cache operation: plain torch, one sequence at a time, written to be read.
 
-The names and arguments are those of `torch_core.run`; the fast implementations are tested against this package.
+The fast implementations are tested against this package. Attention takes a call and returns output and lse.
 It makes no attempt at speed. `compute_dtype=torch.float64` gives the oracle of the tests; `compute_dtype=query.dtype`
 gives the "same-dtype torch reference" whose error bounds the error that a kernel may have.
 """
 
 from torch_core.reference.cache import copy_blocks, write_kv_cache
-from torch_core.reference.dense import attention, attention_with_lse
+from torch_core.reference.dense import attention
 from torch_core.reference.merge import merge_states
-from torch_core.reference.paged import paged_attention, paged_attention_with_lse
+from torch_core.reference.paged import paged_attention
 
 __all__ = [
     "attention",
-    "attention_with_lse",
     "copy_blocks",
     "merge_states",
     "paged_attention",
-    "paged_attention_with_lse",
     "write_kv_cache",
 ]

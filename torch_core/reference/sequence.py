@@ -5,11 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_core.calls import AttentionCall
 from torch_core.errors import InvalidInput
 from torch_core.reference.masks import score_bias, visible_keys
 from torch_core.specs import AttentionSpec
 
-__all__ = ["attend_sequence", "empty_results", "start_offsets", "store_output"]
+__all__ = ["attend", "attend_sequence", "empty_results", "start_offsets", "store_output"]
+
+
+def attend(call: AttentionCall[Tensor], seq: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Attends sequence number `seq` of a call over its own keys and values; see `attend_sequence`."""
+    return attend_sequence(
+        query,
+        key,
+        value,
+        spec=call.spec,
+        causal=None if call.seq_causal is None else bool(call.seq_causal[seq]),
+        alibi_slopes=call.alibi_slopes,
+        sinks=call.sinks,
+        mm_prefix_range=None if call.mm_prefix_range is None else call.mm_prefix_range[seq],
+        qq_bias=call.qq_bias,
+    )
 
 
 def attend_sequence(
@@ -87,13 +103,12 @@ def attend_sequence(
     return output, lse.T
 
 
-def empty_results(
-    query: Tensor, value_head_size: int, compute_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, torch.dtype]:
+def empty_results(call: AttentionCall[Tensor], compute_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, torch.dtype]:
     """Returns the output and lse of rows that no sequence owns (zeros, -inf) and the dtype to compute in.
 
     The output has the dtype of the query (bfloat16 for an fp8 query) unless `compute_dtype` is given: then that.
     """
+    query = call.query
     output_dtype = query.dtype if query.dtype.itemsize > 1 else torch.bfloat16
     if compute_dtype is not None:
         output_dtype = compute_dtype
@@ -101,10 +116,9 @@ def empty_results(
         compute_dtype = torch.float64
     else:
         compute_dtype = torch.float32
-    num_tokens, num_heads, _ = query.shape
-    output = torch.zeros(num_tokens, num_heads, value_head_size, dtype=output_dtype)
+    output = torch.zeros(call.num_tokens, call.num_heads, call.value_head_size, dtype=output_dtype)
     lse_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    return output, torch.full((num_tokens, num_heads), -torch.inf, dtype=lse_dtype), compute_dtype
+    return output, torch.full((call.num_tokens, call.num_heads), -torch.inf, dtype=lse_dtype), compute_dtype
 
 
 def start_offsets(name: str, start_loc: Tensor, num_rows: int, max_len: int | None) -> list[int]:
@@ -125,13 +139,13 @@ def start_offsets(name: str, start_loc: Tensor, num_rows: int, max_len: int | No
     return starts
 
 
-def store_output(output: Tensor, out: Tensor | None, out_scale: Tensor | float | None, device: torch.device) -> Tensor:
-    """Returns the output on `device`, in `out` when it is given; an fp8 `out` is divided by its scale and saturates."""
-    if out is None:
-        return output.to(device)
-    if out_scale is not None:
-        output = output / torch.as_tensor(out_scale).cpu().to(output.dtype).reshape(())
-    if out.dtype.itemsize == 1:
-        largest = torch.finfo(out.dtype).max
+def store_output(call: AttentionCall[Tensor], output: Tensor) -> Tensor:
+    """Returns the output where the query is, in `out` when it is given; fp8 is divided by its scale and saturates."""
+    if call.out is None:
+        return output.to(call.query.device)
+    if call.out_scale is not None:
+        output = output / torch.as_tensor(call.out_scale).cpu().to(output.dtype).reshape(())
+    if call.out.dtype.itemsize == 1:
+        largest = torch.finfo(call.out.dtype).max
         output = output.clamp(-largest, largest)
-    return out.copy_(output)
+    return call.out.copy_(output)

@@ -1,4 +1,4 @@
-"""Runs an OperationPlan on torch tensors: Triton's own launcher on CUDA, Triton's interpreter on the CPU."""
+"""Runs an OperationPlan on CUDA tensors with Triton's own launcher."""
 
 from __future__ import annotations
 
@@ -9,24 +9,37 @@ from typing import Any
 import torch
 from triton import knobs
 
+from torch_core.calls import Call
 from torch_core.errors import InvalidInput
 from torch_core.plan.compile import check_fits, compile_variant, kernel_variant
-from torch_core.plan.plan import (
-    Absent,
-    ArraySpec,
-    Descriptor,
-    DeviceLimits,
-    LaunchPlan,
-    OperationPlan,
-    Pointer,
-    Scalar,
-)
-from torch_core.run.interpret import run_interpreted
+from torch_core.plan.plan import Absent, Descriptor, DeviceLimits, OperationPlan, Pointer, Scalar
+from torch_core.planner import plan_call
+from torch_core.run.tensors import array_spec, empty_results, torch_dtype
+from torch_core.specs import ArraySpec
 
-__all__ = ["array_spec", "device_limits", "dtype_name", "prepare_operation", "run_operation", "torch_dtype"]
+__all__ = ["device_limits", "prepare_operation", "run_operation", "run_planned"]
 
-# An architecture that gets the portable kernels.
-_INTERPRETED_ARCH = 80
+
+def run_planned(
+    call: Call[torch.Tensor], arrays: dict[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Plans a call, or finds its plan again, and runs it; see `torch_core.run.run`.
+
+    Args:
+        call: the call.
+        arrays: `call.arrays()`.
+        device: where they are.
+    """
+    specs = call.map(array_spec)
+    if call.is_empty:
+        specs.check()
+        return empty_results(call, arrays, device)
+    plan = plan_call(specs, device_limits(device))
+    results = run_operation(plan, arrays, arrays)
+    for name in call.written:
+        if name in ("out", "lse"):
+            results[name] = arrays[name]
+    return results
 
 
 def run_operation(
@@ -60,15 +73,11 @@ def run_operation(
     for name, spec in (*plan.outputs, *plan.scratch):
         given = None if out is None else out.get(name)
         buffers[name] = _empty(spec, device) if given is None else _checked_output(plan.name, name, given, spec)
-    if device.type == "cuda":
-        if torch.cuda.current_device() == device.index:
-            _launch_all(plan, buffers, device)
-        else:
-            with torch.cuda.device(device):
-                _launch_all(plan, buffers, device)
+    if torch.cuda.current_device() == device.index:
+        _launch_all(plan, buffers, device)
     else:
-        for launch in plan.launches:
-            run_interpreted(launch.kernel, launch.grid, _interpreter_arguments(launch, buffers))
+        with torch.cuda.device(device):
+            _launch_all(plan, buffers, device)
     return {name: buffers[name] for name, _ in plan.outputs}
 
 
@@ -83,53 +92,15 @@ def prepare_operation(plan: OperationPlan, device: torch.device) -> None:
         _prepared(plan, device.index)
 
 
-def array_spec(tensor: torch.Tensor) -> ArraySpec:
-    """Returns the spec of a tensor; contiguous ones get `strides=None`, so that equal layouts share plans."""
-    strides = None if tensor.is_contiguous() else tensor.stride()
-    return _array_spec(tuple(tensor.shape), tensor.dtype, strides, tensor.data_ptr() % 16 == 0)
-
-
-@lru_cache(maxsize=4096)
-def _array_spec(
-    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None, aligned: bool
-) -> ArraySpec:
-    return ArraySpec(shape, dtype_name(dtype), strides, aligned)
-
-
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Returns the limits of a CUDA device; for any other device, those of an older one, which the interpreter can be.
-
-    Triton's interpreter runs no Gluon kernel: plans for it choose as if this were not a Hopper device.
-
-    Example:
-        >>> device_limits(torch.device("cpu")).num_sms
-        132
-    """
-    if device.type != "cuda":
-        return DeviceLimits(arch=_INTERPRETED_ARCH)
+    """Returns the limits of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     return DeviceLimits(
         arch=properties.major * 10 + properties.minor,
         num_sms=properties.multi_processor_count,
         shared_memory=properties.shared_memory_per_block_optin,
     )
-
-
-@cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name that torch_core.specs uses for a torch dtype.
-
-    Example:
-        >>> dtype_name(torch.float8_e4m3fn)
-        'float8_e4m3fn'
-    """
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype of a name of torch_core.specs."""
-    return getattr(torch, name)
 
 
 def _launch_all(plan: OperationPlan, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -210,16 +181,6 @@ def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
 
     shape, strides, box = list(descriptor.shape), list(descriptor.strides), list(descriptor.box)
     return TensorDescriptor(tensor, shape, strides, box, descriptor.layout)
-
-
-def _interpreter_arguments(launch: LaunchPlan, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    values: dict[str, Any] = dict(launch.constexprs)
-    for name, argument in launch.arguments:
-        if isinstance(argument, (Pointer, Descriptor)):
-            values[name] = buffers[argument.buffer]
-        else:
-            values[name] = _constant(argument)
-    return values
 
 
 def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:

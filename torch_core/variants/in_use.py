@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch_core.attention.choose import plan_attention, plan_paged_attention
-from torch_core.attention.merge.plan import plan_merge_states
-from torch_core.blocks.copy.plan import plan_copy_blocks
-from torch_core.blocks.write.plan import plan_write_kv_cache, plan_write_kv_cache_per_token_head
+from typing import Any
+
+from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
 from torch_core.plan.compile import KernelVariant, kernel_variant
-from torch_core.plan.plan import ArraySpec, DeviceLimits, OperationPlan
-from torch_core.specs import AttentionSpec
+from torch_core.plan.plan import DeviceLimits, OperationPlan
+from torch_core.planner import plan_call
+from torch_core.specs import ArraySpec, AttentionSpec
 
 __all__ = ["plans_in_use", "variants_in_use"]
 
@@ -27,8 +27,8 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "write one": _write("bfloat16", "bfloat16", tokens=1),
         "write fp8": _write("bfloat16", "float8_e4m3fn", scaled=True),
         "write head 80": _write("bfloat16", "bfloat16", head_size=80),
-        "write per token and head int8": _write_per_token_head("int8"),
-        "copy blocks": plan_copy_blocks(_cache("bfloat16"), ArraySpec((64, 2), "int32")),
+        "write per token and head int8": _write("bfloat16", "int8", per_token_head=True),
+        "copy blocks": _copy(),
         "merge": _merge(),
         "decode": _decode(),
         "decode long": _decode(num_seqs=1, table_tokens=65536),
@@ -102,57 +102,56 @@ def _cache(dtype: str, num_kv_heads: int = 8, head_size: int = 128) -> ArraySpec
     return ArraySpec((_NUM_BLOCKS, 2, 16, num_kv_heads, head_size), dtype)
 
 
+def _copy() -> OperationPlan:
+    return plan_call(CopyCall(kv_cache=_cache("bfloat16"), block_mapping=ArraySpec((64, 2), "int32")))
+
+
 def _write(
-    dtype: str, cache_dtype: str, *, tokens: int = _PREFILL_TOKENS, head_size: int = 128, scaled: bool = False
+    dtype: str,
+    cache_dtype: str,
+    *,
+    tokens: int = _PREFILL_TOKENS,
+    head_size: int = 128,
+    scaled: bool = False,
+    per_token_head: bool = False,
 ) -> OperationPlan:
     new = ArraySpec((tokens, 8, head_size), dtype)
     scale = ArraySpec((1,), "float32") if scaled else None
-    slots = ArraySpec((tokens,), "int32")
-    return plan_write_kv_cache(new, new, _cache(cache_dtype, head_size=head_size), slots, scale, scale)
-
-
-def _write_per_token_head(cache_dtype: str) -> OperationPlan:
-    new = ArraySpec((_PREFILL_TOKENS, 8, 128), "bfloat16")
-    scales = ArraySpec((_NUM_BLOCKS, 16, 8), "float32")
-    slots = ArraySpec((_PREFILL_TOKENS,), "int32")
-    return plan_write_kv_cache_per_token_head(new, new, _cache(cache_dtype), scales, scales, slots)
+    scales = ArraySpec((_NUM_BLOCKS, 16, 8), "float32") if per_token_head else None
+    return plan_call(
+        WriteCall(
+            key=new,
+            value=new,
+            kv_cache=_cache(cache_dtype, head_size=head_size),
+            slot_mapping=ArraySpec((tokens,), "int32"),
+            k_scale=scale,
+            v_scale=scale,
+            k_scale_cache=scales,
+            v_scale_cache=scales,
+        )
+    )
 
 
 def _merge() -> OperationPlan:
     out, lse = ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"), ArraySpec((_PREFILL_TOKENS, 32), "float32")
-    return plan_merge_states(out, lse, out, lse)
+    return plan_call(MergeCall(out_a=out, lse_a=lse, out_b=out, lse_b=lse))
 
 
 def _decode(
-    *,
-    num_seqs: int = _DECODE_SEQS,
-    table_tokens: int = 4096,
-    query_len: int = 1,
-    dtype: str = "bfloat16",
-    cache_dtype: str = "bfloat16",
-    num_heads: int = 32,
-    num_kv_heads: int = 8,
-    head_size: int = 128,
-    spec: AttentionSpec | None = None,
-    scaled: bool = False,
-    sinks: bool = False,
+    *, num_seqs: int = _DECODE_SEQS, table_tokens: int = 4096, query_len: int = 1, **options: Any
 ) -> OperationPlan:
-    scale = ArraySpec((1,), "float32") if scaled else None
-    return plan_paged_attention(
-        ArraySpec((num_seqs * query_len, num_heads, head_size), dtype),
-        _cache(cache_dtype, num_kv_heads, head_size),
-        ArraySpec((num_seqs, table_tokens // 16), "int32"),
-        ArraySpec((num_seqs,), "int32"),
-        ArraySpec((num_seqs + 1,), "int32"),
-        spec=spec or AttentionSpec(scale=0.088),
-        max_query_len=query_len,
-        k_scale=scale,
-        v_scale=scale,
-        sinks=ArraySpec((num_heads,), "float32") if sinks else None,
-    )
+    return _paged(num_seqs * query_len, num_seqs, table_tokens, query_len, **options)
 
 
-def _prefill(
+def _prefill(*, max_query_len: int = _PREFILL_TOKENS, **options: Any) -> OperationPlan:
+    return _paged(_PREFILL_TOKENS, 1, _PREFILL_TOKENS, max_query_len, **options)
+
+
+def _paged(
+    num_tokens: int,
+    num_seqs: int,
+    table_tokens: int,
+    max_query_len: int,
     *,
     dtype: str = "bfloat16",
     cache_dtype: str = "bfloat16",
@@ -163,16 +162,15 @@ def _prefill(
     scaled: bool = False,
     sinks: bool = False,
     with_lse: bool = False,
-    max_query_len: int = _PREFILL_TOKENS,
     limits: DeviceLimits | None = None,
 ) -> OperationPlan:
     scale = ArraySpec((1,), "float32") if scaled else None
-    return plan_paged_attention(
-        ArraySpec((_PREFILL_TOKENS, num_heads, head_size), dtype),
-        _cache(cache_dtype, num_kv_heads, head_size),
-        ArraySpec((1, _PREFILL_TOKENS // 16), "int32"),
-        ArraySpec((1,), "int32"),
-        ArraySpec((2,), "int32"),
+    call = PagedCall(
+        query=ArraySpec((num_tokens, num_heads, head_size), dtype),
+        kv_cache=_cache(cache_dtype, num_kv_heads, head_size),
+        block_tables=ArraySpec((num_seqs, table_tokens // 16), "int32"),
+        seq_lens=ArraySpec((num_seqs,), "int32"),
+        query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
         spec=spec or AttentionSpec(scale=0.088),
         max_query_len=max_query_len,
         with_lse=with_lse,
@@ -180,22 +178,21 @@ def _prefill(
         k_scale=scale,
         v_scale=scale,
         sinks=ArraySpec((num_heads,), "float32") if sinks else None,
-        limits=limits,
     )
+    return plan_call(call, limits)
 
 
 def _dense(
     *, head_size: int = 128, spec: AttentionSpec | None = None, limits: DeviceLimits | None = None
 ) -> OperationPlan:
-    key = ArraySpec((_PREFILL_TOKENS, 8, head_size), "bfloat16")
-    starts = ArraySpec((2,), "int32")
-    return plan_attention(
-        ArraySpec((_PREFILL_TOKENS, 32, head_size), "bfloat16"),
-        key,
-        key,
-        starts,
-        starts,
+    key, starts = ArraySpec((_PREFILL_TOKENS, 8, head_size), "bfloat16"), ArraySpec((2,), "int32")
+    call = DenseCall(
+        query=ArraySpec((_PREFILL_TOKENS, 32, head_size), "bfloat16"),
+        key=key,
+        value=key,
+        query_start_loc=starts,
+        key_start_loc=starts,
         spec=spec or AttentionSpec(scale=0.088),
         max_query_len=_PREFILL_TOKENS,
-        limits=limits,
     )
+    return plan_call(call, limits)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,10 @@ from triton.runtime.jit import JITFunction
 
 from torch_core.attention.split.pairs import widened, widened_plainly
 from torch_core.errors import Unsupported
+from torch_core.plan.plan import Descriptor, OperationPlan, Pointer, Scalar
+from torch_core.run import torch_dtype
 
-__all__ = ["run_interpreted"]
+__all__ = ["run_interpreted", "run_interpreted_operation"]
 
 _TORCH_DTYPES = {
     "fp64": torch.float64,
@@ -63,6 +65,25 @@ def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any
         raise Unsupported(f"kernel {kernel.__name__} is written in Gluon, which has no interpreter; run it on CUDA.")
     with _interpreted_language():
         _twin(kernel)[grid](**arguments)
+
+
+def run_interpreted_operation(plan: OperationPlan, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs the launches of a plan in order; outputs and scratch that are not given are made. Returns the outputs."""
+    tensors = dict(buffers)
+    for name, spec in (*plan.outputs, *plan.scratch):
+        if name not in tensors:
+            tensors[name] = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    for launch in plan.launches:
+        values: dict[str, Any] = dict(launch.constexprs)
+        for name, argument in launch.arguments:
+            if isinstance(argument, (Pointer, Descriptor)):
+                values[name] = tensors[argument.buffer]
+            elif isinstance(argument, Scalar):
+                values[name] = argument.value
+            else:
+                values[name] = None
+        run_interpreted(launch.kernel, launch.grid, values)
+    return {name: tensors[name] for name, _ in plan.outputs}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,173 @@
+"""How the copy engine of a Hopper device sees an attention call: arrays as rows of matrices, copied box by box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from torch_core.attention.operands import buffers, is_plain, keys, make_launch, output, value_offset, values
+from torch_core.calls import AttentionCall, PagedCall
+from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan
+from torch_core.specs import DTYPE_BYTES, ArraySpec
+
+__all__ = ["Matrix", "array_matrix", "copied_launch", "copy_box", "copy_descriptor", "is_copied"]
+
+# The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
+_MIN_BOX = 8
+_MAX_BOX = 256
+# Coordinates of the copy engine are 32-bit.
+_MAX_ROWS = 2**31 - 2 * _MAX_BOX
+_ARCH = 90
+# Bytes of a row of shared memory that are swizzled together, at most.
+_SWIZZLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """An array as rows of the copy engine: token by token, heads side by side.
+
+    Attributes:
+        shape: rows and columns.
+        stride: elements from one row to the next.
+        block_rows: rows from one block of a paged cache to the next; 0 for other arrays.
+        head_stride: columns from one head to the next.
+        value_row: row of the first value in a combined cache.
+    """
+
+    shape: tuple[int, int]
+    stride: int
+    block_rows: int
+    head_stride: int
+    value_row: int = 0
+
+
+def copied_launch(
+    kernel: Any,
+    call: AttentionCall[ArraySpec],
+    limits: DeviceLimits,
+    constexprs: Mapping[str, Any],
+    *,
+    rows: int,
+    pack: int,
+    block_n: int,
+    kv_heads: int,
+    query: Descriptor,
+    min_query: int,
+) -> LaunchPlan | None:
+    """Plans a persistent kernel that loads keys and values by boxes; None where the copy engine cannot follow them.
+
+    Args:
+        kernel: the kernel.
+        call: the call.
+        limits: the device.
+        constexprs: what the kernel's tile says.
+        rows: query rows of a tile.
+        pack: heads side by side in a tile.
+        block_n: keys of one step.
+        kv_heads: key/value heads worked on side by side, at most.
+        query: the query's descriptor.
+        min_query: query rows from which on a sequence is served.
+    """
+    key, value = (array_matrix(call, name, block_n) for name in ("key", "value"))
+    items = (call.num_tokens // (rows // pack) + call.num_seqs + 1) * (call.num_heads // pack)
+    if key is None or value is None or items >= 2**31:
+        return None
+    key_name, value_name = buffers(call)
+    box = (copy_box(call, block_n), call.head_size)
+    out = output(call)
+    return make_launch(
+        kernel,
+        call,
+        (min(items, limits.num_sms),),
+        {
+            **constexprs,
+            "NUM_HEADS": call.num_heads,
+            "GROUP": call.group,
+            "HEAD_SIZE": call.head_size,
+            "HEADS_TOGETHER": _heads_together(call, kv_heads) // pack,
+            "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
+            "BLOCK_ROWS": key.block_rows,
+            "BOX": box[0],
+            "MIN_QUERY": min_query,
+            "KEY_STRIDE": key.head_stride,
+            "VALUE_STRIDE": value.head_stride,
+            "VALUE_ROW": value.value_row,
+            "OUT_TOKEN_STRIDE": out.element_strides[0],
+            "OUT_HEAD_STRIDE": out.element_strides[1],
+        },
+        arguments={
+            "query": query,
+            "key_cache": copy_descriptor(key_name, key, box, keys(call).dtype),
+            "value_cache": copy_descriptor(value_name, value, box, values(call).dtype),
+        },
+        # Not hot: a few bytes of state outside the loops are spilled.
+        num_warps=4,
+    )
+
+
+def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
+    """Whether a Hopper device can copy a call's operands by boxes, and every row's mask is a pair of bounds."""
+    out = output(call)
+    return (
+        limits.arch == _ARCH
+        and is_plain(call)
+        and call.value_head_size == call.head_size
+        and call.seq_causal is None
+        and call.spec.attention_chunk is None
+        and not isinstance(call.out_scale, ArraySpec)
+        and call.spec.scale > 0
+        and out.aligned
+        and all(_fits(stride, out.dtype) for stride in out.element_strides[:2])
+    )
+
+
+def copy_box(call: AttentionCall[ArraySpec], block_n: int) -> int:
+    """Returns the keys that one copy into a tile of `block_n` keys moves."""
+    return math.gcd(call.block_size, block_n) if isinstance(call, PagedCall) else block_n
+
+
+def array_matrix(call: AttentionCall[ArraySpec], name: str, block_n: int) -> Matrix | None:
+    """Returns a call's "query", "key" or "value" as a matrix that the copy engine can follow; None if there is none."""
+    spec = {"query": call.query, "key": keys(call), "value": values(call)}[name]
+    *outer, head_stride, _ = spec.element_strides
+    heads, head_size = spec.shape[-2:]
+    stride = outer[-1]
+    width = (heads - 1) * head_stride + head_size
+    if not spec.aligned or 0 in spec.shape or not 0 < width <= max(stride, width if spec.shape[0] == 1 else 0):
+        return None
+    if not _fits(stride, spec.dtype) or not _fits(head_stride, spec.dtype):
+        return None
+    if name == "query" or not isinstance(call, PagedCall):
+        return Matrix((spec.shape[0], width), stride, 0, head_stride)
+    block_stride = outer[0]
+    if copy_box(call, block_n) < _MIN_BOX:
+        return None
+    offset = value_offset(call) if name == "value" else 0
+    last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
+    rows = last_row + value_offset(call) // stride
+    if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
+        return None
+    return Matrix((rows, width), stride, block_stride // stride, head_stride, offset // stride)
+
+
+def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int], dtype: str) -> Descriptor:
+    """Returns the descriptor of an array whose boxes of rows and columns land in swizzled shared memory."""
+    size = DTYPE_BYTES[dtype]
+    width = min(_SWIZZLE, box[1] * size)
+    layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
+    return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, layout)
+
+
+def _fits(stride: int, dtype: str) -> bool:
+    """Whether the copy engine, and stores of 16 bytes, can follow a stride."""
+    return stride * DTYPE_BYTES[dtype] % 16 == 0
+
+
+def _heads_together(call: AttentionCall[ArraySpec], kv_heads: int) -> int:
+    """Returns the query heads of the most key/value heads, up to `kv_heads`, whose number divides all of them."""
+    divisor = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
+    return call.group * divisor

@@ -1,0 +1,224 @@
+"""An attention call of array specs as kernels see it: views of keys and values, arguments, and the finished plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_core.calls import AttentionCall, DenseCall, PagedCall
+from torch_core.calls.call import array_fields
+from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.specs import LARGEST_CODE, ArraySpec
+
+__all__ = [
+    "buffers",
+    "cache_constexprs",
+    "is_plain",
+    "keys",
+    "make_launch",
+    "operation",
+    "output",
+    "padded",
+    "scale_number",
+    "table_tokens",
+    "value_offset",
+    "values",
+]
+
+# Positions and windows stay below this, so that their sum fits 32 bits.
+_NO_BOUND = 1 << 30
+_FIELDS = frozenset((*array_fields(PagedCall), *array_fields(DenseCall), "lse"))
+
+
+def keys(call: AttentionCall[ArraySpec]) -> ArraySpec:
+    """Returns the keys: dense, a key cache, or the view of the keys of a combined cache."""
+    if isinstance(call, DenseCall):
+        return call.key
+    return _view(call.kv_cache) if call.kv_cache is not None else call.key_cache  # type: ignore[union-attr]
+
+
+def values(call: AttentionCall[ArraySpec]) -> ArraySpec:
+    """Returns the values, as `keys` does; in a combined cache they lie `value_offset` elements further."""
+    if isinstance(call, DenseCall):
+        return call.value
+    return _view(call.kv_cache) if call.kv_cache is not None else call.value_cache  # type: ignore[union-attr]
+
+
+def buffers(call: AttentionCall[ArraySpec]) -> tuple[str, str]:
+    """Returns the buffer names of keys and values."""
+    if isinstance(call, DenseCall):
+        return "key", "value"
+    return ("kv_cache", "kv_cache") if call.kv_cache is not None else ("key_cache", "value_cache")  # type: ignore[union-attr]
+
+
+def value_offset(call: AttentionCall[ArraySpec]) -> int:
+    """Returns the elements from the start of the values' buffer to the first value."""
+    cache = getattr(call, "kv_cache", None)
+    return 0 if cache is None else cache.element_strides[1]
+
+
+def table_tokens(call: AttentionCall[ArraySpec]) -> int:
+    """Returns the tokens that a row of the block tables can hold; 0 for dense keys."""
+    return call.table_tokens if isinstance(call, PagedCall) else 0
+
+
+def output(call: AttentionCall[ArraySpec]) -> ArraySpec:
+    """Returns the output, given or new."""
+    return call.out if call.out is not None else call.outputs()["out"]
+
+
+def padded(size: int) -> int:
+    """Returns a head size as a tile has it.
+
+    Example:
+        >>> padded(80), padded(8)
+        (128, 16)
+    """
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def is_plain(call: AttentionCall[ArraySpec]) -> bool:
+    """Whether scores are only scaled and masked, by bounds that are the same for every row."""
+    return call.spec.logits_soft_cap is None and not _EXTRAS & call.arrays().keys()
+
+
+# Fields that do more to a score than that.
+_EXTRAS = frozenset(("alibi_slopes", "qq_bias", "mm_prefix_range", "k_scale_cache"))
+
+
+def scale_number(scale: ArraySpec | float | None) -> float:
+    """Returns a scale that is a number; 1 where it is absent or an array, which the kernel reads."""
+    return float(scale) if isinstance(scale, (int, float)) else 1.0
+
+
+def make_launch(
+    kernel: Any,
+    call: AttentionCall[ArraySpec],
+    grid: tuple[int, ...],
+    constexprs: Mapping[str, Any],
+    *,
+    arguments: Mapping[str, Argument] | None = None,
+    writes: tuple[str, ...] = (),
+    **options: Any,
+) -> LaunchPlan:
+    """Makes a launch of an attention kernel.
+
+    A parameter named like a field of the call points to its array, or is absent where the call has none; the numbers
+    that all attention kernels know are `_scalars`.
+
+    Args:
+        kernel: the kernel.
+        call: the call.
+        grid: the grid.
+        constexprs: compile-time parameters; more than the kernel has are left out.
+        arguments: what is not of the call, or not as it says.
+        writes: what is written beside the output and the lse.
+        **options: num_warps, num_stages, maxnreg and hot of the plan.
+    """
+    key, value = buffers(call)
+    known: dict[str, Argument] = {
+        **dict.fromkeys(_FIELDS, ABSENT),
+        **{name: Pointer(name) for name in call.arrays()},
+        "key_cache": Pointer(key),
+        "value_cache": Pointer(value),
+        "key_scales": Pointer("k_scale_cache") if getattr(call, "k_scale_cache", None) is not None else ABSENT,
+        "value_scales": Pointer("v_scale_cache") if getattr(call, "v_scale_cache", None) is not None else ABSENT,
+        "causal_flags": Pointer("seq_causal") if call.seq_causal is not None else ABSENT,
+        "out": Pointer("out"),
+        "lse": Pointer("lse") if call.with_lse else ABSENT,
+        **_scalars(call),
+        **(arguments or {}),
+    }
+    names = kernel.arg_names
+    return LaunchPlan(
+        kernel=kernel,
+        grid=grid,
+        arguments=tuple((name, known[name]) for name in names if name not in constexprs and name in known),
+        constexprs=tuple((name, constexprs[name]) for name in names if name in constexprs),
+        writes=("out", *(("lse",) if call.with_lse else ()), *writes),
+        **options,
+    )
+
+
+def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
+    """Returns the sizes and strides that the portable kernels know when they are compiled."""
+    key, value, out = keys(call), values(call), output(call)
+    # A dense array has no blocks: its strides are those of (nothing, token, head).
+    blocks = () if isinstance(call, PagedCall) else (0,)
+    scales = getattr(call, "k_scale_cache", None)
+    return {
+        "GROUP": call.group,
+        "HEAD_SIZE": call.head_size,
+        "HEAD_PADDED": padded(call.head_size),
+        "VALUE_SIZE": call.value_head_size,
+        "VALUE_PADDED": padded(call.value_head_size),
+        "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
+        "ALIBI_SQRT": call.spec.use_alibi_sqrt,
+        "NEGATE": call.spec.scale < 0,
+        "EXACT": call.query.dtype == "float32",
+        "OUT_LIMIT": LARGEST_CODE.get(out.dtype, 0.0),
+        "QUERY_STRIDES": call.query.element_strides[:2],
+        "KEY_STRIDES": (*blocks, *key.element_strides[:-1]),
+        "VALUE_STRIDES": (*blocks, *value.element_strides[:-1]),
+        "VALUE_OFFSET": value_offset(call),
+        "OUT_STRIDES": out.element_strides[:2],
+        "LSE_STRIDES": (call.num_heads, 1),
+        "SCALE_STRIDES": (0, 0, 0) if scales is None else scales.element_strides,
+    }
+
+
+def operation(
+    call: AttentionCall[ArraySpec], launches: tuple[LaunchPlan, ...], scratch: tuple[tuple[str, ArraySpec], ...] = ()
+) -> OperationPlan:
+    """Returns the finished plan. An output that is given contiguous and aligned is an output like a new one."""
+    arrays, outputs = call.arrays(), call.outputs()
+    out = arrays.get("out")
+    in_place = out is not None and (out.strides is not None or not out.aligned)
+    if out is not None and not in_place:
+        outputs = {"out": arrays.pop("out"), **outputs}
+    return OperationPlan(
+        name=call.name,
+        inputs=tuple(arrays.items()),
+        in_place=("out",) if in_place else (),
+        outputs=tuple(outputs.items()),
+        scratch=scratch,
+        launches=launches,
+    )
+
+
+def _view(kv_cache: ArraySpec) -> ArraySpec:
+    shape, strides = kv_cache.shape, kv_cache.element_strides
+    return ArraySpec((shape[0], *shape[2:]), kv_cache.dtype, (strides[0], *strides[2:]), kv_cache.aligned)
+
+
+def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
+    spec = call.spec
+    right = spec.window_right
+    if call.seq_causal is not None:
+        right = _NO_BOUND if right is None else right
+    elif spec.causal:
+        right = 0
+    tables = getattr(call, "block_tables", None)
+    numbers = {name: scale_number(getattr(call, name, None)) for name in ("q_scale", "k_scale", "v_scale", "out_scale")}
+    return {
+        "num_tokens": count(call.num_tokens),
+        "num_seqs": count(call.num_seqs),
+        "table_stride": count(0 if tables is None else tables.element_strides[0]),
+        "table_tokens": count(min(table_tokens(call), _NO_BOUND)),
+        "scale": Scalar(abs(spec.scale) * numbers["q_scale"] * numbers["k_scale"], "fp32"),
+        "out_factor": Scalar(numbers["v_scale"] / numbers["out_scale"], "fp32"),
+        "soft_cap": ABSENT if spec.logits_soft_cap is None else Scalar(spec.logits_soft_cap, "fp32"),
+        "window_left": _bound(spec.window_left),
+        "window_right": _bound(right),
+        "attention_chunk": _bound(spec.attention_chunk),
+        "qq_bias_size": ABSENT if call.qq_bias is None else count(call.qq_bias.shape[0]),
+    }
+
+
+def count(value: int) -> Scalar:
+    """Returns a number that changes from step to step, as a kernel argument."""
+    return Scalar(value, "i32", specialize=False)
+
+
+def _bound(value: int | None) -> Argument:
+    return ABSENT if value is None else count(min(value, _NO_BOUND))

@@ -1,0 +1,61 @@
+"""The frozen tiles of the rows kernel: which tile, warps and stages a shape gets; measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_core.plan.operands import power_of_two
+
+__all__ = ["RowsTile", "rows_tile"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTile:
+    """Tile of attention_rows_kernel.
+
+    Attributes:
+        block_m: rows, query tokens times packed heads.
+        block_n: keys of one step.
+        num_stages: depth of the software pipeline.
+        num_warps: warps of one program.
+        maxnreg: limit on registers per thread, None for none.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+    maxnreg: int | None = None
+
+
+def rows_tile(
+    *, rows: int, max_query_len: int, head_padded: int, key_bytes: int, query_bytes: int, paged: bool, plain: bool
+) -> RowsTile:
+    """Returns the tile for long queries.
+
+    Args:
+        rows: an upper bound on the rows of one sequence and key/value head (query tokens times packed heads).
+        max_query_len: an upper bound on the query length.
+        head_padded: the larger padded head size of key and value.
+        key_bytes: bytes of an element of the keys.
+        query_bytes: bytes of an element of the query.
+        paged: keys are found through a block table.
+        plain: scores are only scaled and masked, by bounds that are the same for every row.
+    """
+    block_m = max(16, min(128, power_of_two(rows)))
+    if query_bytes == 4:
+        # fp32 products are not done by the matrix units: registers hold both operands, so the tiles are small.
+        return RowsTile(min(block_m, 32), 32, 2, 4) if head_padded <= 64 else RowsTile(min(block_m, 32), 16, 2, 8)
+    if block_m < 128:
+        return RowsTile(block_m, 32 if head_padded > 128 else 64, 3, 4)
+    if head_padded > 128:
+        return RowsTile(128, 32, 3, 8) if key_bytes == 1 else RowsTile(128, 64, 2, 8)
+    if key_bytes == 1 or not plain:
+        return RowsTile(128, 64, 3, 8)
+    # A cap of 128 registers lets two programs share a multiprocessor: one multiplies while the other takes
+    # exponentials. It is worth the few spills that it costs.
+    if head_padded <= 64:
+        return RowsTile(128, 128, 2, 8, 128) if paged else RowsTile(128, 64, 3, 8, 128)
+    if max_query_len <= 1024:
+        return RowsTile(128, 32, 3, 8, 128)
+    return RowsTile(128, 64, 2, 8, 128)

@@ -1,0 +1,158 @@
+"""The launches of the split and the combine kernel: from shapes, dtypes and options alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_core.attention.operands import (
+    cache_constexprs,
+    count,
+    keys,
+    make_launch,
+    padded,
+    value_offset,
+    values,
+)
+from torch_core.attention.rows.plan import block_seqs, is_hot
+from torch_core.attention.split.combine import attention_combine_kernel
+from torch_core.attention.split.kernel import attention_split_kernel
+from torch_core.attention.split.tiles import SplitTile, chunk_size, split_tile
+from torch_core.calls import PagedCall
+from torch_core.plan.operands import ceil_div, power_of_two
+from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, Pointer
+from torch_core.specs import DTYPE_BYTES, ArraySpec
+
+__all__ = ["short_query_len", "split_launches"]
+
+# Query tokens times packed heads that one program of the split kernel takes at most.
+_MAX_ROWS = 64
+# What a mixed batch gives to the split kernel: the rows that its smallest tile holds anyway.
+_MIXED_ROWS = 16
+_COMBINE_CHUNKS = 16
+_PARTIALS = ("partial_out", "partial_max", "partial_sum")
+
+
+def short_query_len(call: PagedCall[ArraySpec]) -> int:
+    """Returns the query tokens up to which a sequence goes to the split kernel; 0 for none."""
+    if call.mm_prefix_range is not None:
+        return 0
+    pack = _pack(call)
+    if call.max_query_len * pack <= _MAX_ROWS:
+        return max(1, call.max_query_len)
+    if call.num_seqs == 1:
+        return 0
+    return max(1, _MIXED_ROWS // pack)
+
+
+def split_launches(
+    call: PagedCall[ArraySpec], *, max_query: int, zero_padding: bool
+) -> tuple[list[LaunchPlan], tuple[tuple[str, ArraySpec], ...]]:
+    """Plans the sequences with at most `max_query` query rows: the split kernel and, for several chunks, the combine.
+
+    Args:
+        call: the call.
+        max_query: query rows of the longest sequence that is served.
+        zero_padding: rows of padding are cleared too.
+
+    Returns:
+        The launches, and the scratch that they share.
+    """
+    pack = _pack(call)
+    head_programs = call.num_kv_heads * ceil_div(call.group, pack)
+    key_bytes = DTYPE_BYTES[keys(call).dtype]
+    tile = split_tile(
+        rows=max_query * pack,
+        programs=call.num_seqs * head_programs,
+        table_tokens=call.table_tokens,
+        head_padded=max(padded(call.head_size), padded(call.value_head_size)),
+        key_bytes=key_bytes,
+        query_bytes=DTYPE_BYTES[call.query.dtype],
+    )
+    chunk = call.kv_chunk_size or chunk_size(
+        num_seqs=call.num_seqs,
+        table_tokens=max(1, call.table_tokens),
+        head_programs=head_programs,
+        key_bytes=key_bytes,
+    )
+    chunks = _max_chunks(call, chunk, max_query)
+    constexprs = {**cache_constexprs(call), "BLOCK_SEQS": block_seqs(call.num_seqs), "CHUNK": chunk}
+    constexprs["MAX_QUERY"] = max_query
+    partials: dict[str, Argument] = {name: Pointer(name) if chunks > 1 else ABSENT for name in _PARTIALS}
+    partials["max_chunks"] = count(chunks)
+    # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
+    padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
+    split = make_launch(
+        attention_split_kernel,
+        call,
+        ((call.num_seqs * chunks + padding) * head_programs,),
+        {
+            **constexprs,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "STAGES": tile.num_stages,
+            "PREFETCH": tile.prefetch,
+            "PACK": pack,
+            "NUM_KV_HEADS": call.num_kv_heads,
+            "ZERO_PADDING": zero_padding,
+            "PAIRS": _reads_pairs(call, tile),
+        },
+        # A single query row stands at the last key: nothing is to its right.
+        arguments={**partials, **({"window_right": ABSENT, "causal_flags": ABSENT} if max_query == 1 else {})},
+        writes=_PARTIALS if chunks > 1 else (),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        hot=is_hot(call),
+    )
+    if chunks == 1:
+        return [split], ()
+    rows = (call.num_seqs * max_query, chunks, call.num_heads)
+    scratch = (
+        ("partial_out", ArraySpec((*rows, call.value_head_size), "float32")),
+        ("partial_max", ArraySpec(rows, "float32")),
+        ("partial_sum", ArraySpec(rows, "float32")),
+    )
+    return [split, _combine_launch(call, constexprs, partials, chunks, max_query)], scratch
+
+
+def _combine_launch(
+    call: PagedCall[ArraySpec], constexprs: dict[str, Any], partials: dict[str, Argument], chunks: int, max_query: int
+) -> LaunchPlan:
+    return make_launch(
+        attention_combine_kernel,
+        call,
+        (call.num_seqs * max_query, call.num_heads),
+        {**constexprs, "BLOCK_CHUNKS": min(_COMBINE_CHUNKS, power_of_two(chunks)), "NUM_HEADS": call.num_heads},
+        arguments=partials,
+        # One warp holds the chunks of a row: its sums need no exchange through shared memory.
+        num_warps=1 if padded(call.value_head_size) <= 128 else 2,
+        num_stages=1,
+        hot=True,
+    )
+
+
+def _pack(call: PagedCall[ArraySpec]) -> int:
+    return min(call.group, _MAX_ROWS)
+
+
+def _max_chunks(call: PagedCall[ArraySpec], chunk: int, max_query: int) -> int:
+    """Returns how many chunks one sequence can have, from the table's width and the static window."""
+    chunks = ceil_div(call.table_tokens, chunk)
+    seen = [size for size in (call.spec.window_left, call.spec.attention_chunk) if size is not None]
+    if seen:
+        chunks = min(chunks, ceil_div(min(seen) + max_query, chunk) + 1)
+    return max(1, chunks)
+
+
+def _reads_pairs(call: PagedCall[ArraySpec], tile: SplitTile) -> bool:
+    """8-bit keys and values are read two at a time, but not into tall tiles, which multiply from shared memory."""
+    key, value = keys(call), values(call)
+    sizes = (call.head_size, call.value_head_size, value_offset(call))
+    return (
+        DTYPE_BYTES[key.dtype] == 1
+        and call.query.dtype != "float32"
+        and tile.block_m < 64
+        and min(padded(call.head_size), padded(call.value_head_size)) >= 32
+        and key.aligned
+        and value.aligned
+        and not any(n % 2 for n in (*sizes, *key.element_strides[:-1], *value.element_strides[:-1]))
+    )

@@ -1,0 +1,30 @@
+"""The calls: what is wanted of attention and of the cache, said once for torch tensors, JAX arrays and array specs.
+
+A call holds arrays and options, checks them together, and says what it returns. It is generic over what stands for an
+array: the public functions make calls of tensors or JAX arrays, planners take `call.map(array_spec)`, and every
+implementation takes the call whole, so that nothing is lost on the way and a new option is no argument of anybody's.
+"""
+
+from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, cache_fields
+from torch_core.calls.cache import CopyCall, WriteCall
+from torch_core.calls.call import Call, dtype_name
+from torch_core.calls.merge import MergeCall
+from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
+from torch_core.calls.values import check_values
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "SERVES",
+    "AttentionCall",
+    "Call",
+    "CopyCall",
+    "DenseCall",
+    "MergeCall",
+    "PagedCall",
+    "WriteCall",
+    "cache_fields",
+    "check_values",
+    "dtype_name",
+    "refuse_unserved",
+    "serves_table",
+]

@@ -1,0 +1,160 @@
+"""What each implementation serves: one table that the code reads to refuse, the tests walk and the docs print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch_core.calls.attention import AttentionCall, PagedCall
+from torch_core.calls.call import Call, dtype_name
+from torch_core.calls.merge import MergeCall
+from torch_core.errors import Unsupported
+from torch_core.specs import FP8_DTYPES, QUERY_DTYPES
+
+__all__ = ["IMPLEMENTATIONS", "SERVES", "Served", "refuse_unserved", "serves_table"]
+
+#: "triton": Triton kernels on CUDA, from torch and from JAX alike. "torch": plain torch on a CPU. "xla": plain jnp.
+IMPLEMENTATIONS = ("triton", "torch", "xla")
+_MAX_HEAD_SIZE = 256
+_MAX_BLOCK_SIZE = 256
+_CONTIGUOUS = ("alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "seq_causal", "slot_mapping", "block_mapping")
+_ALL = dict.fromkeys(IMPLEMENTATIONS, "yes")
+
+
+class Served(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        feature: what it is about.
+        text: for each implementation what it serves, for people.
+        limit: takes a call and an implementation; what of the call the implementation does not serve, or None.
+    """
+
+    feature: str
+    text: Mapping[str, str]
+    limit: Callable[[Call[Any], str], str | None] = lambda call, implementation: None
+
+
+def refuse_unserved(call: Call[Any], implementation: str) -> None:
+    """Refuses a checked call that an implementation does not serve.
+
+    Raises:
+        Unsupported: with what is not served, and by whom it is.
+    """
+    reason = _limit_of(call, implementation)
+    if reason is not None:
+        others = [other for other in IMPLEMENTATIONS if _limit_of(call, other) is None]
+        fix = f"implementation {' or '.join(map(repr, others))} does" if others else "no implementation does"
+        raise Unsupported(f"{call.name}: {reason}, which implementation {implementation!r} does not serve; {fix}.")
+
+
+def serves_table() -> str:
+    """Returns the table in Markdown."""
+    lines = [f"| feature | {' | '.join(IMPLEMENTATIONS)} |", "|---" * (1 + len(IMPLEMENTATIONS)) + "|"]
+    lines += [f"| {row.feature} | {' | '.join(row.text[name] for name in IMPLEMENTATIONS)} |" for row in SERVES]
+    return "\n".join(lines) + "\n"
+
+
+def _limit_of(call: Call[Any], implementation: str) -> str | None:
+    return next(filter(None, (row.limit(call, implementation) for row in SERVES)), None)
+
+
+def _query_dtype(call: Call[Any], implementation: str) -> str | None:
+    if isinstance(call, AttentionCall):
+        found = dtype_name(call.query)
+        served = (*QUERY_DTYPES, *(FP8_DTYPES if isinstance(call, PagedCall) else ()))
+    elif isinstance(call, MergeCall):
+        found, served = dtype_name(call.out_a), QUERY_DTYPES
+    else:
+        return None
+    if found in served or (found == "float64" and implementation == "xla"):
+        return None
+    return f"the query is {found}"
+
+
+def _cache_dtype(call: Call[Any], implementation: str) -> str | None:
+    arrays = call.arrays() if isinstance(call, PagedCall) or call.name == "write_kv_cache" else {}
+    caches = [name for name in ("kv_cache", "key_cache", "value_cache", "key") if name in arrays]
+    if implementation != "xla" and any(dtype_name(arrays[name]) == "float64" for name in caches):
+        return "the cache or what is written to it is float64"
+    mixed = isinstance(call, PagedCall) and dtype_name(call.query) in FP8_DTYPES and call.key_dtype == "float32"
+    return "the query is fp8 and the cache float32" if mixed and implementation == "triton" else None
+
+
+def _head_size(call: Call[Any], implementation: str) -> str | None:
+    if implementation == "triton" and isinstance(call, AttentionCall):
+        for name, size in (("head_size", call.head_size), ("value_head_size", call.value_head_size)):
+            if size > _MAX_HEAD_SIZE:
+                return f"{name} is {size} and its limit {_MAX_HEAD_SIZE}"
+    return None
+
+
+def _block_size(call: Call[Any], implementation: str) -> str | None:
+    too_large = isinstance(call, PagedCall) and call.block_size > _MAX_BLOCK_SIZE
+    if implementation == "triton" and too_large:
+        return f"block_size is {call.block_size} and its limit {_MAX_BLOCK_SIZE}"
+    return None
+
+
+def _strides(call: Call[Any], implementation: str) -> str | None:
+    # Only the specs that a plan is made for say how an array lies.
+    if implementation != "triton":
+        return None
+    for name, spec in call.arrays().items():
+        strides = getattr(spec, "strides", None)
+        if not isinstance(strides, tuple) or not spec.size:
+            continue
+        free = call.name == "copy_blocks" or name.startswith("lse") or name.endswith("scale_cache")
+        if name in _CONTIGUOUS or (strides[-1] != 1 and not free):
+            wanted = "all axes contiguous" if name in _CONTIGUOUS else "a last stride of 1"
+            return f"{name} has strides {strides} and not {wanted}"
+    scales = [getattr(call, name, None) for name in ("k_scale_cache", "v_scale_cache")]
+    if isinstance(call, PagedCall) and scales[0] is not None and scales[0].element_strides != scales[1].element_strides:
+        return "k_scale_cache and v_scale_cache have different strides"
+    return None
+
+
+#: The rows, as the docs print them.
+SERVES: tuple[Served, ...] = (
+    Served(
+        "query dtype",
+        {
+            "triton": "float32, bfloat16, float16; paged also fp8 (e4m3, e5m2) with q_scale",
+            "torch": "the same",
+            "xla": "the same, and float64",
+        },
+        _query_dtype,
+    ),
+    Served(
+        "key/value dtype",
+        {
+            "triton": "the query's; paged also fp8 and int8 with any query, 16 bits with an fp8 query",
+            "torch": "the same",
+            "xla": "the same, and float64",
+        },
+        _cache_dtype,
+    ),
+    Served(
+        "head size",
+        {"triton": f"1 to {_MAX_HEAD_SIZE}; values may differ", "torch": "any; values may differ", "xla": "the same"},
+        _head_size,
+    ),
+    Served("block size", {"triton": f"1 to {_MAX_BLOCK_SIZE}", "torch": "any", "xla": "any"}, _block_size),
+    Served(
+        "strides",
+        {"triton": "any with the last axis contiguous", "torch": "any", "xla": "contiguous, as all of XLA's"},
+        _strides,
+    ),
+    Served("one cache, or a key cache and a value cache", _ALL),
+    Served("scales of keys and values: per tensor (number or array); per token and head", _ALL),
+    Served("causal, windows to both sides, attention_chunk, together too", _ALL),
+    Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
+    Served("query-query bias (qq_bias), logits_soft_cap, ALiBi, ALiBi-sqrt, sinks, together too", _ALL),
+    Served("log-sum-exp output, float32, natural logarithm", _ALL),
+    Served("output dtype: the query's, bfloat16 for an fp8 query, another one, fp8 with out_scale", _ALL),
+    Served(
+        "kv_chunk_size",
+        {"triton": "fixes the chunks of keys", "torch": "changes nothing", "xla": "changes nothing"},
+    ),
+    Served("derivatives and vmap", {"triton": "no", "torch": "no", "xla": "yes"}),
+)

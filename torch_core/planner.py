@@ -1,0 +1,43 @@
+"""The one way from a call to its launch plan, for both runtimes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch_core.attention.choose import plan_attention
+from torch_core.attention.merge.plan import plan_merge
+from torch_core.blocks.copy.plan import plan_copy
+from torch_core.blocks.write.plan import plan_write
+from torch_core.calls import AttentionCall, Call, CopyCall, MergeCall, WriteCall, refuse_unserved
+from torch_core.errors import InvalidInput
+from torch_core.plan.plan import DeviceLimits, OperationPlan
+from torch_core.specs import ArraySpec
+
+__all__ = ["plan_call"]
+
+
+@lru_cache(maxsize=8192)
+def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> OperationPlan:
+    """Plans a call from the shapes, dtypes and strides of its arrays and what the device can do.
+
+    Args:
+        call: `call.map(array_spec)` of a call of tensors or JAX arrays.
+        limits: the device; an H200 when None.
+
+    Raises:
+        InvalidInput: the call does not hold together, or it is empty: return its outputs without a plan then.
+        Unsupported: the Triton kernels do not serve it; the message says what does.
+    """
+    call.check()
+    refuse_unserved(call, "triton")
+    if call.is_empty:
+        raise InvalidInput(f"{call.name} of nothing has nothing to launch: return empty outputs without a plan.")
+    if isinstance(call, AttentionCall):
+        return plan_attention(call, limits or DeviceLimits())
+    if isinstance(call, WriteCall):
+        return plan_write(call)
+    if isinstance(call, CopyCall):
+        return plan_copy(call)
+    if isinstance(call, MergeCall):
+        return plan_merge(call)
+    raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
