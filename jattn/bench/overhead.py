@@ -14,7 +14,7 @@ import torch
 
 from jattn.bench import measure
 from jattn.bench.report import Report, Row
-from torch_core import ops
+from torch_core import ops as torch_ops
 from torch_core.specs import AttentionSpec
 
 __all__ = ["main", "run"]
@@ -121,7 +121,7 @@ def _decode_both_ways() -> tuple[float, float, float, int]:
     def chain_in_torch() -> torch.Tensor:
         out = query
         for _ in range(repeats):
-            out = ops.paged_attention(out, kv_cache, *metadata, spec=spec, max_query_len=1)
+            out = torch_ops.paged_attention(out, kv_cache, *metadata, spec=spec, max_query_len=1)
         return out
 
     def chain_in_jax(query: Any, kv_cache: Any, metadata: Any) -> Any:
@@ -187,4 +187,4 @@ def _write_us() -> float:
         return key, value, cache, slots.flatten().contiguous()
 
     pools = [pool() for _ in range(measure.num_pools(2 * _WRITE_TOKENS * _KV_HEADS * _SIZE * 2))]
-    return measure.graph_us([lambda p=p: ops.write_kv_cache(*p) for p in pools])
+    return measure.graph_us([lambda p=p: torch_ops.write_kv_cache(*p) for p in pools])

@@ -25,12 +25,10 @@ from torch_core.planner import plan_call
 from torch_core.run.launch import run_operation
 from torch_core.specs import ArraySpec, AttentionSpec
 
-__all__ = ["CANDIDATES", "LENGTHS", "RESULTS_PATH", "plans", "search", "write_results"]
+__all__ = ["CANDIDATES", "LENGTHS", "plans", "search", "write_results"]
 
 #: Tokens of one sequence in each row.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-#: Where the results of the search are recorded.
-RESULTS_PATH = Path(__file__).with_name("hopper_tiles.json")
 #: What the search compares, by head size.
 CANDIDATES: dict[int, tuple[HopperTile, ...]] = {
     64: (
@@ -147,7 +145,7 @@ def tile_name(tile: HopperTile) -> str:
     return f"{shape} r{tile.consumer_registers} {switches or '-'} h{tile.kv_heads}"
 
 
-def write_results(reports: dict[int, Report], path: Path = RESULTS_PATH) -> None:
+def write_results(reports: dict[int, Report], path: Path) -> None:
     """Records the reports of a search, by head size, with the tiles that their columns stand for."""
     record = {
         str(head_size): {

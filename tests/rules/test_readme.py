@@ -1,16 +1,24 @@
-"""The README's Python runs as it stands, from top to bottom."""
+"""The README's Python runs as it stands, from top to bottom; all pages name what exists."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("torch_core/**/*.md"), *ROOT.glob("jattn/**/*.md")]
+)
 
 
 def test_the_python_of_the_readme_runs_in_order(capsys) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, object] = {"__name__": "readme"}
+    names: dict[str, object] = {"__name__": "tests.readme"}
 
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
@@ -20,8 +28,46 @@ def test_the_python_of_the_readme_runs_in_order(capsys) -> None:
     assert "torch" in capsys.readouterr().out
 
 
-def test_the_readme_names_no_file_that_is_missing() -> None:
-    named = re.findall(r"\]\(((?!https?:|#)[^)]+)\)", README.read_text())
-    named += re.findall(r"`((?:examples|jattn|torch_core|tests)/[\w/]+\.(?:py|md))`", README.read_text())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_no_file_that_is_missing_or_outside(page: Path) -> None:
+    text = page.read_text()
+    linked = [page.parent / name.split("#")[0] for name in re.findall(r"\]\(((?!#)[^)]+)\)", text)]
+    named = re.findall(r"`((?:\.ci|docs|examples|jattn|torch_core|tests)/[\w/.]+)`", text)
 
-    assert [name for name in named if not (README.parent / name.split("#")[0]).exists()] == []
+    paths = [path.resolve() for path in linked + [ROOT / name for name in named]]
+
+    assert [str(path) for path in paths if not path.exists() or not path.is_relative_to(ROOT)] == []
+
+
+def test_the_readme_is_what_a_stranger_reads() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_ci_runs_the_very_test_command_of_the_readme() -> None:
+    commands = re.findall(r"^pip install .*&& (?:jattn|pytest).*$", README.read_text(), re.MULTILINE)
+
+    assert len(commands) == 2
+    assert all("-c constraints.txt" in command for command in commands)
+    assert commands[1] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_constraints_pin_every_dependency_inside_the_window() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(line) for line in project["dependencies"]]
+    for extra in ("crosscheck", "plot", "test", "train"):
+        wanted += [Requirement(line) for line in project["optional-dependencies"][extra]]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+    outside = [str(want) for want in wanted if want.name != "jattn" and pinned.get(want.name) not in want.specifier]
+
+    assert outside == []
+
+
+def test_pre_commit_checks_what_ci_checks() -> None:
+    hooks = re.findall(
+        r"^ +entry: (\S+(?: check| format)?)", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE
+    )
+    checks = re.findall(r"^(ruff \w+|pyright)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+    assert hooks == checks

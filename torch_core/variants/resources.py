@@ -62,7 +62,7 @@ def read_table(path: Path = TABLE_PATH) -> tuple[str, dict[str, Resources]]:
     return record["triton"], {label: Resources(**row) for label, row in record["variants"].items()}
 
 
-def write_table(rows: dict[str, Resources], path: Path = TABLE_PATH) -> None:
+def write_table(rows: dict[str, Resources], path: Path) -> None:
     """Records a table made with this Triton."""
     record = {"triton": triton.__version__, "variants": {label: asdict(row) for label, row in rows.items()}}
     path.write_text(json.dumps(record, indent=1) + "\n")
