@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["check_folder", "member", "read_json", "read_text"]
+__all__ = ["check_folder", "member", "read_json", "read_object", "read_text"]
+
+_MAX_JSON_BYTES = 1 << 20
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
@@ -73,6 +75,18 @@ def read_text(path: Path) -> str:
         raise InvalidInput(f"{path.name} is not UTF-8 text (byte {error.start}).") from None
     except OSError as error:
         raise InvalidInput(f"{path.name} cannot be read: {error.strerror}.") from None
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of the folder, at most a mebibyte long.
+
+    Raises:
+        InvalidInput: there is no such file, it cannot be read, or it holds anything else.
+    """
+    file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
+    if file is None:
+        raise InvalidInput(f"the folder has no {name}.")
+    return read_json(read_text(file), name)
 
 
 def read_json(text: str, name: str) -> dict[str, Any]:

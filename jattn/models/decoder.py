@@ -89,7 +89,7 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), kv_cache
 
-    def forward_dense(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], dropout: _Dropout) -> jax.Array:
+    def forward_dense(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], dropout: nnx.Dropout) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
         x = x + dropout(self.self_attn.forward_dense(self.input_layernorm(x), angles))
         return x + dropout(self.mlp(self.post_attention_layernorm(x)))
@@ -173,24 +173,10 @@ class Decoder(nnx.Module):
             raise InvalidInput(f"dropout_rate is {dropout_rate}; it must be at least 0 and less than 1.")
         if dropout_rate and dropout_key is None:
             raise InvalidInput(f"dropout_rate is {dropout_rate} but dropout_key is None; pass a jax.random.key.")
-        dropout = _Dropout(dropout_rate, dropout_key)
+        dropout = nnx.Dropout(dropout_rate, rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key))
         x = dropout(self.embed_tokens(token_ids))
         positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
         angles = rotary_angles(positions, inverse_frequencies(self.config))
         for layer in self.layers:
             x = layer.forward_dense(x, angles, dropout)
         return self.logits(self.norm(x))
-
-
-class _Dropout:
-    """Dropout with a fresh key for each use within one trace."""
-
-    def __init__(self, rate: float, key: jax.Array | None) -> None:
-        self.rate = rate
-        self.key = key
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.rate == 0.0 or self.key is None:
-            return x
-        self.key, use = jax.random.split(self.key)
-        return jnp.where(jax.random.bernoulli(use, 1 - self.rate, x.shape), x / (1 - self.rate), 0)
