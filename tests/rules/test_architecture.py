@@ -47,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.attention",
         "torch_core.blocks",
     },
+    "jattn.table": set(),
     "jattn.metadata": {"torch_core.metadata"},
     "jattn.ops": {"jattn.bridge"},
     "jattn.pool": {"jattn.bridge"},
@@ -68,6 +69,7 @@ ARROWS: dict[str, set[str]] = {
         "jattn.metadata",
         "jattn.ops",
         "jattn.pool",
+        "jattn.table",
         "torch_core.metadata",
         "torch_core.reference",
     },
@@ -358,3 +360,14 @@ def test_every_public_name_can_be_imported() -> None:
     missing = [name for name in jattn.__all__ if getattr(jattn, name, None) is None]
 
     assert missing == []
+
+
+def test_type_checkers_see_the_public_names_that_exist() -> None:
+    import jattn
+
+    (block,) = (
+        node for node in ast.parse((ROOT / "jattn" / "__init__.py").read_text()).body if isinstance(node, ast.If)
+    )
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+
+    assert {alias.asname: node.module for node in imports for alias in node.names} == jattn._HOME_OF
