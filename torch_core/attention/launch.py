@@ -98,7 +98,7 @@ def split_launch(
     if max_query == 1:
         # A single query row stands at the last key: nothing is to its right.
         arguments["window_right"] = ABSENT
-        arguments["causal_flags"] = ABSENT
+        arguments["seq_causal"] = ABSENT
     constexprs = {
         **_common_constexprs(call),
         "BLOCK_M": tile.block_m,
@@ -219,10 +219,10 @@ def _common_arguments(call: AttentionCall) -> dict[str, Argument]:
         "q_scale": scale_pointer("q_scale", call.q_scale),
         "k_scale": scale_pointer("k_scale", call.k_scale),
         "v_scale": scale_pointer("v_scale", call.v_scale),
-        "key_scales": _pointer("k_scale_cache", call.key_scales),
-        "value_scales": _pointer("v_scale_cache", call.value_scales),
+        "k_scale_cache": _pointer("k_scale_cache", call.key_scales),
+        "v_scale_cache": _pointer("v_scale_cache", call.value_scales),
         "qq_bias": _pointer("qq_bias", call.qq_bias),
-        "causal_flags": _pointer("seq_causal", call.seq_causal),
+        "seq_causal": _pointer("seq_causal", call.seq_causal),
         "out_scale": scale_pointer("out_scale", call.out_scale),
     }
 
