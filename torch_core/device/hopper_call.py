@@ -7,23 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Batch", "Call", "Output", "Shape"]
-
-
-class Output(NamedTuple):
-    """Where finished rows go, and what they are finished with.
-
-    Attributes:
-        sinks: logit of each head that joins the denominators, or None.
-        out: the output, `[token, head, element]`.
-        lse: log-sum-exp of the rows, `[token, head]`, or None.
-        factor: what the rows are multiplied with.
-    """
-
-    sinks: Any
-    out: Any
-    lse: Any
-    factor: Any
+__all__ = ["Batch", "Call", "Shape"]
 
 
 class Batch(NamedTuple):
@@ -55,7 +39,7 @@ class Call(NamedTuple):
         query, key_cache, value_cache: what the copy engine reads.
         scale: of the scores.
         bounds: which keys a row sees.
-        output: where rows go.
+        output: where finished rows go, a hopper_rows.Output.
         batch: where the sequences stand.
         num_items: work items of all programs.
     """

@@ -11,7 +11,23 @@ from torch_core.device.hopper_work import key_tiles
 from torch_core.device.mask import LOG2E, visible_keys
 from torch_core.device.softmax import LN2
 
-__all__ = ["Span", "finish_rows", "mask_scores", "own_tiles", "store_lse", "zero_padding"]
+__all__ = ["Output", "Span", "finish_rows", "mask_scores", "own_tiles", "store_lse", "zero_padding"]
+
+
+class Output(NamedTuple):
+    """Where rows go, and what they are finished with.
+
+    Attributes:
+        sinks: logit of each head that joins the denominators, or None.
+        out: the output, `[token, head, element]`.
+        lse: log-sum-exp of the rows, `[token, head]`, or None.
+        factor: the scales of values and output that are numbers.
+    """
+
+    sinks: Any
+    out: Any
+    lse: Any
+    factor: Any
 
 
 class Span(NamedTuple):
@@ -99,7 +115,7 @@ def finish_rows(row_sum, shift, empty, head, in_rows, output, PACK: gl.constexpr
         row_sum = row_sum * keep + gl.exp2(sink - top)
         shift = top
     total = gl.where(empty, 1.0, row_sum)
-    return gl.div_rn(keep, total) * output.factor, shift, total
+    return gl.div_rn(keep, total), shift, total
 
 
 @gluon.jit

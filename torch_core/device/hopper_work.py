@@ -1,4 +1,4 @@
-"""What the programs of the Hopper prefill kernel work on: which tile and head comes next, and which keys it sees."""
+"""What the programs of the Hopper prefill kernels work on: which tile and head comes next, and copies of its keys."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def tile_rows(table, position, low, high, base, SHAPE: gl.constexpr):
 
 @gluon.jit
 def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr):
-    """Starts the copies of a tile's boxes, with the rows of `tile_rows`, into a slot; `barrier` completes after them."""
+    """Starts the copies of a tile's boxes, with the rows of `tile_rows`, into a slot; then `barrier` completes."""
     mbarrier.expect(barrier, SHAPE.BLOCK_N * SHAPE.HEAD_SIZE * array.dtype.primitive_bitwidth // 8)
     lanes = gl.arange(0, 32, layout=rows.type.layout)
     for i in gl.static_range(SHAPE.BLOCK_N // SHAPE.BOX):

@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.attention.hopper.loads import load_keys, load_queries_and_values
 from torch_core.attention.hopper.rows import attend_rows
-from torch_core.device.hopper_call import Batch, Call, Output, Shape
+from torch_core.device.hopper_call import Batch, Call, Shape
 from torch_core.device.hopper_items import ITEMS, find_items
-from torch_core.device.hopper_rows import zero_padding
+from torch_core.device.hopper_rows import Output, zero_padding
 from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_tiles
 from torch_core.device.mask import Bounds
@@ -78,8 +78,7 @@ def hopper_prefill_kernel(
     KEY_STRIDE: gl.constexpr,
     VALUE_STRIDE: gl.constexpr,
     VALUE_ROW: gl.constexpr,
-    OUT_TOKEN_STRIDE: gl.constexpr,
-    OUT_HEAD_STRIDE: gl.constexpr,
+    OUT_STRIDES: gl.constexpr,
 ):
     """A program of a persistent grid: two or three warpgroups of 64 query rows, two warps that load for them, and one
     that finds their work.
@@ -98,7 +97,7 @@ def hopper_prefill_kernel(
     """
     SHAPE: gl.constexpr = Shape(
         NUM_HEADS, GROUP, PACK, HEADS_TOGETHER, HEAD_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, PAGED, BLOCK_SIZE,
-        BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, (OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE),
+        BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -200,8 +200,7 @@ def hopper_launch(
         "KEY_STRIDE": key.head_stride,
         "VALUE_STRIDE": value.head_stride,
         "VALUE_ROW": value.value_row,
-        "OUT_TOKEN_STRIDE": call.out.element_strides[0],
-        "OUT_HEAD_STRIDE": call.out.element_strides[1],
+        "OUT_STRIDES": call.out.element_strides[:2],
     }
     return LaunchPlan(
         kernel=hopper_prefill_kernel,

@@ -130,7 +130,7 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         empty = row_sum == 0.0
         shift = gl.where(empty, 0.0, gl.convert_layout(shift, ROWS))
         inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, PACK)
-        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        acc = acc * gl.convert_layout(inverse * output.factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
         # The query tile is done with: the rows pass through it, to be stored 16 bytes at a time.
         q.store(acc.to(q.dtype))
         result = q.load(OUT_LAYOUT)

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from torch_core.attention.hopper_fp8.loads import load_fp8_queries_and_keys, load_fp8_values
 from torch_core.attention.hopper_fp8.rows import Scales, attend_fp8_rows
 from torch_core.attention.hopper_fp8.transpose import transpose_values
-from torch_core.device.hopper_call import Batch, Call, Output, Shape
-from torch_core.device.hopper_rows import zero_padding
+from torch_core.device.hopper_call import Batch, Call, Shape
+from torch_core.device.hopper_rows import Output, zero_padding
 from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_tiles
 from torch_core.device.mask import Bounds
@@ -80,8 +80,7 @@ def hopper_fp8_prefill_kernel(
     KEY_STRIDE: gl.constexpr,
     VALUE_STRIDE: gl.constexpr,
     VALUE_ROW: gl.constexpr,
-    OUT_TOKEN_STRIDE: gl.constexpr,
-    OUT_HEAD_STRIDE: gl.constexpr,
+    OUT_STRIDES: gl.constexpr,
 ):
     """A program of a persistent grid: two warpgroups of 64 query rows, one that transposes values, two warps that load.
 
@@ -102,7 +101,7 @@ def hopper_fp8_prefill_kernel(
     BLOCK_N: gl.constexpr = 128
     SHAPE: gl.constexpr = Shape(
         NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
-        BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, (OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE),
+        BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=8, rank=2)

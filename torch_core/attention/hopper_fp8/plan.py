@@ -123,8 +123,7 @@ def hopper_fp8_launch(
         "KEY_STRIDE": key.head_stride,
         "VALUE_STRIDE": value.head_stride,
         "VALUE_ROW": value.value_row,
-        "OUT_TOKEN_STRIDE": call.out.element_strides[0],
-        "OUT_HEAD_STRIDE": call.out.element_strides[1],
+        "OUT_STRIDES": call.out.element_strides[:2],
     }
     names = hopper_fp8_prefill_kernel.arg_names
     return LaunchPlan(

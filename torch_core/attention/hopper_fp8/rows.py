@@ -21,7 +21,6 @@ from torch_core.attention.hopper_fp8.step import (
     pack_fp8_weights,
     weigh_values,
 )
-from torch_core.device.hopper_call import Output
 from torch_core.device.hopper_rows import finish_rows, own_tiles, store_lse
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
 from torch_core.device.mask import LOG2E
@@ -56,14 +55,14 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
     fields = gl.arange(0, 8, layout=INFO_LAYOUT)
     in_rows = gl.arange(0, 64, layout=ROWS)
     scale = call.scale
-    out_factor = call.output.factor
+    output = call.output
+    out_factor = output.factor
     if scales.query is not None:
         scale *= gl.load(scales.query)
     if scales.key is not None:
         scale *= gl.load(scales.key)
     if scales.value is not None:
         out_factor *= gl.load(scales.value)
-    output = Output(call.output.sinks, call.output.out, call.output.lse, out_factor)
     factor = scale * LOG2E
     programs = gl.num_programs(0)
     step = 0
@@ -143,7 +142,7 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             # Weights and sums are 2**FP8_WEIGHT_BITS times as large as the maximum alone would make them.
             shift = gl.where(empty, 0.0, row_max * factor - FP8_WEIGHT_BITS)
             inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, SHAPE.PACK)
-            acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            acc = acc * gl.convert_layout(inverse * out_factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
             pointers = output.out + first_row.to(gl.int64) * SHAPE.OUT_STRIDES[0] + head * SHAPE.OUT_STRIDES[1]
             _store_rows(acc, q, pointers, OWN * 64, rows, HEAD_SIZE, SHAPE.OUT_STRIDES[0])
             store_lse(output, shift, total, empty, first_row, rows, head, in_rows, OWN, SHAPE)
@@ -154,7 +153,7 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
 
 
 @gluon.jit
-def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, OUT_TOKEN_STRIDE: gl.constexpr):
+def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, TOKEN_STRIDE: gl.constexpr):
     """Stores 64 rows; they pass through the query tile, done with and half as wide, to be stored 16 bytes at a time."""
     HALF: gl.constexpr = HEAD_SIZE // 2
     LANES: gl.constexpr = HALF // 8
@@ -164,7 +163,7 @@ def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, OUT_TOKEN_STRI
     halves = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
     out_rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    pointers = out + out_rows.to(gl.int64)[:, None] * OUT_TOKEN_STRIDE + columns[None, :]
+    pointers = out + out_rows.to(gl.int64)[:, None] * TOKEN_STRIDE + columns[None, :]
     for i in gl.static_range(2):
         tile.store(halves[i].to(out.dtype.element_ty))
         gl.store(pointers + i * HALF, tile.load(layout), mask=(out_rows < rows)[:, None])

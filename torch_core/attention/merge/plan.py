@@ -70,14 +70,14 @@ def plan_merge_states(
     rows = max(1, min(16, 2048 // padded))
     limit = num_tokens if num_tokens_a is None else num_tokens_a
     arguments: list[tuple[str, Argument]] = [
-        ("out_a_ptr", Pointer("out_a")),
-        ("lse_a_ptr", Pointer("lse_a")),
-        ("out_b_ptr", Pointer("out_b")),
-        ("lse_b_ptr", Pointer("lse_b")),
-        ("out_scale_ptr", scale_pointer("out_scale", out_scale)),
-        ("out_ptr", Pointer("out")),
-        ("lse_ptr", Pointer("lse")),
-        ("out_scale", scale_value(out_scale)),
+        ("out_a", Pointer("out_a")),
+        ("lse_a", Pointer("lse_a")),
+        ("out_b", Pointer("out_b")),
+        ("lse_b", Pointer("lse_b")),
+        ("out_scale", scale_pointer("out_scale", out_scale)),
+        ("out", Pointer("out")),
+        ("lse", Pointer("lse")),
+        ("out_scale_value", scale_value(out_scale)),
         ("num_rows", Scalar(num_tokens * num_heads, "i64", specialize=False)),
         ("num_tokens_a", Scalar(limit, "i32", specialize=False)),
     ]

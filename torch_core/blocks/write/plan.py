@@ -75,14 +75,14 @@ def plan_write_kv_cache(
         kernel=write_cache_kernel,
         grid=(max(1, ceil_div(num_tokens, tokens)), ceil_div(row, columns)),
         arguments=(
-            ("key_ptr", Pointer("key")),
-            ("value_ptr", Pointer("value")),
-            ("slot_mapping_ptr", Pointer("slot_mapping")),
-            ("k_scale_ptr", scale_pointer("k_scale", k_scale)),
-            ("v_scale_ptr", scale_pointer("v_scale", v_scale)),
+            ("key", Pointer("key")),
+            ("value", Pointer("value")),
+            ("slot_mapping", Pointer("slot_mapping")),
+            ("k_scale", scale_pointer("k_scale", k_scale)),
+            ("v_scale", scale_pointer("v_scale", v_scale)),
             *caches.pointers,
-            ("k_scale", scale_value(k_scale)),
-            ("v_scale", scale_value(v_scale)),
+            ("k_scale_value", scale_value(k_scale)),
+            ("v_scale_value", scale_value(v_scale)),
             *_counts(num_tokens, caches),
             *_source_strides(key, value),
             *caches.strides,
@@ -151,12 +151,12 @@ def plan_write_kv_cache_per_token_head(
         kernel=write_cache_per_token_head_kernel,
         grid=(max(1, ceil_div(num_tokens * caches.num_heads, rows)),),
         arguments=(
-            ("key_ptr", Pointer("key")),
-            ("value_ptr", Pointer("value")),
-            ("slot_mapping_ptr", Pointer("slot_mapping")),
+            ("key", Pointer("key")),
+            ("value", Pointer("value")),
+            ("slot_mapping", Pointer("slot_mapping")),
             *caches.pointers,
-            ("k_scale_cache_ptr", Pointer("k_scale_cache")),
-            ("v_scale_cache_ptr", Pointer("v_scale_cache")),
+            ("k_scale_cache", Pointer("k_scale_cache")),
+            ("v_scale_cache", Pointer("v_scale_cache")),
             *_counts(num_tokens, caches),
             *_source_strides(key, value),
             *caches.strides,
@@ -223,7 +223,7 @@ class _Caches:
     @property
     def pointers(self) -> tuple[tuple[str, Argument], ...]:
         value = Pointer(self.names[1]) if len(self.names) == 2 else ABSENT
-        return (("key_cache_ptr", Pointer(self.names[0])), ("value_cache_ptr", value))
+        return (("key_cache", Pointer(self.names[0])), ("value_cache", value))
 
     @property
     def strides(self) -> tuple[tuple[str, Scalar], ...]:
