@@ -78,7 +78,6 @@ def copied_launch(
         return None
     key_name, value_name = buffers(call)
     box = (copy_box(call, block_n), call.head_size)
-    out = output(call)
     return make_launch(
         kernel,
         call,
@@ -96,8 +95,7 @@ def copied_launch(
             "KEY_STRIDE": key.head_stride,
             "VALUE_STRIDE": value.head_stride,
             "VALUE_ROW": value.value_row,
-            "OUT_TOKEN_STRIDE": out.element_strides[0],
-            "OUT_HEAD_STRIDE": out.element_strides[1],
+            "OUT_STRIDES": output(call).element_strides[:2],
         },
         arguments={
             "query": query,
