@@ -19,8 +19,6 @@ from torch_core.errors import InvalidInput
 
 __all__ = ["run"]
 
-_SCALES = ("q_scale", "k_scale", "v_scale", "out_scale")
-
 
 def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, jax.Array]:
     """Runs a call; under jit it becomes part of the program.
@@ -54,10 +52,10 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
 def _with_float32_scales(call: Call[jax.Array]) -> Call[jax.Array]:
     scales = {}
     for name, array in call.arrays().items():
+        field = array_fields(type(call))[name]
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
-            shape = array_fields(type(call))[name]
-            raise InvalidInput(f"{name} is a {type(array).__name__}; it must be a JAX array of shape {shape}.")
-        if name in _SCALES:
+            raise InvalidInput(f"{name} is a {type(array).__name__}; it must be a JAX array of shape {field}.")
+        if field.number:
             scales[name] = float(array) if isinstance(array, np.generic) else _one_float32(name, array)
     return replace(call, **scales) if scales else call
 

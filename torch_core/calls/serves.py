@@ -120,7 +120,7 @@ SERVES: tuple[Served, ...] = (
     Served(
         "query dtype",
         {
-            "triton": "float32, bfloat16, float16; paged also fp8 (e4m3, e5m2) with q_scale",
+            "triton": "float32, bfloat16, float16; paged also fp8 (e4m3, e5m2), scaled",
             "torch": "the same",
             "xla": "the same, and float64",
         },
@@ -152,7 +152,7 @@ SERVES: tuple[Served, ...] = (
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
     Served("query-query bias (qq_bias), logits_soft_cap, ALiBi, ALiBi-sqrt, sinks, together too", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
-    Served("output dtype: the query's, bfloat16 for an fp8 query, another one, fp8 with out_scale", _ALL),
+    Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),
     Served(
         "kv_chunk_size",
         {"triton": "fixes the chunks of keys", "torch": "changes nothing", "xla": "changes nothing"},
