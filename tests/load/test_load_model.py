@@ -13,10 +13,10 @@ from flax import nnx
 
 from jattn.load import load_model, load_tokenizer, save_model
 from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.errors import InvalidInput, JattnError, Unsupported
 
 
-def refused(folder, message, error=InvalidInput):
+def refused(folder, message, error: type[JattnError] = InvalidInput):
     with pytest.raises(error, match="^" + re.escape(message)):
         load_model(folder)
 
@@ -31,6 +31,7 @@ def test_a_saved_model_loads_bit_for_bit(changes, tmp_path, seed):
     loaded, loaded_config, tokenizer = load_model(tmp_path)
     assert loaded_config == config
     jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
 
 

@@ -72,7 +72,7 @@ def test_scales_that_are_arrays_are_pointers_and_numbers_are_factors():
 
 @pytest.mark.parametrize("scale", [ArraySpec((2,), "float32"), ArraySpec((1,), "bfloat16")])
 def test_a_scale_is_one_float32(scale):
-    with pytest.raises(InvalidInput, match="k_scale (is|has)"):
+    with pytest.raises(InvalidInput, match=r"k_scale (is|has)"):
         _paged(k_scale=scale)
 
 
