@@ -8,81 +8,51 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_core.errors import (
-    CacheCorruption,
-    InvalidInput,
-    JattnError,
-    OutOfBlocks,
-    PoolLost,
-    RequestTooLong,
-    Unsupported,
-)
-from torch_core.specs import KVCacheSpec
-
+# For type checkers; what exists when the program runs is the table below.
 if TYPE_CHECKING:
-    from jattn.bridge import to_jax, to_torch, typed_errors
-    from jattn.engine import LLM, EngineConfig, RequestOutput, SamplingParams, generate
-    from jattn.load import load_model, save_model
-    from jattn.metadata import AttentionMetadata
-    from jattn.nn import PagedAttention
-    from jattn.ops import (
-        attention,
-        attention_with_lse,
-        merge_states,
-        paged_attention,
-        paged_attention_with_lse,
-        write_kv_cache,
-    )
-    from jattn.pool import KVPool
+    from jattn.bridge import to_jax as to_jax
+    from jattn.bridge import to_torch as to_torch
+    from jattn.bridge import typed_errors as typed_errors
+    from jattn.engine import LLM as LLM
+    from jattn.engine import EngineConfig as EngineConfig
+    from jattn.engine import RequestOutput as RequestOutput
+    from jattn.engine import SamplingParams as SamplingParams
+    from jattn.engine import generate as generate
+    from jattn.load import load_model as load_model
+    from jattn.load import save_model as save_model
+    from jattn.metadata import AttentionMetadata as AttentionMetadata
+    from jattn.nn import PagedAttention as PagedAttention
+    from jattn.ops import attention as attention
+    from jattn.ops import attention_with_lse as attention_with_lse
+    from jattn.ops import merge_states as merge_states
+    from jattn.ops import paged_attention as paged_attention
+    from jattn.ops import paged_attention_with_lse as paged_attention_with_lse
+    from jattn.ops import write_kv_cache as write_kv_cache
+    from jattn.pool import KVPool as KVPool
+    from torch_core.errors import CacheCorruption as CacheCorruption
+    from torch_core.errors import InvalidInput as InvalidInput
+    from torch_core.errors import JattnError as JattnError
+    from torch_core.errors import OutOfBlocks as OutOfBlocks
+    from torch_core.errors import PoolLost as PoolLost
+    from torch_core.errors import RequestTooLong as RequestTooLong
+    from torch_core.errors import Unsupported as Unsupported
+    from torch_core.specs import KVCacheSpec as KVCacheSpec
 
-__all__ = [
-    "LLM",
-    "AttentionMetadata",
-    "CacheCorruption",
-    "EngineConfig",
-    "InvalidInput",
-    "JattnError",
-    "KVCacheSpec",
-    "KVPool",
-    "OutOfBlocks",
-    "PagedAttention",
-    "PoolLost",
-    "RequestOutput",
-    "RequestTooLong",
-    "SamplingParams",
-    "Unsupported",
-    "attention",
-    "attention_with_lse",
-    "generate",
-    "load_model",
-    "merge_states",
-    "paged_attention",
-    "paged_attention_with_lse",
-    "save_model",
-    "to_jax",
-    "to_torch",
-    "typed_errors",
-    "write_kv_cache",
-]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "jattn.bridge": ("to_jax", "to_torch", "typed_errors"),
-    "jattn.engine": ("LLM", "EngineConfig", "RequestOutput", "SamplingParams", "generate"),
-    "jattn.load": ("load_model", "save_model"),
-    "jattn.metadata": ("AttentionMetadata",),
-    "jattn.nn": ("PagedAttention",),
-    "jattn.ops": (
-        "attention",
-        "attention_with_lse",
-        "merge_states",
-        "paged_attention",
-        "paged_attention_with_lse",
-        "write_kv_cache",
-    ),
-    "jattn.pool": ("KVPool",),
+    "jattn.bridge": "to_jax to_torch typed_errors",
+    "jattn.engine": "LLM EngineConfig RequestOutput SamplingParams generate",
+    "jattn.load": "load_model save_model",
+    "jattn.metadata": "AttentionMetadata",
+    "jattn.nn": "PagedAttention",
+    "jattn.ops": ("attention attention_with_lse merge_states paged_attention paged_attention_with_lse write_kv_cache"),
+    "jattn.pool": "KVPool",
+    "torch_core.errors": ("CacheCorruption InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"),
+    "torch_core.specs": "KVCacheSpec",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

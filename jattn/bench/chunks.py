@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from jattn.bench import measure, mixed, peers
-from jattn.bench.report import OURS, Report, Row
+from jattn.bench.report import OURS, BenchReport, Row
 from torch_core.attention.hopper.plan import hopper_launch
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.calls import PagedCall
@@ -35,7 +35,7 @@ def run(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     contexts: Sequence[int] = CONTEXTS,
     peers_directory: Path | None = None,
-) -> Report:
+) -> BenchReport:
     """Measures chunks by graph replay over cold caches: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
 
     Args:
@@ -71,7 +71,7 @@ def run(
             del first, batches
             gc.collect()
             torch.cuda.empty_cache()
-    return Report(
+    return BenchReport(
         name="chunks, us",
         device=measure.device_name(),
         versions=measure.versions(),

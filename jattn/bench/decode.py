@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jattn.bench import measure, peers
-from jattn.bench.report import OURS, Report, Row
+from jattn.bench.report import OURS, BenchReport, Row
 from torch_core import ops
 from torch_core.specs import AttentionSpec
 
@@ -42,7 +42,7 @@ def run(
     kv_cache_dtype: str = "bfloat16",
     peers_directory: Path | None = None,
     jax_columns: bool = True,
-) -> Report:
+) -> BenchReport:
     """Measures every shape: 32 query heads, 8 key/value heads of 128, block size 16, bfloat16 queries.
 
     Args:
@@ -75,7 +75,7 @@ def run(
         del pools
         gc.collect()
         torch.cuda.empty_cache()
-    return Report(
+    return BenchReport(
         name=f"decode, {kv_cache_dtype} cache",
         device=measure.device_name(),
         versions=measure.versions(),

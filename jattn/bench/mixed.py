@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from jattn.bench import measure, peers
-from jattn.bench.report import OURS, Report, Row
+from jattn.bench.report import OURS, BenchReport, Row
 from torch_core import ops
 from torch_core.specs import AttentionSpec
 
@@ -50,7 +50,7 @@ class Batch:
     max_key_len: int
 
 
-def run(*, peers_directory: Path | None = None) -> Report:
+def run(*, peers_directory: Path | None = None) -> BenchReport:
     """Measures 8 chunks of 512 tokens on 4,096 earlier ones, 120 decode rows at 2,048 tokens, and both together.
 
     Args:
@@ -71,7 +71,7 @@ def run(*, peers_directory: Path | None = None) -> Report:
         rows.append(Row(label, bound_us(parts, copy, matmul), times))
         del steps
     together = {name: rows[2].us[name] / (rows[0].us[name] + rows[1].us[name]) for name in rows[2].us}
-    return Report(
+    return BenchReport(
         name="mixed batch",
         device=measure.device_name(),
         versions=measure.versions(),

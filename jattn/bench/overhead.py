@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from jattn.bench import measure
-from jattn.bench.report import Report, Row
+from jattn.bench.report import BenchReport, Row
 from torch_core import ops as torch_ops
 from torch_core.specs import AttentionSpec
 
@@ -26,7 +26,7 @@ _STEPS = 1000
 _WRITE_TOKENS = 8192
 
 
-def run() -> Report:
+def run() -> BenchReport:
     """Measures the native bridge against the torch launch of the same plans.
 
     Values of the report: `native call us` (one of a chain of 64 tiny writes in one jitted program, default XLA
@@ -53,7 +53,7 @@ def run() -> Report:
         Row("decode 32 x 4096", 32 * 4096 * 2 * _KV_HEADS * _SIZE * 2 / copy * 1e6, {"torch": in_torch, "JAX": in_jax}),
         Row(f"write {_WRITE_TOKENS}", moved / copy * 1e6, {"torch": writes}),
     )
-    return Report(
+    return BenchReport(
         name="overhead",
         device=measure.device_name(),
         versions=measure.versions(),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jattn.bench import chunks, measure, mixed, peers
-from jattn.bench.report import OURS, Report, Row
+from jattn.bench.report import OURS, BenchReport, Row
 from torch_core import ops
 from torch_core.specs import AttentionSpec
 
@@ -53,7 +53,7 @@ def run(
     fp8: bool = False,
     peers_directory: Path | None = None,
     jax_columns: bool = True,
-) -> Report:
+) -> BenchReport:
     """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads, bfloat16, block 16.
 
     Args:
@@ -88,7 +88,7 @@ def run(
         del batches
         gc.collect()
         torch.cuda.empty_cache()
-    return Report(
+    return BenchReport(
         name=f"prefill, causal, {'e4m3, ' if fp8 else ''}heads of {head_size}, TFLOP/s",
         device=measure.device_name(),
         versions=measure.versions(),

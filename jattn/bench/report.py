@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from jattn.table import aligned
 from torch_core.errors import Unsupported
 
-__all__ = ["OURS", "Report", "Row"]
+__all__ = ["OURS", "BenchReport", "Row"]
 
 #: Names of the columns that are this project's start with it.
 OURS = "jattn"
@@ -41,7 +42,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """A benchmark's result.
 
     Attributes:
@@ -80,17 +81,15 @@ class Report:
 
     def table(self) -> str:
         """The rows as text, each number with the fraction of the ceiling that it reaches."""
-        width = max([len(row.label) for row in self.rows] + [5])
         lines = [
             f"{self.name} on {self.device}: copy {self.copy_bytes_per_second / 1e12:.2f} TB/s, bf16 matmul "
             f"{self.matmul_flops / 1e12:.0f} TFLOP/s; " + ", ".join(f"{k} {v}" for k, v in self.versions.items())
         ]
         if self.rows:
-            columns = "".join(f"{name:>22}" for name in self.columns)
-            lines.append(f"{'shape':<{width}} {'bound us':>9}{columns}")
-        for row in self.rows:
-            cells = "".join(_cell(row, name) for name in self.columns)
-            lines.append(f"{row.label:<{width}} {row.bound_us:>9.1f}{cells}")
+            cells = [
+                (row.label, f"{row.bound_us:.1f}", *(_cell(row, name) for name in self.columns)) for row in self.rows
+            ]
+            lines += aligned([("shape", "bound us", *self.columns), *cells], right=range(1, len(cells[0])))
         lines += [f"{key}: {value:.6g}" for key, value in self.values.items()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -110,11 +109,11 @@ class Report:
 def _cell(row: Row, name: str) -> str:
     value = row.us.get(name, math.nan)
     if not math.isfinite(value):
-        return f"{'-':>22}"
-    return f"{row.shown(name):>14.1f} ({row.bound_us / value:.2f})"
+        return "-"
+    return f"{row.shown(name):.1f} ({row.bound_us / value:.2f})"
 
 
-def _plot(report: Report, path: Path) -> None:
+def _plot(report: BenchReport, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from jattn.bench import measure
-from jattn.bench.report import Report, Row
+from jattn.bench.report import BenchReport, Row
 from torch_core.attention.hopper.plan import hopper_launch
 from torch_core.attention.hopper.tiles import HopperTile
 from torch_core.calls import AttentionCall, DenseCall, PagedCall
@@ -56,7 +56,7 @@ CANDIDATES: dict[int, tuple[HopperTile, ...]] = {
 _TOKENS, _HEADS, _KV_HEADS, _BLOCK = 16384, 32, 8, 16
 
 
-def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> Report:
+def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> BenchReport:
     """Times every candidate by graph replay: causal, bfloat16, 16k tokens, 32 query heads, 8 key/value heads.
 
     Args:
@@ -86,7 +86,7 @@ def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> Report:
                     notes.append(f"{name} at {length}: {str(error).splitlines()[0][:160]}")
             label = f"{length} {'paged' if paged else 'dense'}"
             rows.append(Row(label, operations / matmul * 1e6, times, "TFLOP/s", operations))
-    return Report(
+    return BenchReport(
         name=f"tiles of the Hopper prefill kernel, heads of {head_size}, TFLOP/s",
         device=measure.device_name(),
         versions=measure.versions(),
@@ -145,7 +145,7 @@ def tile_name(tile: HopperTile) -> str:
     return f"{shape} r{tile.consumer_registers} {switches or '-'} h{tile.kv_heads}"
 
 
-def write_results(reports: dict[int, Report], path: Path) -> None:
+def write_results(reports: dict[int, BenchReport], path: Path) -> None:
     """Records the reports of a search, by head size, with the tiles that their columns stand for."""
     record = {
         str(head_size): {

@@ -1,6 +1,7 @@
 """The only place where JAX arrays and torch tensors meet: DLPack views, the callback and the native custom call."""
 
 from jattn.bridge.callback import call_torch, typed_errors
+from jattn.bridge.calls import run
 from jattn.bridge.dlpack import to_jax, to_torch
 
-__all__ = ["call_torch", "to_jax", "to_torch", "typed_errors"]
+__all__ = ["call_torch", "run", "to_jax", "to_torch", "typed_errors"]

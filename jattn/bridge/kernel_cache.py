@@ -1,13 +1,22 @@
-"""Compiled kernels for the native bridge: in memory, and on disk in a directory that only its owner can write."""
+"""Compiled kernels for the native bridge: in memory, and on disk in a directory that only its owner can write.
+
+Triton keeps a disk cache of its own and believes what it finds there, in a directory that TRITON_CACHE_DIR may put
+anywhere. A compilation here neither reads nor writes it. What torch runs (`torch_core.run`) still does, as every Triton
+kernel of the process does: whoever shares an account or sets that variable should know.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import threading
+import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +30,7 @@ __all__ = ["KernelCache", "KernelImage", "TensorMap", "default_directory"]
 
 # Part of every key: raise it when the contents of a file change their meaning.
 _FORMAT = 1
+_COMPILING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,8 @@ def _key(variant: KernelVariant, arch: int) -> str:
 def _compile(variant: KernelVariant, arch: int) -> KernelImage:
     from torch_core.plan.compile import compile_variant
 
-    compiled = compile_variant(variant, arch)
+    with _without_tritons_cache():
+        compiled = compile_variant(variant, arch)
     metadata = compiled.metadata
     if metadata.global_scratch_size:
         raise Unsupported(
@@ -134,6 +145,30 @@ def _compile(variant: KernelVariant, arch: int) -> KernelImage:
         shared_memory=metadata.shared,
         tensor_maps=tuple(_tensor_map(entry) for entry in getattr(metadata, "tensordesc_meta", None) or ()),
     )
+
+
+@contextlib.contextmanager
+def _without_tritons_cache() -> Iterator[None]:
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    class UnsharedCache(FileCacheManager):
+        """Gives each compilation a new private directory, gone with the compilation."""
+
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+            if override or dump:
+                # What TRITON_KERNEL_OVERRIDE and TRITON_KERNEL_DUMP ask for, by name.
+                super().__init__(key, override, dump)
+                return
+            self.key, self.cache_dir = key, tempfile.mkdtemp(prefix="jattn-")
+            self.lock_path = self._make_path("lock")
+            weakref.finalize(self, shutil.rmtree, self.cache_dir, ignore_errors=True)
+
+    # The setting is the process's: two compilations that overlap would restore it in the wrong order. A kernel that
+    # another thread compiles meanwhile is not kept on disk, nothing else.
+    with _COMPILING, knobs.cache.scope():
+        knobs.cache.manager_class = UnsharedCache
+        yield
 
 
 def _tensor_map(entry: dict[str, Any]) -> TensorMap:

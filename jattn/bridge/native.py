@@ -17,14 +17,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
+from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
+from torch_core.calls import Call
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
-__all__ = ["TARGET", "array_spec", "call_operation", "device_limits", "kernel_cache", "why_not"]
+__all__ = ["TARGET", "call_operation", "device_limits", "kernel_cache", "run_native", "why_not"]
 
 #: The custom call that every launch becomes. `jax.export` must be told that it may appear:
 #: `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]`.
@@ -36,6 +37,14 @@ _REMEDY = "use implementation='torch' or 'xla'"
 # Shared memory of one block and multiprocessors, for a plugin that does not report them: CUDA programming guide.
 _SHARED_MEMORY = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 _HOPPER = DeviceLimits()
+
+
+def run_native(call: Call[jax.Array]) -> dict[str, jax.Array]:
+    """Runs a call by its plan's kernels as native custom calls: implementation="triton"; see `call_operation`."""
+    # Imports Triton; this module must load without it.
+    from torch_core.planner import plan_call
+
+    return call_operation(plan_call(call.map(array_spec), device_limits()), call.arrays())
 
 
 def call_operation(
@@ -81,11 +90,6 @@ def why_not() -> str | None:
     except Unsupported as error:
         return str(error)
     return None
-
-
-def array_spec(array: jax.Array) -> ArraySpec:
-    """Returns the spec of an array or tracer, as the plans take it."""
-    return ArraySpec(tuple(array.shape), np.dtype(array.dtype).name)
 
 
 @functools.cache

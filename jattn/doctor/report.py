@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jattn.doctor import machine, trials
+from jattn.table import aligned
 from torch_core.errors import JattnError
 
 __all__ = ["Check", "DoctorReport", "Part", "collect", "look_at"]
@@ -40,15 +41,14 @@ class DoctorReport:
         return tuple(check for check in self.checks if not check.works)
 
     def __str__(self) -> str:
-        width = max((len(check.name) for check in self.checks), default=0)
+        rows = [("", check.name, ("" if check.works else "BROKEN: ") + check.text) for check in self.checks]
         lines: list[str] = []
         section = None
-        for check in self.checks:
+        for check, line in zip(self.checks, aligned(rows), strict=True):
             if check.section != section:
                 section = check.section
                 lines += ["", section] if lines else [section]
-            mark = "" if check.works else "BROKEN: "
-            lines.append(f"  {check.name.ljust(width)}  {mark}{check.text}")
+            lines.append(line)
         count = len(self.broken)
         return "\n".join([*lines, "", "all parts work" if count == 0 else f"{count} broken: see above"])
 

@@ -32,7 +32,6 @@ _OPTIONAL = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
-    "hidden_act",
     "sliding_window",
     "use_sliding_window",
     "layer_types",
@@ -41,21 +40,46 @@ _OPTIONAL = (
     "bos_token_id",
     "eos_token_id",
 )
-#: Keys of Hugging Face's writers that do not change what inference computes.
+#: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
 _IGNORED = (
     "_attn_implementation_autoset",
     "_name_or_path",
     "attention_dropout",
+    "chunk_size_feed_forward",
+    "finetuning_task",
+    "id2label",
     "initializer_range",
+    "is_decoder",
+    "is_llama_config",
+    "label2id",
     "max_window_layers",
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
     "pretraining_tp",
+    "problem_type",
     "return_dict",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "torchscript",
     "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
     "use_cache",
 )
+#: Keys with one value under which the model is the one that is computed here.
+_INERT = {
+    "add_cross_attention": False,
+    "hidden_act": "silu",
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+}
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -84,9 +108,8 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         (16, 4, 'bfloat16')
     """
     architecture = _architecture(raw)
+    raw = _without_inert(raw)
     _check_keys(raw)
-    if raw.get("hidden_act", "silu") != "silu":
-        raise Unsupported(f"{_NAME}: hidden_act is {raw['hidden_act']!r}; this build has 'silu'.")
     if raw.get("head_dim") is None:
         raw = {**raw, "head_dim": _derived_head_dim(raw)}
     if raw.get("num_key_value_heads") is None:
@@ -181,7 +204,7 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 def _architecture(raw: dict[str, Any]) -> str:
     for key in ("auto_map", "quantization_config"):
-        if key in raw:
+        if raw.get(key) is not None:
             reason = "code from a model folder is never run" if key == "auto_map" else "quantized weights are not read"
             raise Unsupported(f"{_NAME} has {key}; {reason}.")
     named = raw.get("architectures")
@@ -200,6 +223,17 @@ def _architecture(raw: dict[str, Any]) -> str:
     return architecture
 
 
+def _without_inert(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys that say something: neither inert nor, unless the key is known, null."""
+    for key in _INERT.keys() & raw.keys():
+        value, inert = raw[key], _INERT[key]
+        if value is not None and (value != inert or isinstance(value, bool) != isinstance(inert, bool)):
+            shown = str(inert).lower() if isinstance(inert, bool) else repr(inert)
+            raise Unsupported(f"{_NAME}: {key} is {_short(value)}; this build has {shown}.")
+    known = {*_REQUIRED, *_OPTIONAL}
+    return {key: value for key, value in raw.items() if key in known or not (key in _INERT or value is None)}
+
+
 def _check_keys(raw: dict[str, Any]) -> None:
     allowed = {*_REQUIRED, *_OPTIONAL}
     unknown = sorted(set(raw) - allowed - set(_IGNORED))
@@ -207,7 +241,7 @@ def _check_keys(raw: dict[str, Any]) -> None:
         shown = ", ".join(_short(key) for key in unknown[:8]) + (", ..." if len(unknown) > 8 else "")
         raise InvalidInput(
             f"{_NAME} has unknown keys: {shown}. Keys that are read: {', '.join(sorted(allowed))}. "
-            f"Keys that are ignored: {', '.join(_IGNORED)}."
+            f"Keys that are ignored: {', '.join(_IGNORED)}. Keys of one value: {', '.join(_INERT)}."
         )
     missing = [key for key in _REQUIRED if key not in raw]
     if missing:
@@ -238,7 +272,7 @@ def _rope(raw: dict[str, Any]) -> tuple[Any, RopeScaling | None]:
         return theta, None
     if not isinstance(given, dict):
         raise InvalidInput(f"{_NAME}: {name} is {_short(given)}; it must be an object or null.")
-    given = dict(given)
+    given = _without_inert(given)
     theta = given.pop("rope_theta", theta)
     rope_type = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)

@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["check_folder", "member", "read_json", "read_text"]
+__all__ = ["check_folder", "member", "read_json", "read_object", "read_text"]
+
+_MAX_JSON_BYTES = 1 << 20
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
@@ -29,6 +31,9 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
 def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | None:
     """Returns the path of a regular file directly inside the folder, or None where there is no such name.
 
+    A link may lead to another file of the folder; in a snapshot of the Hugging Face hub, also to one of its cache
+    (`models--org--name`, or the `blobs` that all models of the cache share).
+
     Args:
         folder: of `check_folder`.
         name: a plain file name; it may come from a file that someone else wrote.
@@ -42,20 +47,20 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | N
     path = folder / name
     if not os.path.lexists(path):
         return None
-    resolved = path.resolve()
-    if not resolved.is_relative_to(folder):
-        raise InvalidInput(
-            f"{name} is a link that leads out of the model folder; copy the folder with its links followed."
-        )
     try:
+        resolved = Path(os.path.realpath(path, strict=True))
         status = resolved.stat()
     except OSError as error:
         raise InvalidInput(f"{name} cannot be read: {error.strerror}.") from None
+    if not any(resolved.is_relative_to(home) for home in _homes(folder)):
+        raise InvalidInput(
+            f"{name} is a link that leads out of the model folder; copy the folder with its links followed."
+        )
     if not stat.S_ISREG(status.st_mode):
         raise InvalidInput(f"{name} is not a regular file.")
     if max_bytes is not None and status.st_size > max_bytes:
         raise InvalidInput(f"{name} has {status.st_size} bytes; at most {max_bytes} are read.")
-    return resolved
+    return path
 
 
 def read_text(path: Path) -> str:
@@ -70,6 +75,18 @@ def read_text(path: Path) -> str:
         raise InvalidInput(f"{path.name} is not UTF-8 text (byte {error.start}).") from None
     except OSError as error:
         raise InvalidInput(f"{path.name} cannot be read: {error.strerror}.") from None
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of the folder, at most a mebibyte long.
+
+    Raises:
+        InvalidInput: there is no such file, it cannot be read, or it holds anything else.
+    """
+    file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
+    if file is None:
+        raise InvalidInput(f"the folder has no {name}.")
+    return read_json(read_text(file), name)
 
 
 def read_json(text: str, name: str) -> dict[str, Any]:
@@ -100,3 +117,11 @@ def read_json(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidInput(f"{name} holds a JSON {type(value).__name__}; it must be an object.")
     return value
+
+
+def _homes(folder: Path) -> tuple[Path, ...]:
+    """The folders that the links of a model folder may lead to."""
+    cache = folder.parent.parent
+    if folder.parent.name == "snapshots" and cache.name.startswith("models--"):
+        return cache, cache.parent / "blobs"
+    return (folder,)

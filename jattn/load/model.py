@@ -17,7 +17,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from jattn.load.config import parse_config, render_config, token_ids
-from jattn.load.folder import check_folder, member, read_json, read_text
+from jattn.load.folder import check_folder, member, read_object
 from jattn.load.plan import ParameterPlan, plan_parameters
 from jattn.load.safetensors_file import STORED_DTYPES
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
@@ -27,8 +27,6 @@ from torch_core.errors import InvalidInput
 from torch_core.specs import QUERY_DTYPES
 
 __all__ = ["embedded_model_folder", "load_model", "save_model"]
-
-_MAX_JSON_BYTES = 1 << 20
 
 
 def embedded_model_folder() -> Path:
@@ -65,7 +63,7 @@ def load_model(
         Unsupported: a valid model that this build does not serve.
     """
     path = check_folder(folder)
-    config = parse_config(_read_json_member(path, "config.json"))
+    config = parse_config(read_object(path, "config.json"))
     config = _with_generation_config(path, config)
     if dtype is not None and dtype not in QUERY_DTYPES:
         raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
@@ -127,18 +125,11 @@ def save_model(
         _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
 
 
-def _read_json_member(folder: Path, name: str) -> dict[str, Any]:
-    file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
-    if file is None:
-        raise InvalidInput(f"the folder has no {name}.")
-    return read_json(read_text(file), name)
-
-
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
     name = "generation_config.json"
     if member(folder, name) is None:
         return config
-    raw = _read_json_member(folder, name)
+    raw = read_object(folder, name)
     changes: dict[str, Any] = {}
     if raw.get("bos_token_id") is not None:
         changes["bos_token_id"] = raw["bos_token_id"]

@@ -54,7 +54,9 @@ def plan_parameters(config: ModelConfig) -> tuple[ParameterPlan, ...]:
     hidden = config.hidden_size
     query, key_value, inner = config.query_size, config.key_value_size, config.intermediate_size
     plans = [
-        ParameterPlan(("embed_tokens",), (TensorPlan("model.embed_tokens.weight", (config.vocab_size, hidden)),)),
+        ParameterPlan(
+            ("embed_tokens", "embedding"), (TensorPlan("model.embed_tokens.weight", (config.vocab_size, hidden)),)
+        ),
         ParameterPlan(("norm", "weight"), (TensorPlan("model.norm.weight", (hidden,)),)),
     ]
     if not config.tie_word_embeddings:

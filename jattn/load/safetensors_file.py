@@ -1,25 +1,24 @@
-"""Reads one safetensors file defensively: the header is checked whole before a tensor is allocated.
+"""Reads one safetensors file defensively: size, kind and header are checked before a tensor is allocated.
 
-The format (github.com/huggingface/safetensors, README): an unsigned 64-bit little-endian header length, a JSON
-header with dtype, shape and byte range of each tensor, then the bytes. We read it ourselves because the limits of
-the library (a 100 MB header, no cap on entries) are wider than ours; writing goes through the library.
+The rules of the format (github.com/huggingface/safetensors, README) are the library's to check: types, shapes, byte
+ranges that follow each other and cover the file. Around it stand limits that are narrower than its own (a header of
+100 MB, no cap on entries), a word on pickles, and the two things it lets pass: a name that is there twice, and fields
+that the format does not have.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jattn.load.folder import read_json
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["STORED_DTYPES", "SafetensorsFile", "StoredTensor", "open_safetensors", "read_tensor"]
+__all__ = ["STORED_DTYPES", "SafetensorsFile", "open_safetensors", "read_tensor"]
 
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_TENSORS = 50_000
@@ -33,21 +32,16 @@ STORED_DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one tensor lies in its file."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """The checked header of one file; the file itself is not kept open."""
+    """The checked header of one file, which is not kept open.
+
+    Attributes:
+        path: of the file.
+        shapes: of every tensor in it.
+    """
 
     path: Path
-    tensors: dict[str, StoredTensor]
+    shapes: dict[str, tuple[int, ...]]
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
@@ -59,48 +53,53 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     """
     name = path.name
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(9)
             _refuse_pickle(start, name)
-            if len(start) < 9:
-                raise InvalidInput(f"{name} has {size} bytes; a safetensors file has at least 10.")
-            (length,) = struct.unpack("<Q", start[:8])
+            length = int.from_bytes(start[:8], "little")
             if length > _MAX_HEADER_BYTES:
                 raise InvalidInput(f"{name}: the header length is {length}; at most {_MAX_HEADER_BYTES} are read.")
-            if 8 + length > size:
-                raise InvalidInput(f"{name} is truncated: the header ends at byte {8 + length} of {size}.")
-            header = start[8:] + file.read(length - 1)
-    except OSError as error:
-        raise InvalidInput(f"{name} cannot be read: {error.strerror}.") from None
-    try:
-        text = header.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{name}: the header is not UTF-8 text (byte {8 + error.start}).") from None
-    entries = read_json(text, f"{name}: the header")
-    entries.pop("__metadata__", None)
-    if len(entries) > _MAX_TENSORS:
-        raise InvalidInput(f"{name}: the header lists {len(entries)} tensors; at most {_MAX_TENSORS} are read.")
-    return SafetensorsFile(path, _check_entries(entries, 8 + length, size, name))
+            header = start[8:] + file.read(max(length - 1, 0))
+        with safe_open(path, framework="numpy") as file:
+            names = file.keys()
+            if len(names) > _MAX_TENSORS:
+                raise InvalidInput(f"{name}: the header lists {len(names)} tensors; at most {_MAX_TENSORS} are read.")
+            stored = {tensor: file.get_slice(tensor) for tensor in names}
+            found = {tensor: (view.get_dtype(), tuple(view.get_shape())) for tensor, view in stored.items()}
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(name, error) from None
+    entries = read_json(header.decode(), f"{name}: the header")
+    for tensor, (dtype, shape) in found.items():
+        where = f"{name}: tensor {_short(tensor)}"
+        if set(entries[tensor]) != {"dtype", "shape", "data_offsets"}:
+            raise InvalidInput(f"{where} must have exactly dtype, shape and data_offsets.")
+        if dtype not in STORED_DTYPES:
+            raise Unsupported(f"{where} has dtype {dtype!r}; weights may be {', '.join(STORED_DTYPES)}.")
+        if len(shape) > _MAX_RANK:
+            raise InvalidInput(f"{where} has shape {list(shape)}; it must be up to {_MAX_RANK} sizes.")
+    return SafetensorsFile(path, {tensor: shape for tensor, (_, shape) in found.items()})
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
     """Returns one tensor as a new array.
 
     Raises:
-        InvalidInput: the file became shorter since its header was checked, or cannot be read.
+        InvalidInput: the file changed since its header was checked, or cannot be read.
     """
-    stored = file.tensors[name]
-    data = np.empty(stored.shape, stored.dtype)
     try:
-        with file.path.open("rb") as source:
-            source.seek(stored.offset)
-            read = source.readinto(data.reshape(-1).view(np.uint8).data) if data.size else 0
-    except OSError as error:
-        raise InvalidInput(f"{file.path.name} cannot be read: {error.strerror}.") from None
-    if read != data.nbytes:
-        raise InvalidInput(f"{file.path.name} is truncated: tensor {name!r} has {read} of {data.nbytes} bytes.")
-    return data
+        with safe_open(file.path, framework="numpy") as opened:
+            tensor = opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(file.path.name, error) from None
+    if tensor.shape != file.shapes[name]:
+        raise InvalidInput(f"{file.path.name} was replaced while it was read: tensor {name!r} has another shape.")
+    return tensor
+
+
+def _unreadable(name: str, error: OSError | SafetensorError) -> InvalidInput:
+    if isinstance(error, OSError):
+        return InvalidInput(f"{name} cannot be read: {error.strerror or error}.")
+    return InvalidInput(f"{name} is truncated or no safetensors file: {error}.")
 
 
 def _refuse_pickle(start: bytes, name: str) -> None:
@@ -112,42 +111,6 @@ def _refuse_pickle(start: bytes, name: str) -> None:
         )
 
 
-def _check_entries(entries: dict[str, Any], start: int, size: int, file_name: str) -> dict[str, StoredTensor]:
-    tensors, ranges = {}, []
-    for name, entry in entries.items():
-        where = f"{file_name}: tensor {_short(name)}"
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise InvalidInput(f"{where} must have exactly dtype, shape and data_offsets.")
-        dtype = entry["dtype"]
-        if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
-            raise Unsupported(f"{where} has dtype {_short(dtype)}; weights may be {', '.join(STORED_DTYPES)}.")
-        shape, offsets = entry["shape"], entry["data_offsets"]
-        if not _is_sizes(shape) or len(shape) > _MAX_RANK:
-            raise InvalidInput(f"{where} has shape {_short(shape)}; it must be up to {_MAX_RANK} sizes.")
-        if not _is_sizes(offsets) or len(offsets) != 2:
-            raise InvalidInput(f"{where} has data_offsets {_short(offsets)}; they must be two byte positions.")
-        begin, end = offsets
-        nbytes = math.prod(shape) * STORED_DTYPES[dtype].itemsize
-        if end - begin != nbytes:
-            raise InvalidInput(f"{where} has {end - begin} bytes for shape {_short(shape)} of {dtype}, not {nbytes}.")
-        tensors[name] = StoredTensor(name, STORED_DTYPES[dtype], tuple(shape), start + begin)
-        ranges.append((begin, end, name))
-    position = 0
-    for begin, end, name in sorted(ranges):
-        if begin != position:
-            kind = "overlaps another" if begin < position else "leaves a gap before it"
-            raise InvalidInput(f"{file_name}: tensor {_short(name)} starts at {begin}, not {position}; it {kind}.")
-        position = end
-    if start + position != size:
-        state = "truncated" if start + position > size else "longer than its header says"
-        raise InvalidInput(f"{file_name} is {state}: it should have {start + position} bytes and has {size}.")
-    return tensors
-
-
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
-
-
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
@@ -32,16 +33,26 @@ class TextTokenizer:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of the text."""
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Returns the token ids of the text.
+
+        Raises:
+            InvalidInput: it is no text, has lone surrogates, or the tokenizer fails on it.
+        """
+        with _failures("the tokenizer cannot encode the text"):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of the token ids; bytes that are not UTF-8 become U+FFFD."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Returns the text of the token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            InvalidInput: an id is no unsigned 32-bit number, or the tokenizer fails on them.
+        """
+        with _failures("the tokenizer cannot decode the token ids"):
+            return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
-    """Reads tokenizer.json of a model folder.
+    """Reads tokenizer.json of a model folder; its truncation and padding, which would change prompts, are switched off.
 
     Raises:
         InvalidInput: there is none, or it is broken.
@@ -56,9 +67,20 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
             )
         raise InvalidInput(f"the folder has no {_NAME}.")
     text = read_text(file)
-    try:
-        # The library raises plain Exception for whatever it does not like.
+    with _failures(f"{_NAME} is not a tokenizer that this version of tokenizers reads"):
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:
-        raise InvalidInput(f"{_NAME} is not a tokenizer that this version of tokenizers reads: {error}.") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     return TextTokenizer(tokenizer)
+
+
+@contextlib.contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """Turns whatever the library raises into InvalidInput; it raises plain Exception for what it does not like."""
+    try:
+        yield
+    except BaseException as error:
+        # Where the library's Rust panics, pyo3 raises a class that cannot be imported and is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InvalidInput(f"{what}: {error}.") from None

@@ -34,7 +34,7 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
         raise InvalidInput(f"the folder has both {_SINGLE} and {_INDEX}; keep one.")
     if single is not None:
         file = open_safetensors(single)
-        return dict.fromkeys(file.tensors, file)
+        return dict.fromkeys(file.shapes, file)
     if index is not None:
         return _read_index(folder, read_json(read_text(index), _INDEX))
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLE_SUFFIXES)
@@ -61,7 +61,7 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
         hint = " (tie_word_embeddings is true, so the head is the embedding)" if extra == ["lm_head.weight"] else ""
         raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for{hint}.")
     for name, shape in expected.items():
-        found = tensors[name].tensors[name].shape
+        found = tensors[name].shapes[name]
         if found != shape:
             raise InvalidInput(
                 f"{tensors[name].path.name}: tensor {name!r} has shape {found}; the config asks for {shape}."
@@ -101,7 +101,7 @@ def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
         if path is None:
             raise InvalidInput(f"{_INDEX} names {shard!r}, which is not in the folder.")
         file = open_safetensors(path)
-        for name in file.tensors:
+        for name in file.shapes:
             if name in tensors:
                 raise InvalidInput(f"tensor {name!r} is in both {tensors[name].path.name} and {shard}.")
             if weight_map.get(name) != shard:

@@ -148,7 +148,7 @@ class ModelConfig:
         named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
         for name, token in named:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise InvalidInput(f"{name} is {token!r}; it must be a token id from 0 to {self.vocab_size - 1}.")
+                raise InvalidInput(f"{name} is {_shown(token)}; it must be a token id from 0 to {self.vocab_size - 1}.")
 
     @property
     def query_size(self) -> int:
@@ -177,11 +177,20 @@ def _check_int(name: str, value: object, limit: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInput(f"{name} is {value!r}; it must be an int from 1 to {limit}.")
     if not 1 <= value <= limit:
-        raise InvalidInput(f"{name} is {value}; it must be from 1 to {limit}.")
+        raise InvalidInput(f"{name} is {_shown(value)}; it must be from 1 to {limit}.")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # An int may be larger than any float, so it is compared, never converted.
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite:
         raise InvalidInput(f"{name} is {value!r}; it must be a finite number from {low:g} to {high:g}.")
     if not low <= value <= high:
-        raise InvalidInput(f"{name} is {value}; it must be from {low:g} to {high:g}.")
+        raise InvalidInput(f"{name} is {_shown(value)}; it must be from {low:g} to {high:g}.")
+
+
+def _shown(value: object) -> str:
+    """The value as text; Python refuses to write out an int of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value)

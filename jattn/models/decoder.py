@@ -8,7 +8,7 @@ from flax import nnx
 
 from jattn.metadata import AttentionMetadata
 from jattn.models.config import ModelConfig
-from jattn.models.layers import GatedMLP, Linear, RMSNorm, dense_causal_attention
+from jattn.models.layers import INITIALIZER, GatedMLP, RMSNorm, dense_causal_attention, linear
 from jattn.models.rotary import apply_rotary, inverse_frequencies, rotary_angles
 from jattn.nn import PagedAttention
 from torch_core.errors import InvalidInput
@@ -27,14 +27,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:
         self.config = config
-        fused = config.query_size + 2 * config.key_value_size
-        self.qkv_proj = Linear(config.hidden_size, fused, use_bias=config.attention_bias, dtype=config.dtype, rngs=rngs)
-        self.o_proj = Linear(
-            config.query_size,
-            config.hidden_size,
-            use_bias=config.attention_output_bias,
-            dtype=config.dtype,
-            rngs=rngs,
+        fused, options = config.query_size + 2 * config.key_value_size, {"param_dtype": jnp.dtype(config.dtype)}
+        self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, rngs=rngs, **options)
+        self.o_proj = linear(
+            config.query_size, config.hidden_size, use_bias=config.attention_output_bias, rngs=rngs, **options
         )
         self.paged_attention = PagedAttention(
             config.num_attention_heads,
@@ -93,7 +89,7 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), kv_cache
 
-    def forward_dense(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], dropout: _Dropout) -> jax.Array:
+    def forward_dense(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], dropout: nnx.Dropout) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
         x = x + dropout(self.self_attn.forward_dense(self.input_layernorm(x), angles))
         return x + dropout(self.mlp(self.post_attention_layernorm(x)))
@@ -113,9 +109,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:
         self.config = config
-        init = jax.nn.initializers.normal(0.02)
-        shape = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.dtype)))
+        sizes, options = (config.vocab_size, config.hidden_size), {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
+        self.embed_tokens = nnx.Embed(*sizes, embedding_init=INITIALIZER, **options)
         self.layers = nnx.List(
             [DecoderLayer(config, rngs=rngs, implementation=implementation) for _ in range(config.num_hidden_layers)]
         )
@@ -123,7 +118,7 @@ class Decoder(nnx.Module):
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else Linear(config.hidden_size, config.vocab_size, use_bias=False, dtype=config.dtype, rngs=rngs)
+            else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
         )
 
     def __call__(
@@ -145,7 +140,7 @@ class Decoder(nnx.Module):
             The normalised hidden states `[tokens, hidden]`, to be given to `logits` (pick the rows first), and the
             caches with the new keys and values.
         """
-        x = self.embed_tokens[...][token_ids]
+        x = self.embed_tokens(token_ids)
         angles = rotary_angles(positions, inverse_frequencies(self.config))
         new_caches = []
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
@@ -155,9 +150,11 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""
-        if self.lm_head is None:
-            return jnp.einsum("...e,ve->...v", hidden, self.embed_tokens[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("...e,ev->...v", hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        # Not Embed.attend, which rounds the logits to the dtype of the model.
+        embedding = self.embed_tokens.embedding[...]
+        return jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
 
     def forward_dense(
         self, token_ids: jax.Array, *, dropout_rate: float = 0.0, dropout_key: jax.Array | None = None
@@ -176,24 +173,10 @@ class Decoder(nnx.Module):
             raise InvalidInput(f"dropout_rate is {dropout_rate}; it must be at least 0 and less than 1.")
         if dropout_rate and dropout_key is None:
             raise InvalidInput(f"dropout_rate is {dropout_rate} but dropout_key is None; pass a jax.random.key.")
-        dropout = _Dropout(dropout_rate, dropout_key)
-        x = dropout(self.embed_tokens[...][token_ids])
+        dropout = nnx.Dropout(dropout_rate, rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key))
+        x = dropout(self.embed_tokens(token_ids))
         positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
         angles = rotary_angles(positions, inverse_frequencies(self.config))
         for layer in self.layers:
             x = layer.forward_dense(x, angles, dropout)
         return self.logits(self.norm(x))
-
-
-class _Dropout:
-    """Dropout with a fresh key for each use within one trace."""
-
-    def __init__(self, rate: float, key: jax.Array | None) -> None:
-        self.rate = rate
-        self.key = key
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.rate == 0.0 or self.key is None:
-            return x
-        self.key, use = jax.random.split(self.key)
-        return jnp.where(jax.random.bernoulli(use, 1 - self.rate, x.shape), x / (1 - self.rate), 0)

@@ -1,10 +1,10 @@
-"""Attention on JAX arrays: each op checks its arguments, chooses an implementation and crosses the bridge."""
+"""Attention on JAX arrays: keywords make a call, and one function checks it, chooses and crosses the bridge."""
 
-from jattn.ops.cache import write_kv_cache, write_kv_cache_per_token_head
-from jattn.ops.choose import IMPLEMENTATIONS, available_implementations
-from jattn.ops.dense import attention, attention_with_lse
-from jattn.ops.merge import merge_states
-from jattn.ops.paged import paged_attention, paged_attention_with_lse
+from jattn.ops.attention import attention, attention_with_lse, paged_attention, paged_attention_with_lse
+from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_token_head
+from jattn.ops.choose import available_implementations
+from jattn.ops.run import run
+from torch_core.calls import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -14,6 +14,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "paged_attention_with_lse",
+    "run",
     "write_kv_cache",
     "write_kv_cache_per_token_head",
 ]

@@ -1,26 +1,28 @@
-"""Writing new keys and values into the paged cache."""
+"""Writes into the paged cache, and the merge of partial results, on JAX arrays by keywords."""
 
 from __future__ import annotations
 
 import jax
 
-from jattn.ops import arguments, transforms, xla
-from jattn.ops.choose import bridged, choose
+from jattn.ops.run import run
+from torch_core.calls import MergeCall, WriteCall, cache_fields
 from torch_core.errors import InvalidInput
 
-__all__ = ["write_kv_cache", "write_kv_cache_per_token_head"]
+__all__ = ["merge_states", "write_kv_cache", "write_kv_cache_per_token_head"]
+
+_Cache = jax.Array | tuple[jax.Array, jax.Array]
 
 
 def write_kv_cache(
     key: jax.Array,
     value: jax.Array,
-    kv_cache: jax.Array,
+    kv_cache: _Cache,
     slot_mapping: jax.Array,
     *,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> _Cache:
     """Writes each token's key and value into its slot of the cache.
 
     In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
@@ -28,46 +30,42 @@ def write_kv_cache(
 
     Args:
         key: float[num_tokens, num_kv_heads, head_size].
-        value: like key.
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
-        slot_mapping: int32[num_tokens], `block * block_size + offset`; -1 writes nothing.
+        value: like key; its head size may differ for a pair of caches.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], or a pair of a key cache and a value cache
+            without the second axis; consumed.
+        slot_mapping: int32[num_tokens] or fewer, `block * block_size + offset`; -1 writes nothing, and neither do
+            tokens after the last slot.
         k_scale, v_scale: stored value = real value / scale, saturating, for an fp8 cache.
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
 
     Returns:
-        The cache with the new tokens in it.
+        The cache with the new tokens in it; a pair for a pair.
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here.
     """
-    arguments.check_cache(kv_cache)
-    arguments.check_tokens(key, value, slot_mapping, kv_cache)
-    chosen = choose(implementation)
-    arguments.check_float64("kv_cache", kv_cache, chosen)
-    operands = arguments.as_jax(
-        key,
-        value,
-        kv_cache,
-        slot_mapping,
-        arguments.scale_array("k_scale", k_scale),
-        arguments.scale_array("v_scale", v_scale),
+    call = WriteCall(
+        key=key,
+        value=value,
+        **cache_fields(kv_cache),
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
-    if chosen == "xla":
-        return xla.write_kv_cache(*operands)
-    return transforms.opaque(bridged(chosen).write_kv_cache, "write_kv_cache", chosen)(*operands)
+    return _written(run(call, implementation))
 
 
 def write_kv_cache_per_token_head(
     key: jax.Array,
     value: jax.Array,
-    kv_cache: jax.Array,
+    kv_cache: _Cache,
     k_scale_cache: jax.Array,
     v_scale_cache: jax.Array,
     slot_mapping: jax.Array,
     *,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[_Cache, jax.Array, jax.Array]:
     """Writes each token's key and value into its slot of a quantised cache, with a scale of its own for every head.
 
     The scale of a row is `max(max(abs(row)) / largest, 1e-6)` with 127 for int8, 448 for e4m3 and 57344 for e5m2, as in
@@ -76,29 +74,61 @@ def write_kv_cache_per_token_head(
     Args:
         key: float[num_tokens, num_kv_heads, head_size].
         value: like key.
-        kv_cache: int8 or fp8 [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
+        kv_cache: as in `write_kv_cache`, int8 or fp8; consumed.
         k_scale_cache: float32[num_blocks, block_size, num_kv_heads]; consumed.
         v_scale_cache: like k_scale_cache.
-        slot_mapping: int32[num_tokens], `block * block_size + offset`; -1 writes nothing.
-        implementation: "triton", "torch" (CUDA only), "xla", or None for the fastest that runs here.
+        slot_mapping: as in `write_kv_cache`.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
 
     Returns:
         kv_cache, k_scale_cache and v_scale_cache with the new tokens in them.
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
+        Unsupported: the implementation cannot run here, or the cache's elements are the real values.
     """
-    arguments.check_cache(kv_cache)
-    arguments.check_tokens(key, value, slot_mapping, kv_cache)
     if k_scale_cache is None or v_scale_cache is None:
         raise InvalidInput("k_scale_cache and v_scale_cache are needed; for scales per tensor use write_kv_cache.")
-    arguments.check_scale_caches(kv_cache, k_scale_cache, v_scale_cache)
-    if key.dtype == kv_cache.dtype:
-        raise InvalidInput(f"key has dtype {key.dtype.name}, that of the cache; it must be a float to be quantised.")
-    chosen = choose(implementation)
-    operands = arguments.as_jax(key, value, kv_cache, k_scale_cache, v_scale_cache, slot_mapping)
-    if chosen == "xla":
-        return xla.write_kv_cache_per_token_head(*operands)
-    write = bridged(chosen).write_kv_cache_per_token_head
-    return transforms.opaque(write, "write_kv_cache_per_token_head", chosen)(*operands)
+    call = WriteCall(
+        key=key,
+        value=value,
+        **cache_fields(kv_cache),
+        slot_mapping=slot_mapping,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+    )
+    results = run(call, implementation)
+    return _written(results), results["k_scale_cache"], results["v_scale_cache"]
+
+
+def merge_states(
+    out_a: jax.Array,
+    lse_a: jax.Array,
+    out_b: jax.Array,
+    lse_b: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Joins two results over disjoint keys, as if the queries had seen all keys at once.
+
+    The formula of "FlashInfer" (Ye et al. 2025, section 2.2) and of vLLM's merge_attn_states; natural logarithms. A
+    side with lse -inf (or +inf, as some kernels mark an empty row) counts for nothing, whatever its output holds.
+
+    Args:
+        out_a, out_b: float[num_tokens, num_heads, head_size].
+        lse_a, lse_b: float32[num_tokens, num_heads].
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        The joined output in the dtype of out_a, and its LSE; zeros and -inf where both sides are empty.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit.
+        Unsupported: a dtype without an implementation, or an implementation that cannot run here.
+    """
+    results = run(MergeCall(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b), implementation)
+    return results["out"], results["lse"]
+
+
+def _written(results: dict[str, jax.Array]) -> _Cache:
+    return results["kv_cache"] if "kv_cache" in results else (results["key_cache"], results["value_cache"])

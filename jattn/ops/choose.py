@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 
 import jax
 
-from jattn.bridge import native, native_ops, torch_cuda_ops, torch_ops
+from jattn.bridge import native, torch_runtime
+from jattn.bridge.calls import Runtime
+from torch_core.calls import IMPLEMENTATIONS
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["IMPLEMENTATIONS", "available_implementations", "bridged", "choose"]
-
-#: "triton": native XLA custom call (CUDA). "torch": a callback into the torch core. "xla": plain jnp.
-IMPLEMENTATIONS = ("triton", "torch", "xla")
+__all__ = ["IMPLEMENTATIONS", "available_implementations", "choose", "runtime_of"]
 
 
 def choose(implementation: str | None) -> str:
@@ -38,11 +36,14 @@ def choose(implementation: str | None) -> str:
     return implementation
 
 
-def bridged(implementation: str) -> ModuleType:
-    """Returns the module that holds the ops of "triton" or "torch", under the same names and arguments."""
+def runtime_of(implementation: str) -> tuple[Runtime, str]:
+    """Returns the runtime of "triton" or "torch", and whose row of `torch_core.calls.SERVES` says what it serves.
+
+    On CUDA torch launches the same kernels.
+    """
     if implementation == "triton":
-        return native_ops
-    return torch_cuda_ops if jax.default_backend() == "gpu" else torch_ops
+        return native.run_native, "triton"
+    return torch_runtime.run_torch, "triton" if jax.default_backend() == "gpu" else "torch"
 
 
 # The jnp ops were the faster of the two in every row of `jattn bench generate` (README, "Measured"): for a small model

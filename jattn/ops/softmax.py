@@ -7,9 +7,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from torch_core.specs import AttentionSpec
+from torch_core.calls import AttentionCall
 
-__all__ = ["SoftmaxState", "empty_state", "finish", "modified_scores", "update", "visible"]
+__all__ = [
+    "SoftmaxState",
+    "compute_dtype",
+    "empty_state",
+    "finish",
+    "first_visible",
+    "modified_scores",
+    "update",
+    "visible",
+]
 
 
 class SoftmaxState(NamedTuple):
@@ -21,70 +30,115 @@ class SoftmaxState(NamedTuple):
     seen: jax.Array  # bool[..., queries]: some key was visible; a sink alone does not count
 
 
+def compute_dtype(call: AttentionCall[jax.Array]) -> jnp.dtype:
+    """Returns the dtype to compute in: float32, or float64 for a float64 query."""
+    return jnp.promote_types(call.query.dtype if call.query.dtype.itemsize > 1 else jnp.float32, jnp.float32)
+
+
+def first_visible(call: AttentionCall[jax.Array], first_positions: jax.Array) -> jax.Array:
+    """Returns the first key that a sequence's first query may see; spans may reach anywhere."""
+    first = jnp.zeros_like(first_positions)
+    if call.mm_prefix_range is not None:
+        return first
+    if call.spec.window_left is not None:
+        first = jnp.maximum(first, first_positions - call.spec.window_left)
+    if call.spec.attention_chunk is not None:
+        first = jnp.maximum(first, first_positions // call.spec.attention_chunk * call.spec.attention_chunk)
+    return first
+
+
 def visible(
-    query_positions: jax.Array, key_positions: jax.Array, key_lens: jax.Array, spec: AttentionSpec
-) -> jax.Array:
-    """Returns which keys each query may see, by the conditions written down in `AttentionSpec`.
+    call: AttentionCall[jax.Array],
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    key_lens: jax.Array,
+    context: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns which keys each query may see, by the conditions written down in `AttentionSpec`, and the query bias.
 
     Args:
-        query_positions: int32[..., queries, 1].
-        key_positions: int32[..., 1, keys].
-        key_lens: int32 that broadcasts against both; keys from here on do not exist.
-        spec: the conditions.
+        call: the conditions.
+        query_positions: int32[num_seqs, queries].
+        key_positions: int32[keys].
+        key_lens: int32[num_seqs]; keys from here on do not exist.
+        context: int32[num_seqs], the position of each sequence's first query.
+
+    Returns:
+        bool[num_seqs, queries, keys], and the bias of the same shape, 0 outside the new tokens, or None. A bias of
+        -inf hides.
     """
-    mask = key_positions < key_lens
-    if spec.causal:
-        mask &= key_positions <= query_positions
+    spec = call.spec
+    queries, keys = query_positions[:, :, None], key_positions[None, None, :]
+    exists = keys < key_lens[:, None, None]
+    mask = exists
+    if call.seq_causal is not None:
+        mask &= (keys <= queries) | ~call.seq_causal[:, None, None]
+    elif spec.causal:
+        mask &= keys <= queries
     if spec.window_left is not None:
-        mask &= key_positions >= query_positions - spec.window_left
+        mask &= keys >= queries - spec.window_left
     if spec.window_right is not None:
-        mask &= key_positions <= query_positions + spec.window_right
+        mask &= keys <= queries + spec.window_right
     if spec.attention_chunk is not None:
-        mask &= key_positions // spec.attention_chunk == query_positions // spec.attention_chunk
-    return mask
+        mask &= keys // spec.attention_chunk == queries // spec.attention_chunk
+    if call.mm_prefix_range is not None:
+        first, last = (call.mm_prefix_range[:, :, end, None, None] for end in range(2))
+        inside = (first < last) & (queries[:, None] >= first) & (queries[:, None] <= last)
+        inside &= (keys[:, None] >= first) & (keys[:, None] <= last)
+        mask |= inside.any(1) & exists
+    if call.qq_bias is None:
+        return jnp.broadcast_to(mask, (*query_positions.shape, key_positions.shape[0])), None
+    rows, columns, size = queries - context[:, None, None], keys - context[:, None, None], call.qq_bias.shape[0]
+    new = (rows >= 0) & (rows < size) & (columns >= 0) & (columns < size)
+    bias = jnp.where(new, call.qq_bias[jnp.clip(rows, 0, size - 1), jnp.clip(columns, 0, size - 1)], 0)
+    return mask & (bias > -jnp.inf), jnp.where(bias > -jnp.inf, bias, 0)
 
 
 def modified_scores(
+    call: AttentionCall[jax.Array],
     scores: jax.Array,
     query_positions: jax.Array,
     key_positions: jax.Array,
-    alibi_slopes: jax.Array | None,
-    spec: AttentionSpec,
+    mask: jax.Array,
+    bias: jax.Array | None,
 ) -> jax.Array:
-    """Applies scale, soft cap and ALiBi to raw `query @ key` scores, in this order.
+    """Applies scale, soft cap, ALiBi, query bias and mask to raw `query @ key` scores, in this order.
 
     Args:
-        scores: float[..., num_kv_heads, group, queries, keys].
-        query_positions: int32[..., 1, 1, queries, 1].
-        key_positions: int32[..., 1, 1, 1, keys].
-        alibi_slopes: float[num_kv_heads, group, 1, 1] or None.
-        spec: scale, soft cap and the form of ALiBi.
+        call: the options.
+        scores: float[num_seqs, num_kv_heads, group, queries, keys].
+        query_positions: int32[num_seqs, queries].
+        key_positions: int32[keys].
+        mask: see `visible`.
+        bias: see `visible`.
     """
+    spec = call.spec
     scores = scores * jnp.asarray(spec.scale, scores.dtype)
     if spec.logits_soft_cap is not None:
         cap = jnp.asarray(spec.logits_soft_cap, scores.dtype)
         scores = cap * jnp.tanh(scores / cap)
-    if alibi_slopes is not None:
-        distance = (key_positions - query_positions).astype(scores.dtype)
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes.astype(scores.dtype).reshape(call.num_kv_heads, -1, 1, 1)
+        distance = (key_positions - query_positions[:, None, None, :, None]).astype(scores.dtype)
         if spec.use_alibi_sqrt:
             distance = jnp.where(distance <= 0, -jnp.sqrt(jnp.abs(distance)), 0)
-        scores = scores + alibi_slopes * distance
-    return scores
+        scores = scores + slopes * distance
+    if bias is not None:
+        scores = scores + bias[:, None, None].astype(scores.dtype)
+    return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
 
-def empty_state(shape: tuple[int, ...], head_size: int, dtype: jnp.dtype, sinks: jax.Array | None) -> SoftmaxState:
-    """Starts a softmax over no keys; a sink is a logit that counts in the denominator and has no value.
+def empty_state(call: AttentionCall[jax.Array]) -> SoftmaxState:
+    """Starts a softmax over no keys, of shape [num_seqs, num_kv_heads, group, max_query_len].
 
-    Args:
-        shape: the state's shape without head_size.
-        head_size: of the values.
-        dtype: the accumulation type.
-        sinks: float that broadcasts to `shape`, or None.
+    A sink is a logit that counts in the denominator and has no value.
     """
-    numerator, seen = jnp.zeros((*shape, head_size), dtype), jnp.zeros(shape, bool)
-    if sinks is None:
+    dtype = compute_dtype(call)
+    shape = (call.num_seqs, call.num_kv_heads, call.group, call.max_query_len)
+    numerator, seen = jnp.zeros((*shape, call.value_head_size), dtype), jnp.zeros(shape, bool)
+    if call.sinks is None:
         return SoftmaxState(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), numerator, seen)
-    sinks = sinks.astype(dtype)
+    sinks = call.sinks.astype(dtype).reshape(call.num_kv_heads, -1, 1)
     # One in value; written so that the gradient reaches the sink although the maximum has none.
     denominator = jnp.exp(sinks - jax.lax.stop_gradient(sinks))
     maximum = jnp.broadcast_to(jax.lax.stop_gradient(sinks), shape)

@@ -70,6 +70,7 @@ class KVPool:
         num_layers: int,
         num_blocks: int,
         device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        _arrays: tuple[jax.Array, ...] = (),
     ) -> None:
         for name, value, low in (("num_layers", num_layers, 1), ("num_blocks", num_blocks, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -83,7 +84,7 @@ class KVPool:
         self._generation = 1
         # What a torch-owned pool was made from; its memory is torch's and must not be freed under JAX.
         self._owners: tuple[torch.Tensor, ...] = ()
-        self._arrays: tuple[jax.Array, ...] = self._allocate()
+        self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -313,14 +314,12 @@ class KVPool:
                 "copies a donated buffer that it did not allocate. Let KVPool allocate and give torch its as_torch()."
             )
         arrays = tuple(to_jax(tensor) for tensor in tensors)
-        pool = cls.__new__(cls)
-        pool._spec = KVCacheSpec(
-            num_kv_heads=first.shape[3], head_size=first.shape[4], block_size=first.shape[2], dtype=arrays[0].dtype.name
+        num_blocks, _, block_size, num_kv_heads, head_size = first.shape
+        spec = KVCacheSpec(
+            num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=arrays[0].dtype.name
         )
-        pool._num_layers, pool._num_blocks = len(tensors), first.shape[0]
-        pool._shape, pool._dtype = arrays[0].shape, arrays[0].dtype
-        pool._device, pool._views, pool._generation = arrays[0].device, [], 1
-        pool._arrays, pool._owners = arrays, tuple(tensors)
+        pool = cls(spec, num_layers=len(tensors), num_blocks=num_blocks, device=arrays[0].device, _arrays=arrays)
+        pool._owners = tuple(tensors)
         return pool
 
     def _allocate(self) -> tuple[jax.Array, ...]:

@@ -7,7 +7,8 @@ import functools
 import jax
 import numpy as np
 
-from jattn.bridge import native, native_ops
+from jattn.bridge import native, run
+from torch_core.calls import CopyCall
 
 __all__ = ["copy_program", "pad_blocks", "read_blocks", "scrub_blocks", "write_blocks"]
 
@@ -47,7 +48,9 @@ def copy_blocks(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
 @functools.partial(jax.jit, donate_argnums=0)
 def copy_blocks_native(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
     """Copies blocks by the torch core's kernel; a negative id copies nothing."""
-    return None, tuple(native_ops.copy_blocks(cache, pairs) for cache in kv_caches)
+    return None, tuple(
+        run(CopyCall(kv_cache=cache, block_mapping=pairs), native.run_native)["kv_cache"] for cache in kv_caches
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jattn.testing.compare import compare_with_torch
-from jattn.testing.report import Report, ReportRow, TokenDifference
+from jattn.testing.report import CrosscheckReport, CrosscheckRow, TokenDifference
 from jattn.testing.torch_decoder import TorchDecoder
 
-__all__ = ["Report", "ReportRow", "TokenDifference", "TorchDecoder", "compare_with_torch"]
+__all__ = ["CrosscheckReport", "CrosscheckRow", "TokenDifference", "TorchDecoder", "compare_with_torch"]

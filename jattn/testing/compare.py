@@ -19,7 +19,7 @@ from jattn.models import Decoder
 from jattn.ops import IMPLEMENTATIONS, available_implementations
 from jattn.testing.measure import Truth, compare_tokens, measure
 from jattn.testing.paged import PagedRun, engine_tokens, with_implementation
-from jattn.testing.report import Report, ReportRow
+from jattn.testing.report import CrosscheckReport, CrosscheckRow
 from jattn.testing.torch_decoder import TorchDecoder
 from jattn.testing.torch_side import greedy_run, load_torch_side, suitable_threads
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
@@ -49,7 +49,7 @@ def compare_with_torch(
     max_tokens: int = 32,
     dtype: str | None = None,
     torch_device: str = "cpu",
-) -> Report:
+) -> CrosscheckReport:
     """Runs the same weights and prompts through jattn and torch and compares logits and greedy tokens.
 
     torch (transformers where it is installed, `TorchDecoder` otherwise) generates greedily. jattn then computes the
@@ -108,7 +108,7 @@ def compare_with_torch(
     eps = torch.finfo(getattr(torch, config.dtype)).eps
     truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps)
     expected = [new for new, _ in torch_runs]
-    rows: list[ReportRow] = []
+    rows: list[CrosscheckRow] = []
     with _full_precision(config.dtype):
         for implementation in chosen:
             decoder = with_implementation(subject.decoder, implementation)
@@ -116,7 +116,7 @@ def compare_with_torch(
                 # How requests are scheduled and blocks are allocated does not depend on the implementation.
                 rows.append(_engine_row(implementation, decoder, tokens, expected, truth))
             rows += _logits_rows(implementation, decoder, tokens, sequences, expected, truth)
-    return Report(
+    return CrosscheckReport(
         model=subject.name,
         dtype=config.dtype,
         prompt_lens=tuple(map(len, tokens)),
@@ -224,7 +224,7 @@ def _logits_rows(
     sequences: Sequence[Sequence[int]],
     expected: Sequence[tuple[int, ...]],
     truth: Truth,
-) -> Iterator[ReportRow]:
+) -> Iterator[CrosscheckRow]:
     prompt_lens = [len(prompt) for prompt in prompts]
     run = PagedRun(decoder, sequences)
     for path, prefill_lens in (("prefill", [len(sequence) for sequence in sequences]), ("decode", prompt_lens)):
@@ -232,7 +232,7 @@ def _logits_rows(
         deviation = measure(logits, truth)
         found = [each[length - 1 :].argmax(-1).tolist() for each, length in zip(logits, prompt_lens, strict=True)]
         difference, ties = compare_tokens(expected, found, truth, prompt_lens, free_running=False)
-        yield ReportRow(
+        yield CrosscheckRow(
             implementation=implementation,
             path=path,
             max_abs=deviation.max_abs,
@@ -251,10 +251,10 @@ def _engine_row(
     prompts: Sequence[Sequence[int]],
     expected: Sequence[tuple[int, ...]],
     truth: Truth,
-) -> ReportRow:
+) -> CrosscheckRow:
     found = engine_tokens(decoder, prompts, len(expected[0]))
     difference, ties = compare_tokens(expected, found, truth, [len(prompt) for prompt in prompts], free_running=True)
-    return ReportRow(
+    return CrosscheckRow(
         implementation=implementation, path="engine", limit=truth.limit, first_difference=difference, ties=ties
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Report", "ReportRow", "TokenDifference"]
+from jattn.table import aligned
+
+__all__ = ["CrosscheckReport", "CrosscheckRow", "TokenDifference"]
 
 _HEADER = ("", "path", "max abs", "error", "1 - cosine", "max KL", "ties", "verdict", "first differing token")
 
@@ -34,7 +35,7 @@ class TokenDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportRow:
+class CrosscheckRow:
     """One implementation along one path.
 
     Attributes:
@@ -77,7 +78,7 @@ class ReportRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CrosscheckReport:
     """What `compare_with_torch` found; `str(report)` is a table.
 
     Attributes:
@@ -106,7 +107,7 @@ class Report:
     torch_error: float
     torch_limit: float
     limit: float
-    rows: tuple[ReportRow, ...]
+    rows: tuple[CrosscheckRow, ...]
     skipped: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -131,7 +132,7 @@ class Report:
         ]
         own = (self.torch_name, "", "", _number(self.torch_error), "", "", "", "" if self.torch_agrees else "FAIL", "")
         table = [_HEADER, own, *(_cells(row) for row in self.rows)]
-        return "\n".join([*_aligned(facts), "", *_aligned(table), "", *self._conclusion()])
+        return "\n".join([*aligned(facts), "", *aligned(table), "", *self._conclusion()])
 
     def _conclusion(self) -> list[str]:
         lines = [
@@ -145,7 +146,7 @@ class Report:
         return [*lines, "PASSED" if self.passed else "FAILED"]
 
 
-def _cells(row: ReportRow) -> tuple[str, ...]:
+def _cells(row: CrosscheckRow) -> tuple[str, ...]:
     # Rounding can lift a cosine above 1.
     distance = None if row.cosine is None else abs(1 - row.cosine)
     first = "none" if row.first_difference is None else str(row.first_difference)
@@ -155,8 +156,3 @@ def _cells(row: ReportRow) -> tuple[str, ...]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from jattn.load import parse_config
-from jattn.load.folder import check_folder, member, read_json, read_text
+from jattn.load.folder import check_folder, read_object
 from jattn.models import ModelConfig
 from torch_core.errors import InvalidInput
 from torch_core.reference import attention
@@ -53,7 +53,7 @@ class TorchDecoder:
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         path = check_folder(folder)
-        self.config = config = _read_config(path)
+        self.config = config = parse_config(read_object(path, "config.json"))
         self._dtype = compute_dtype
         # What norms and rotary embeddings are computed in: at least float32, as in every implementation of Llama.
         self._wide = torch.promote_types(compute_dtype, torch.float32)
@@ -130,13 +130,6 @@ class TorchDecoder:
         first, second = heads.to(self._wide).chunk(2, dim=-1)
         rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
         return rotated.to(self._dtype)
-
-
-def _read_config(folder: Path) -> ModelConfig:
-    file = member(folder, "config.json")
-    if file is None:
-        raise InvalidInput(f"folder {str(folder)!r} has no config.json.")
-    return parse_config(read_json(read_text(file), "config.json"))
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jattn.bench import decode, measure, overhead, peers, prefill
-from jattn.bench.report import Report, Row
+from jattn.bench.report import BenchReport, Row
 from torch_core.errors import InvalidInput, Unsupported
 
 
@@ -20,7 +20,9 @@ def report():
         Row("1 x 8", 10.0, {"jattn": 20.0, "FA3": 40.0, "XLA": math.nan}),
         Row("8 x 8", 10.0, {"jattn": 10.0, "FA3": 5.0}),
     )
-    return Report("decode", "H200", {"torch": "2.11"}, 4e12, 7e14, rows, ("XLA at 1 x 8: no memory",), {"calls": 3.0})
+    return BenchReport(
+        "decode", "H200", {"torch": "2.11"}, 4e12, 7e14, rows, ("XLA at 1 x 8: no memory",), {"calls": 3.0}
+    )
 
 
 def test_a_ratio_is_the_geometric_mean_over_the_rows_that_have_both(report):

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jattn.bench import measure, tiles, tune
-from jattn.bench.report import Report, Row
+from jattn.bench.report import BenchReport, Row
 from torch_core.attention.hopper.plan import hopper_tile
 from torch_core.errors import Unsupported
 from torch_core.plan.plan import DeviceLimits
@@ -107,7 +107,7 @@ def test_tiles_are_compiled_once_for_each_variant(monkeypatch):
 
 def test_the_results_name_the_tiles_of_their_columns(monkeypatch, tmp_path, capsys):
     row = Row("2048 dense", 1.0, {"2x128x2x2 r232 po h2": 2.0}, "TFLOP/s", 1e9)
-    report = Report("tiles", "a device", {"triton": "3"}, 1e12, 1e15, (row,))
+    report = BenchReport("tiles", "a device", {"triton": "3"}, 1e12, 1e15, (row,))
     monkeypatch.setattr(tiles, "search", lambda size: report)
     path = tmp_path / "tiles.json"
     assert tune.main(["--hopper-tiles", "--head-size", "128", "--json", str(path)]) == 0

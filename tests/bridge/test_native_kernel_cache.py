@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
+from triton import knobs
 
 from jattn.bridge.kernel_cache import KernelCache, default_directory
 from tests.support.sample_kernels import double_and_add
 from torch_core.errors import Unsupported
-from torch_core.plan.compile import kernel_variant
+from torch_core.plan.compile import compile_variant, kernel_variant
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,25 @@ def test_the_directory_and_its_files_are_private_and_whole(variants, directory):
     assert all(file.stat().st_mode & 0o077 == 0 for file in files)
 
 
+def test_what_lies_in_tritons_own_cache_is_not_believed(variants, tmp_path, monkeypatch):
+    """Triton checks neither owner nor content of its cache: whoever can write there would choose the code."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "shared"))
+    honest = compile_variant(variants[0], 90).asm["ptx"]
+    (planted,) = (tmp_path / "shared").rglob("*.ptx")
+    planted.write_text("// not ours")
+    assert compile_variant(variants[0], 90).asm["ptx"] == "// not ours"
+    assert KernelCache(None).get(variants[0], 90).ptx == honest
+
+
+def test_a_compilation_leaves_tritons_settings_the_environment_and_no_files_behind(variants, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "tritons"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = dict(os.environ), dict(knobs.cache.__dict__)
+    KernelCache(None).get(variants[0], 90)
+    assert (dict(os.environ), dict(knobs.cache.__dict__)) == before
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "no json", "other fields"])
 def test_a_damaged_file_is_compiled_anew_and_replaced(variants, directory, damage):
     image = KernelCache(directory).get(variants[0], 90)
@@ -78,8 +100,12 @@ def test_another_architecture_is_another_kernel(variants, directory):
 def test_a_full_disk_costs_a_later_compilation_and_leaves_no_file_behind(variants, directory, monkeypatch):
     cache = KernelCache(directory)
 
-    def refuse(*_):
-        raise OSError("disk full")
+    replace = os.replace
+
+    def refuse(source, target):
+        if Path(target).parent == directory:
+            raise OSError("disk full")
+        replace(source, target)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", refuse)

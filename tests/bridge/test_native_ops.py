@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 
@@ -10,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.bridge import native, native_ops
+from jattn.bridge import native, run
+from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache
+from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
 from torch_core.plan.plan import DeviceLimits
+from torch_core.planner import plan_call
 from torch_core.specs import AttentionSpec
 
 SPEC = AttentionSpec(scale=0.088)
@@ -37,7 +41,6 @@ def hopper(monkeypatch, cache):
     monkeypatch.setattr(native, "_launcher", lambda: fake)
     monkeypatch.setattr(native, "kernel_cache", lambda: cache)
     monkeypatch.setattr(native, "device_limits", DeviceLimits)
-    monkeypatch.setattr(native_ops, "device_limits", DeviceLimits)
     yield
     native._opaque.cache_clear()
 
@@ -55,37 +58,64 @@ INT = jnp.int32
 CACHE = _array(4096, 2, 16, 8, 128)
 
 
+def _paged(query, kv_cache, block_tables, seq_lens, query_start_loc, **options) -> dict[str, jax.Array]:
+    call = PagedCall(
+        query=query,
+        kv_cache=kv_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        spec=SPEC,
+        max_query_len=1,
+        **options,
+    )
+    return run(call, native.run_native)
+
+
+def _dense(query, key, value, query_start_loc, key_start_loc, *, sinks=None, **options) -> dict[str, jax.Array]:
+    call = DenseCall(
+        query=query,
+        key=key,
+        value=value,
+        query_start_loc=query_start_loc,
+        key_start_loc=key_start_loc,
+        sinks=sinks,
+        spec=SPEC,
+        max_query_len=64,
+        max_key_len=64,
+        **options,
+    )
+    return run(call, native.run_native)
+
+
+def _write(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> dict[str, jax.Array]:
+    call = WriteCall(
+        key=key, value=value, kv_cache=kv_cache, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale
+    )
+    return run(call, native.run_native)
+
+
+def _copy(kv_cache, block_mapping) -> dict[str, jax.Array]:
+    return run(CopyCall(kv_cache=kv_cache, block_mapping=block_mapping), native.run_native)
+
+
+def _merge(out_a, lse_a, out_b, lse_b) -> dict[str, jax.Array]:
+    return run(MergeCall(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b), native.run_native)
+
+
 def test_a_decode_call_splits_and_combines_and_returns_the_lse_when_asked(cache):
     arguments = (_array(1, 32, 128), CACHE, _array(1, 4096, dtype=INT), _array(1, dtype=INT), _array(2, dtype=INT))
-
-    def call(with_lse):
-        def attend(*arrays):
-            return native_ops.paged_attention(
-                *arrays, None, None, None, None, spec=SPEC, max_query_len=1, with_lse=with_lse
-            )
-
-        return attend
-
-    assert _num_calls(call(False), *arguments) == 2
-    out, lse = jax.eval_shape(call(True), *arguments)
-    assert (out.shape, out.dtype) == ((1, 32, 128), jnp.bfloat16)
-    assert (lse.shape, lse.dtype) == ((1, 32), jnp.float32)
+    assert _num_calls(_paged, *arguments) == 2
+    results = jax.eval_shape(functools.partial(_paged, with_lse=True), *arguments)
+    assert (results["out"].shape, results["out"].dtype) == ((1, 32, 128), jnp.bfloat16)
+    assert (results["lse"].shape, results["lse"].dtype) == ((1, 32), jnp.float32)
 
 
 def test_dense_attention_is_one_call_and_may_have_sinks():
-    arguments = (
-        _array(64, 32, 128),
-        _array(64, 8, 128),
-        _array(64, 8, 128),
-        _array(3, dtype=INT),
-        _array(3, dtype=INT),
-    )
+    arguments = (_array(64, 32, 128), *[_array(64, 8, 128)] * 2, *[_array(3, dtype=INT)] * 2)
 
     def attend(*arrays):
-        *arrays, sinks = arrays
-        return native_ops.attention(*arrays, None, sinks, spec=SPEC, max_query_len=64, max_key_len=64, with_lse=False)[
-            0
-        ]
+        return _dense(*arrays[:-1], sinks=arrays[-1])
 
     assert _num_calls(attend, *arguments, _array(32, dtype=jnp.float32)) == 1
 
@@ -93,29 +123,40 @@ def test_dense_attention_is_one_call_and_may_have_sinks():
 def test_a_write_a_copy_and_a_merge_are_one_call_each():
     key, slots, scale = _array(4, 8, 128), _array(4, dtype=INT), _array(1, dtype=jnp.float32)
     fp8 = _array(4096, 2, 16, 8, 128, dtype=jnp.float8_e4m3fn)
-    assert _num_calls(native_ops.write_kv_cache, key, key, fp8, slots, scale, scale) == 1
-    assert _num_calls(native_ops.copy_blocks, CACHE, _array(3, 2, dtype=INT)) == 1
+    assert _num_calls(_write, key, key, fp8, slots, scale, scale) == 1
+    assert _num_calls(_copy, CACHE, _array(3, 2, dtype=INT)) == 1
     out, lse = _array(4, 32, 128), _array(4, 32, dtype=jnp.float32)
-    assert _num_calls(native_ops.merge_states, out, lse, out, lse) == 1
+    assert _num_calls(_merge, out, lse, out, lse) == 1
+
+
+def test_an_fp8_query_reaches_the_fp8_prefill_kernel():
+    fp8 = jnp.float8_e4m3fn
+    call = PagedCall(
+        query=_array(4096, 32, 128, dtype=fp8),
+        kv_cache=_array(512, 2, 16, 8, 128, dtype=fp8),
+        block_tables=_array(1, 256, dtype=INT),
+        seq_lens=_array(1, dtype=INT),
+        query_start_loc=_array(2, dtype=INT),
+        q_scale=_array(1, dtype=jnp.float32),
+        spec=SPEC,
+        max_query_len=4096,
+    )
+    plan = plan_call(call.map(array_spec), DeviceLimits())
+    assert [launch.name for launch in plan.launches] == ["hopper_fp8_prefill_kernel"]
 
 
 def test_no_tokens_need_no_call():
     query, ints = jnp.zeros((0, 32, 128), jnp.bfloat16), jnp.zeros((0,), INT)
     kv_cache = jnp.zeros((2, 2, 16, 8, 128), jnp.bfloat16)
-    static = {"spec": SPEC, "max_query_len": 1, "with_lse": True}
-    options = (None, None, None, None)
-    table = jnp.zeros((0, 4), INT)
-    out, lse = native_ops.paged_attention(query, kv_cache, table, ints, jnp.zeros(1, INT), *options, **static)
-    assert out.shape == (0, 32, 128)
-    assert lse is not None
-    assert lse.shape == (0, 32)
+    results = _paged(query, kv_cache, jnp.zeros((0, 4), INT), ints, jnp.zeros(1, INT), with_lse=True)
+    assert results["out"].shape == (0, 32, 128)
+    assert results["lse"].shape == (0, 32)
     padded = jnp.ones((3, 32, 128), jnp.bfloat16)
     key = jnp.ones((3, 8, 128), jnp.bfloat16)
     starts = jnp.zeros(1, INT)
-    out, lse = native_ops.attention(padded, key, key, starts, starts, None, None, max_key_len=1, **static)
-    np.testing.assert_array_equal(out.astype(jnp.float32), 0)
-    np.testing.assert_array_equal(lse, -np.inf)
-    assert native_ops.write_kv_cache(key[:0], key[:0], kv_cache, ints, None, None) is kv_cache
-    assert native_ops.copy_blocks(kv_cache, jnp.zeros((0, 2), INT)) is kv_cache
-    merged, _ = native_ops.merge_states(query, jnp.zeros((0, 32)), query, jnp.zeros((0, 32)))
-    assert merged.shape == (0, 32, 128)
+    results = _dense(padded, key, key, starts, starts, with_lse=True)
+    np.testing.assert_array_equal(results["out"].astype(jnp.float32), 0)
+    np.testing.assert_array_equal(results["lse"], -np.inf)
+    assert _write(key[:0], key[:0], kv_cache, ints)["kv_cache"] is kv_cache
+    assert _copy(kv_cache, jnp.zeros((0, 2), INT))["kv_cache"] is kv_cache
+    assert _merge(query, jnp.zeros((0, 32)), query, jnp.zeros((0, 32)))["out"].shape == (0, 32, 128)

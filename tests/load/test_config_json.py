@@ -39,6 +39,31 @@ REFUSED = [
     ),
     ({"model_type": "qwen2"}, InvalidInput, "model_type is 'qwen2'; LlamaForCausalLM needs 'llama'."),
     ({"auto_map": {}}, Unsupported, "config.json has auto_map; code from a model folder is never run."),
+    ({"use_mrope": True}, Unsupported, "config.json: use_mrope is True; this build has false."),
+    ({"rope_interleaved": True}, Unsupported, "config.json: rope_interleaved is True; this build has false."),
+    ({"partial_rotary_factor": 0.5}, Unsupported, "config.json: partial_rotary_factor is 0.5; this build has 1.0."),
+    ({"partial_rotary_factor": True}, Unsupported, "config.json: partial_rotary_factor is True; this build has 1.0."),
+    ({"is_encoder_decoder": True}, Unsupported, "config.json: is_encoder_decoder is True; this build has false."),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        Unsupported,
+        "config.json: partial_rotary_factor is 0.5; this build has 1.0.",
+    ),
+    (
+        {"rope_theta": 10**400},
+        InvalidInput,
+        "config.json: rope_theta is an int of 1329 bits; it must be from 1 to 1e+12.",
+    ),
+    (
+        {"rope_scaling": LLAMA3_ROPE | {"factor": 10**400}},
+        InvalidInput,
+        "config.json: rope_scaling.factor is an int of 1329 bits; it must be from 1 to 1e+06.",
+    ),
+    (
+        {"hidden_size": 10**4000, "head_dim": 16},
+        InvalidInput,
+        "config.json: hidden_size is an int of 13288 bits; it must be from 1 to 65536.",
+    ),
     ({"quantization_config": {}}, Unsupported, "config.json has quantization_config; quantized weights are not read."),
     ({"hidden_act": "gelu"}, Unsupported, "config.json: hidden_act is 'gelu'; this build has 'silu'."),
     (
@@ -140,6 +165,27 @@ def test_missing_keys_are_named():
 def test_harmless_keys_of_hugging_face_are_ignored():
     harmless = {"use_cache": True, "transformers_version": "4.51.0", "initializer_range": 0.02, "pretraining_tp": 1}
     assert parse_config(LLAMA | harmless) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_mrope": False},
+        {"is_llama_config": True},
+        {"rope_interleaved": False},
+        {"unsloth_fixed": True},
+        {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+        {"partial_rotary_factor": 1.0},
+        {"partial_rotary_factor": 1},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+        {"rope_scaling": {"rope_type": "default", "factor": None}},
+        {"auto_map": None, "quantization_config": None, "a_key_of_tomorrow": None},
+        {"is_encoder_decoder": False, "is_decoder": True, "chunk_size_feed_forward": 0, "tokenizer_class": "A"},
+    ],
+    ids=str,
+)
+def test_a_key_whose_value_changes_nothing_passes(changes):
+    assert parse_config(LLAMA | changes) == parse_config(LLAMA)
 
 
 def test_absent_options_take_the_defaults_of_hugging_face():

@@ -32,7 +32,59 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
 def test_a_link_within_the_folder_is_followed(tmp_path):
     (tmp_path / "real").write_text("x")
     (tmp_path / "config.json").symlink_to("real")
-    assert member(tmp_path, "config.json") == tmp_path / "real"
+    path = member(tmp_path, "config.json")
+    assert path is not None
+    assert read_text(path) == "x"
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    """The folder that huggingface_hub's snapshot_download returns, still empty."""
+    folder = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("place", ["models--org--name/blobs/ab12", "blobs/ab/ab12", "models--org--name/snapshots/1/a"])
+def test_a_snapshot_of_the_hub_may_link_into_its_cache(place, snapshot):
+    hub = snapshot.parents[2]
+    blob = hub / place
+    blob.parent.mkdir(parents=True)
+    blob.write_text("x")
+    (snapshot / "config.json").symlink_to(os.path.relpath(blob, snapshot))
+    path = member(snapshot, "config.json")
+    assert path is not None
+    assert (path.name, read_text(path)) == ("config.json", "x")
+
+
+@pytest.mark.parametrize("place", ["../secret", "secret", "models--org--other/blobs/ab12", "blobs"])
+def test_a_snapshot_of_the_hub_may_link_nowhere_else(place, snapshot):
+    target = snapshot.parents[2] / place
+    if place != "blobs":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("x")
+    else:
+        target.mkdir()
+    (snapshot / "config.json").symlink_to(target)
+    with pytest.raises(InvalidInput, match=r"^config\.json is (a link that leads out|not a regular file)"):
+        member(snapshot, "config.json")
+
+
+@pytest.mark.parametrize("parents", ["models--org--name/snapshot", "datasets--org--name/snapshots", "model/snapshots"])
+def test_a_folder_that_is_no_snapshot_of_a_model_may_not_link_out(parents, tmp_path):
+    folder = tmp_path / parents / "0123"
+    folder.mkdir(parents=True)
+    (folder.parent.parent / "blob").write_text("x")
+    (folder / "config.json").symlink_to("../../blob")
+    with pytest.raises(InvalidInput, match=r"^config\.json is a link that leads out of the model folder"):
+        member(folder, "config.json")
+
+
+def test_a_loop_of_links_is_refused(tmp_path):
+    (tmp_path / "config.json").symlink_to("other")
+    (tmp_path / "other").symlink_to("config.json")
+    with pytest.raises(InvalidInput, match=r"^config\.json cannot be read: Too many levels of symbolic links\.$"):
+        member(tmp_path, "config.json")
 
 
 def test_a_dangling_link_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.load import load_model, load_tokenizer, save_model
+from jattn.load import TextTokenizer, load_model, load_tokenizer, save_model
 from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
 from torch_core.errors import InvalidInput, JattnError, Unsupported
 
@@ -101,6 +102,74 @@ def test_a_broken_tokenizer_is_refused(tmp_path, seed):
     folder = write_tiny_model(tmp_path, seed)
     (folder / "tokenizer.json").write_text('{"model": 1}')
     refused(folder, "tokenizer.json is not a tokenizer that this version of tokenizers reads: ")
+
+
+def written_tokenizer(folder, **changes):
+    described = json.loads(byte_tokenizer().to_str()) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_truncation_and_padding_of_the_tokenizer_are_switched_off(tmp_path):
+    """transformers leaves in the file what the last call asked for; with Fixed 2**32 the process would abort."""
+    padding = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    for strategy in ({"Fixed": 64}, {"Fixed": 1 << 32}):
+        folder = written_tokenizer(tmp_path, padding=padding | {"strategy": strategy}, truncation=truncation)
+        assert len(load_tokenizer(folder).encode("eight...")) == 8
+
+
+def test_a_panic_while_a_tokenizer_is_read_is_an_error_of_ours(tmp_path):
+    folder = written_tokenizer(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": ""})
+    with pytest.raises(
+        InvalidInput, match=r"^tokenizer\.json is not a tokenizer that this version of tokenizers reads: "
+    ):
+        load_tokenizer(folder)
+
+
+def test_a_panic_while_a_text_is_encoded_is_an_error_of_ours(tmp_path):
+    tokenizer = load_tokenizer(written_tokenizer(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 0}))
+    with pytest.raises(InvalidInput, match=r"^the tokenizer cannot encode the text: chunk size must be non-zero\.$"):
+        tokenizer.encode("abc")
+
+
+@pytest.mark.parametrize("text", ["\ud800", 7, None])
+def test_what_is_no_text_cannot_be_encoded(text, tmp_path):
+    with pytest.raises(InvalidInput, match=r"^the tokenizer cannot encode the text: "):
+        load_tokenizer(written_tokenizer(tmp_path)).encode(text)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 40])
+def test_an_impossible_token_id_cannot_be_decoded(token, tmp_path):
+    with pytest.raises(InvalidInput, match=r"^the tokenizer cannot decode the token ids: number too "):
+        load_tokenizer(written_tokenizer(tmp_path)).decode([token])
+
+
+def test_an_interrupt_while_a_text_is_encoded_stays_an_interrupt():
+    class Interrupted:
+        def encode(self, *_, **__):
+            raise KeyboardInterrupt
+
+    interrupted: Any = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        TextTokenizer(interrupted).encode("abc")
+
+
+def test_a_snapshot_of_the_hub_is_read(tmp_path, seed):
+    written = write_tiny_model(tmp_path / "written", seed)
+    cache = tmp_path / "hub" / "models--org--name"
+    snapshot = cache / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for number, file in enumerate(written.iterdir()):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    tokenizer = load_model(snapshot)[2]
+    assert tokenizer is not None
+    assert tokenizer.encode("a") == [load_tokenizer(snapshot).tokenizer.token_to_id("a")]
+    (cache / "blobs" / "0").write_bytes(b"")
+    with pytest.raises(InvalidInput, match=r"^\w+\.(json|safetensors)|^tokenizer"):
+        load_model(snapshot)
 
 
 def test_a_sentencepiece_folder_is_told_what_to_do(tmp_path, seed):

@@ -15,8 +15,6 @@ from jattn import ops
 from tests.ops.runner import IMPLEMENTATIONS
 from torch_core.errors import InvalidInput, Unsupported
 
-CACHE_TYPES = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8"
-
 
 def int32(*values: Any) -> jax.Array:
     return jnp.array(values, jnp.int32)
@@ -68,152 +66,161 @@ def merge(**changes: Any) -> tuple[jax.Array, jax.Array]:
 
 
 REFUSALS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
-    # query
     (paged, {"query": [1.0]}, InvalidInput,
-     "query is a list; it must be a JAX array of shape (num_tokens, num_heads, head_size)."),
+     "query is a list; it must be a JAX array of shape [num_tokens, num_heads, head_size]."),
     (paged, {"query": torch.ones(3, 4, 8)}, InvalidInput,
-     "query is a Tensor; it must be a JAX array of shape (num_tokens, num_heads, head_size)."),
+     "query is a Tensor; it must be a JAX array of shape [num_tokens, num_heads, head_size]."),
     (paged, {"query": jnp.ones((3, 32))}, InvalidInput,
-     "query has 2 dimensions (shape (3, 32)); it must have 3: (num_tokens, num_heads, head_size)."),
+     "query has shape [3, 32]; it must have 3 axes: [num_tokens, num_heads, head_size]."),
     (paged, {"query": jnp.ones((3, 4, 0))}, InvalidInput,
-     "query has shape (3, 4, 0); head_size must be at least 1."),
+     ("kv_cache has shape [6, 2, 4, 2, 8]; it must be [num_blocks, 2, block_size, num_kv_heads, "
+     "head_size] with head_size = 0, that of query.")),
     (paged, {"query": jnp.ones((3, 0, 8))}, InvalidInput,
-     "query has shape (3, 0, 8); num_heads must be at least 1."),
-    (paged, {"query": jnp.ones((3, 4, 8), jnp.int32)}, Unsupported,
-     "query has dtype int32; use one of float32, bfloat16, float16."),
+     ("query has shape [3, 0, 8] and the key cache [6, 2, 4, 2, 8]; there must be at least one head, "
+     "one element and one slot.")),
+    (paged, {"query": jnp.ones((3, 4, 8), jnp.int32)}, InvalidInput,
+     "query is int32; it must be a floating point type. Cast it."),
     (paged, {"query": jnp.ones((3, 5, 8))}, InvalidInput,
-     "query has 5 heads and kv_cache 2; the first must be a multiple of the second."),
+     "query has 5 heads and the key cache 2; the first must be a multiple of the second."),
     (paged, {"query": jnp.ones((3, 4, 16))}, InvalidInput,
-     "query has head_size 16 and kv_cache 8; they must be equal."),
+     ("kv_cache has shape [6, 2, 4, 2, 8]; it must be [num_blocks, 2, block_size, num_kv_heads, "
+     "head_size] with head_size = 16, that of query.")),
     (paged, {"query": jnp.ones((3, 4, 8), jnp.float16), "kv_cache": jnp.zeros((6, 2, 4, 2, 8), jnp.bfloat16)},
      InvalidInput,
-     "query has dtype float16 and kv_cache bfloat16; cast one of them (query.astype(kv_cache.dtype))."),
-    # cache
+     "query is float16 and the cache bfloat16; cast one of them, or quantise the cache."),
     (paged, {"kv_cache": jnp.zeros((6, 2, 4, 16))}, InvalidInput,
-     ("kv_cache has 4 dimensions (shape (6, 2, 4, 16)); it must have 5: (num_blocks, 2, block_size, num_kv_heads, "
-      "head_size).")),
+     ("kv_cache has shape [6, 2, 4, 16]; it must have 5 axes: [num_blocks, 2, block_size, "
+     "num_kv_heads, head_size].")),
     (paged, {"kv_cache": jnp.zeros((6, 4, 2, 2, 8))}, InvalidInput,
-     "kv_cache has shape (6, 4, 2, 2, 8); its second axis is 4 and must be 2 (keys, values)."),
+     ("kv_cache has shape [6, 4, 2, 2, 8]; it must be [num_blocks, 2, block_size, num_kv_heads, "
+     "head_size] with axis 1 = 2.")),
     (paged, {"kv_cache": jnp.zeros((6, 2, 0, 2, 8))}, InvalidInput,
-     "kv_cache has shape (6, 2, 0, 2, 8); block_size must be at least 1."),
+     ("query has shape [3, 4, 8] and the key cache [6, 2, 0, 2, 8]; there must be at least one head, "
+     "one element and one slot.")),
     (paged, {"kv_cache": jnp.zeros((0, 2, 4, 2, 8))}, InvalidInput,
-     "kv_cache has shape (0, 2, 4, 2, 8); num_blocks must be at least 1."),
+     "the cache has no block; block 0 at least must be there."),
     (paged, {"kv_cache": jnp.zeros((6, 2, 4, 0, 8))}, InvalidInput,
-     "kv_cache has shape (6, 2, 4, 0, 8); num_kv_heads must be at least 1."),
-    (paged, {"kv_cache": jnp.zeros((6, 2, 4, 2, 8), jnp.int16)}, Unsupported,
-     f"kv_cache has dtype int16; use one of {CACHE_TYPES}."),
-    # metadata arrays
+     ("query has shape [3, 4, 8] and the key cache [6, 2, 4, 0, 8]; there must be at least one head, "
+     "one element and one slot.")),
+    (paged, {"kv_cache": jnp.zeros((6, 2, 4, 2, 8), jnp.int16)}, InvalidInput,
+     "query is float32 and the cache int16; cast one of them, or quantise the cache."),
     (paged, {"block_tables": int32(1, 2)}, InvalidInput,
-     "block_tables has 1 dimensions (shape (2,)); it must have 2: (num_seqs, max_blocks)."),
+     "block_tables has shape [2]; it must have 2 axes: [num_seqs, max_blocks]."),
     (paged, {"block_tables": np.zeros((2, 2), np.int64)}, InvalidInput,
-     "block_tables has dtype int64; int32 is required. Use block_tables.astype(jnp.int32)."),
+     "block_tables is int64; it must be int32. Cast it."),
     (paged, {"seq_lens": jnp.array([7.0, 3.0])}, InvalidInput,
-     "seq_lens has dtype float32; int32 is required. Use seq_lens.astype(jnp.int32)."),
+     "seq_lens is float32; it must be int32. Cast it."),
     (paged, {"seq_lens": [7, 3]}, InvalidInput,
-     "seq_lens is a list; it must be a JAX array of shape (num_seqs)."),
+     "seq_lens is a list; it must be a JAX array of shape [num_seqs]."),
     (paged, {"seq_lens": int32(7)}, InvalidInput,
-     "seq_lens has 1 entries and block_tables 2 rows; one per sequence."),
+     "seq_lens has shape [1]; it must be [num_seqs] with num_seqs = 2, that of query_start_loc."),
     (paged, {"query_start_loc": int32(0, 3)}, InvalidInput,
-     "query_start_loc has 2 entries; 2 sequences need 3 (a running sum that starts with 0)."),
+     ("block_tables has shape [2, 2]; it must be [num_seqs, max_blocks] with num_seqs = 1, that of "
+     "query_start_loc.")),
     (paged, {"query_start_loc": jnp.zeros(3, jnp.uint32)}, InvalidInput,
-     "query_start_loc has dtype uint32; int32 is required. Use query_start_loc.astype(jnp.int32)."),
+     "query_start_loc is uint32; it must be int32. Cast it."),
     (paged, {"block_tables": jnp.zeros((2, 0), jnp.int32)}, InvalidInput,
-     "block_tables has shape (2, 0); both sizes must be at least 1 (pad the batch)."),
-    (paged, {"block_tables": jnp.zeros((0, 2), jnp.int32), "seq_lens": int32(), "query_start_loc": int32(0)},
-     InvalidInput, "block_tables has shape (0, 2); both sizes must be at least 1 (pad the batch)."),
-    (paged, {"max_query_len": 0}, InvalidInput, "max_query_len is 0; it must be at least 1."),
-    (paged, {"max_query_len": True}, InvalidInput, "max_query_len is a bool; it must be a static int."),
-    (paged, {"max_query_len": 2.0}, InvalidInput, "max_query_len is a float; it must be a static int."),
-    # options
+     "seq_lens[0] is 7; a row of block_tables holds 0 to 0 x 4 = 0 tokens."),
+    (paged, {"max_query_len": 0}, InvalidInput,
+     "sequence 0 has 2 rows in query_start_loc; the stated maximum is 0."),
+    (paged, {"max_query_len": True}, InvalidInput,
+     "max_query_len is True; it must be a static int, 0 or more."),
+    (paged, {"max_query_len": 2.0}, InvalidInput,
+     "max_query_len is 2.0; it must be a static int, 0 or more."),
     (paged, {"scale": 0.0}, InvalidInput,
      "scale is 0.0; it must be finite and not zero (usually head_size ** -0.5)."),
     (paged, {"scale": float("inf")}, InvalidInput,
      "scale is inf; it must be finite and not zero (usually head_size ** -0.5)."),
-    (paged, {"scale": "large"}, InvalidInput, "scale is 'large'; it must be a float."),
+    (paged, {"scale": "large"}, InvalidInput,
+     "scale is 'large'; it must be a float."),
     (paged, {"logits_soft_cap": 0.0}, InvalidInput,
      "logits_soft_cap is 0.0; it must be a positive finite number, or None for off."),
-    (paged, {"logits_soft_cap": "30"}, InvalidInput, "logits_soft_cap is '30'; it must be a float."),
+    (paged, {"logits_soft_cap": "30"}, InvalidInput,
+     "logits_soft_cap is '30'; it must be a float."),
     (paged, {"sliding_window": 0}, InvalidInput,
-     ("sliding_window is 0; it must be an int of at least 1 (the query's own token counts), a tuple (left, right), "
-      "or None.")),
+     ("sliding_window is 0; it must be an int of at least 1 (the query's own token counts), a tuple "
+     "(left, right), or None.")),
     (paged, {"sliding_window": (1, 2, 3)}, InvalidInput,
      "sliding_window is (1, 2, 3); a tuple must be (left, right)."),
-    (paged, {"sliding_window": (-1, None)}, InvalidInput, "window_left is -1; it must be from 0 to 2147483647."),
+    (paged, {"sliding_window": (-1, None)}, InvalidInput,
+     "window_left is -1; it must be from 0 to 2147483647."),
     (paged, {"sliding_window": (None, 2.5)}, InvalidInput,
      "window_right is 2.5; it must be an int from 0 to 2147483647."),
-    (paged, {"attention_chunk": 0}, InvalidInput, "attention_chunk is 0; it must be from 1 to 2147483647."),
+    (paged, {"attention_chunk": 0}, InvalidInput,
+     "attention_chunk is 0; it must be from 1 to 2147483647."),
     (paged, {"alibi_slopes": jnp.ones(3)}, InvalidInput,
-     "alibi_slopes has shape (3,); it must be (4,), one for each query head."),
+     "alibi_slopes has shape [3]; it must be [num_heads] with num_heads = 4, that of query."),
     (paged, {"alibi_slopes": int32(1, 1, 1, 1)}, InvalidInput,
-     "alibi_slopes has dtype int32; it must be a floating point type."),
+     "alibi_slopes is int32; it must be a floating point type. Cast it."),
     (paged, {"sinks": jnp.ones((4, 1))}, InvalidInput,
-     "sinks has shape (4, 1); it must be (4,), one for each query head."),
-    (paged, {"k_scale": -1.0}, InvalidInput, "k_scale is -1.0; it must be positive and finite."),
-    (paged, {"v_scale": np.float32("nan")}, InvalidInput, "v_scale is nan; it must be positive and finite."),
+     "sinks has shape [4, 1]; it must have 1 axes: [num_heads]."),
+    (paged, {"k_scale": -1.0}, InvalidInput,
+     "k_scale is -1.0; it must be positive and finite."),
+    (paged, {"v_scale": np.float32("nan")}, InvalidInput,
+     "v_scale is nan; it must be positive and finite."),
     (paged, {"v_scale": jnp.ones(2)}, InvalidInput,
-     "v_scale has shape (2,); one scale for the whole tensor is supported."),
-    # dense
+     "v_scale has shape [2]; it must be a number or one element."),
     (dense, {"key": jnp.ones((5, 2))}, InvalidInput,
-     "key has 2 dimensions (shape (5, 2)); it must have 3: (num_keys, num_kv_heads, head_size)."),
+     "key has shape [5, 2]; it must have 3 axes: [num_keys, num_kv_heads, head_size]."),
     (dense, {"value": jnp.ones((5, 2))}, InvalidInput,
-     "value has 2 dimensions (shape (5, 2)); it must have 3: (num_keys, num_kv_heads, value_head_size)."),
+     "value has shape [5, 2]; it must have 3 axes: [num_keys, num_kv_heads, value_head_size]."),
     (dense, {"key": jnp.ones((5, 2, 8), jnp.float16)}, InvalidInput,
-     "key has dtype float16 and query float32; they must be equal."),
+     "keys are float16 and values float32; both must be of one dtype."),
     (dense, {"value": jnp.ones((5, 2, 8), jnp.bfloat16)}, InvalidInput,
-     "value has dtype bfloat16 and query float32; they must be equal."),
+     "keys are float32 and values bfloat16; both must be of one dtype."),
     (dense, {"value": jnp.ones((4, 2, 8))}, InvalidInput,
-     "key has shape (5, 2, 8) and value (4, 2, 8); all but head_size must be equal."),
-    (dense, {"key": jnp.ones((5, 2, 4))}, InvalidInput, "query has head_size 8 and key 4; they must be equal."),
+     ("value has shape [4, 2, 8]; it must be [num_keys, num_kv_heads, value_head_size] with num_keys ="
+     " 5, that of key.")),
+    (dense, {"key": jnp.ones((5, 2, 4))}, InvalidInput,
+     ("key has shape [5, 2, 4]; it must be [num_keys, num_kv_heads, head_size] with head_size = 8, "
+     "that of query.")),
     (dense, {"key": jnp.ones((5, 3, 8)), "value": jnp.ones((5, 3, 8))}, InvalidInput,
      "query has 4 heads and key 3; the first must be a multiple of the second."),
     (dense, {"key": jnp.ones((5, 0, 8)), "value": jnp.ones((5, 0, 8))}, InvalidInput,
-     "key has shape (5, 0, 8); num_kv_heads must be at least 1."),
+     ("query has shape [3, 4, 8] and key [5, 0, 8]; there must be at least one head, one element and "
+     "one slot.")),
     (dense, {"value": jnp.ones((5, 2, 0))}, InvalidInput,
-     "value has shape (5, 2, 0); value_head_size must be at least 1."),
+     ("query has shape [3, 4, 8] and key [5, 2, 8]; there must be at least one head, one element and "
+     "one slot.")),
     (dense, {"key_start_loc": int32(0, 5)}, InvalidInput,
-     "query_start_loc has 3 entries and key_start_loc 2; both need num_seqs + 1, at least 2."),
-    (dense, {"query_start_loc": int32(0), "key_start_loc": int32(0)}, InvalidInput,
-     "query_start_loc has 1 entries and key_start_loc 1; both need num_seqs + 1, at least 2."),
+     ("key_start_loc has shape [2]; it must be [num_seqs+1] with num_seqs+1 = 3, that of "
+     "query_start_loc.")),
     (dense, {"key_start_loc": np.array([0, 3, 5])}, InvalidInput,
-     "key_start_loc has dtype int64; int32 is required. Use key_start_loc.astype(jnp.int32)."),
-    (dense, {"max_key_len": 0}, InvalidInput, "max_key_len is 0; it must be at least 1."),
-    (dense, {"max_query_len": None}, InvalidInput, "max_query_len is a NoneType; it must be a static int."),
-    # write
+     "key_start_loc is int64; it must be int32. Cast it."),
+    (dense, {"max_key_len": 0}, InvalidInput,
+     "sequence 0 has 3 rows in key_start_loc; the stated maximum is 0."),
+    (dense, {"max_query_len": None}, InvalidInput,
+     "max_query_len is None; it must be a static int, 0 or more."),
     (write, {"key": jnp.ones((3, 16))}, InvalidInput,
-     "key has 2 dimensions (shape (3, 16)); it must have 3: (num_tokens, num_kv_heads, head_size)."),
+     "key has shape [3, 16]; it must have 3 axes: [num_tokens, num_kv_heads, head_size]."),
     (write, {"value": jnp.ones((3, 2, 4))}, InvalidInput,
-     "value has (num_kv_heads, head_size) (2, 4) and kv_cache (2, 8); they must be equal."),
+     "value has head size 4 and key 8; in one cache they are equal."),
     (write, {"value": jnp.ones((2, 2, 8))}, InvalidInput,
-     "key has shape (3, 2, 8) and value (2, 2, 8); they must be equal."),
-    (write, {"value": jnp.ones((3, 2, 8), jnp.float16)}, InvalidInput,
-     "key has dtype float32 and value float16; they must be equal."),
-    (write, {"slot_mapping": int32(4)}, InvalidInput,
-     "slot_mapping has 1 entries and key 3 tokens; pad slot_mapping with -1."),
+     "slot_mapping has 3 entries and value 2 tokens; give at most one slot for each token."),
     (write, {"slot_mapping": np.array([4, 5, 6])}, InvalidInput,
-     "slot_mapping has dtype int64; int32 is required. Use slot_mapping.astype(jnp.int32)."),
+     "slot_mapping is int64; it must be int32. Cast it."),
     (write, {"slot_mapping": jnp.ones((3, 1), jnp.int32)}, InvalidInput,
-     "slot_mapping has 2 dimensions (shape (3, 1)); it must have 1: (num_tokens)."),
-    (write, {"kv_cache": jnp.zeros((6, 2, 4, 2, 8), jnp.float16)}, InvalidInput,
-     "key has dtype float32 and kv_cache float16; cast one of them (key.astype(kv_cache.dtype))."),
+     "slot_mapping has shape [3, 1]; it must have 1 axes: [num_slots]."),
     (write, {name: jnp.ones((3, 2, 8), jnp.int32) for name in ("key", "value")}
      | {"kv_cache": jnp.zeros((6, 2, 4, 2, 8), jnp.int8)}, InvalidInput,
-     "key has dtype int32 and kv_cache int8; cast one of them (key.astype(kv_cache.dtype))."),
+     "key is int32 and the cache int8; give float32, bfloat16 or float16, or the cache's own dtype."),
     (write, {"kv_cache": jnp.zeros((6, 3, 4, 2, 8))}, InvalidInput,
-     "kv_cache has shape (6, 3, 4, 2, 8); its second axis is 3 and must be 2 (keys, values)."),
-    (write, {"k_scale": 0}, InvalidInput, "k_scale is 0; it must be positive and finite."),
-    # merge
+     ("kv_cache has shape [6, 3, 4, 2, 8]; it must be [num_blocks, 2, block_size, num_kv_heads, "
+     "head_size] with axis 1 = 2.")),
+    (write, {"k_scale": 0}, InvalidInput,
+     "k_scale is 0; it must be positive and finite."),
     (merge, {"out_a": jnp.ones((3, 4))}, InvalidInput,
-     "out_a has 2 dimensions (shape (3, 4)); it must have 3: (num_tokens, num_heads, head_size)."),
+     "out_a has shape [3, 4]; it must have 3 axes: [num_tokens, num_heads, head_size]."),
     (merge, {"lse_b": jnp.ones((3, 4, 1))}, InvalidInput,
-     "lse_b has 3 dimensions (shape (3, 4, 1)); it must have 2: (num_tokens, num_heads)."),
+     "lse_b has shape [3, 4, 1]; it must have 2 axes: [num_tokens, num_heads]."),
     (merge, {"lse_a": jnp.ones((3, 4), jnp.bfloat16)}, InvalidInput,
-     "lse_a has dtype bfloat16; float32 is required."),
+     "lse_a is bfloat16; it must be float32."),
     (merge, {"lse_b": jnp.ones((4, 3))}, InvalidInput,
-     "lse_b has shape (4, 3); out_a of shape (3, 4, 8) needs (3, 4)."),
+     "lse_b has shape [4, 3]; it must be [num_tokens, num_heads] with num_tokens = 3, that of out_a."),
     (merge, {"out_b": jnp.ones((3, 4, 8), jnp.float16)}, InvalidInput,
-     "out_a is float32(3, 4, 8) and out_b float16(3, 4, 8); they must be alike."),
-    (merge, {name: jnp.ones((3, 4, 8), jnp.int32) for name in ("out_a", "out_b")}, Unsupported,
-     "out_a has dtype int32; use one of float32, bfloat16, float16."),
+     "out_a is float32 and out_b float16; both must be float32, bfloat16 or float16."),
+    (merge, {name: jnp.ones((3, 4, 8), jnp.int32) for name in ("out_a", "out_b")}, InvalidInput,
+     "out_a is int32; it must be a floating point type. Cast it."),
 ]  # fmt: skip
 
 
@@ -250,10 +257,15 @@ def test_a_traced_number_that_must_be_static_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "name"),
-    [(paged, "query"), (dense, "query"), (write, "kv_cache"), (merge, "out_a")],
+    ("operation", "operation_name", "name"),
+    [
+        (paged, "paged_attention", "query"),
+        (dense, "attention", "query"),
+        (write, "write_kv_cache", "kv_cache"),
+        (merge, "merge_states", "out_a"),
+    ],
 )
-def test_float64_needs_the_xla_implementation(operation: Callable[..., Any], name: str) -> None:
+def test_float64_needs_the_xla_implementation(operation: Callable[..., Any], operation_name: str, name: str) -> None:
     with jax.enable_x64(True):
         wide = {
             argument: jnp.ones(shape, jnp.float64)
@@ -268,8 +280,7 @@ def test_float64_needs_the_xla_implementation(operation: Callable[..., Any], nam
             operation(**wide, implementation="torch")
         results = jax.tree.leaves(operation(**wide, implementation="xla"))
     assert str(error.value) == (
-        f"{name} has dtype float64; implementation='torch' serves float32, bfloat16, float16. Use "
-        f"{name}.astype(jnp.float32), or implementation='xla'."
+        f"{operation_name}: {name} is float64, which implementation 'torch' does not serve; implementation 'xla' does."
     )
     assert results[0].dtype == jnp.float64
 

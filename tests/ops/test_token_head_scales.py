@@ -22,7 +22,7 @@ QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 each_implementation = pytest.mark.parametrize(
     "implementation",
-    ["xla", pytest.param("triton", marks=pytest.mark.gpu), pytest.param("torch", marks=pytest.mark.gpu)],
+    ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)],
 )
 
 
@@ -147,23 +147,23 @@ def call(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"v_scale_cache": None}, "v_scale_cache is missing; k_scale_cache and v_scale_cache come together."),
+        ({"v_scale_cache": None}, "k_scale_cache and v_scale_cache go together; give both or none."),
         ({"k_scale": 0.5}, "k_scale or v_scale is given beside k_scale_cache and v_scale_cache; pass one kind."),
         (
             {"kv_cache": jnp.zeros((NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, SIZE))},
-            "kv_cache has dtype float32; scales per token and head belong to an int8 or fp8 cache.",
+            "the cache is float32; scales per token and head need int8 or fp8.",
         ),
         (
             {"k_scale_cache": jnp.ones((NUM_BLOCKS, BLOCK_SIZE, HEADS))},
             (
-                "k_scale_cache is float32[9, 4, 4]; it must be float32[9, 4, 2], one scale for each token and head of "
-                "kv_cache."
+                "k_scale_cache has shape [9, 4, 4]; it must be [num_blocks, block_size, num_kv_heads] with "
+                "num_kv_heads = 2, that of kv_cache."
             ),
         ),
     ],
 )
 def test_scale_caches_that_do_not_fit_are_refused(changes, message) -> None:
-    with pytest.raises(InvalidInput) as error:
+    with pytest.raises((InvalidInput, Unsupported)) as error:
         call(**changes)
 
     assert str(error.value) == message
@@ -173,11 +173,5 @@ def test_a_row_that_is_quantised_already_has_no_scale_to_find() -> None:
     key = jnp.ones((1, KV_HEADS, SIZE), jnp.int8)
     cache, k_scales, v_scales = map(jnp.array, empty_caches("int8"))
 
-    with pytest.raises(InvalidInput, match="key has dtype int8, that of the cache; it must be a float"):
+    with pytest.raises(InvalidInput, match=r"key is int8 and the cache int8; give .* to be quantised"):
         ops.write_kv_cache_per_token_head(key, key, cache, k_scales, v_scales, jnp.ones(1, jnp.int32))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA torch launches the kernels, which have these scales")
-def test_the_torch_callback_refuses_them_on_a_cpu() -> None:
-    with pytest.raises(Unsupported, match=r"no scales per token and head .* on a CPU; use implementation='xla'"):
-        call(implementation="torch")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from jattn.load import load_model
 from jattn.ops import available_implementations
-from jattn.testing import Report, compare_with_torch
+from jattn.testing import CrosscheckReport, compare_with_torch
 from jattn.testing.torch_side import load_torch_side
 from tests.support.tiny_models import tiny_config, tiny_model, write_tiny_model
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sound(folder: Path) -> Report:
+def sound(folder: Path) -> CrosscheckReport:
     pytest.importorskip("transformers")
     return compare_with_torch(folder, PROMPTS, implementations=["torch"], max_tokens=6)
 
@@ -65,21 +65,21 @@ def test_a_sound_model_passes_with_every_implementation_that_runs_here_along_eve
     assert {name for name, _ in report.skipped} == set(available_implementations()) - set(here)
 
 
-def test_the_error_is_one_of_rounding_and_measured_along_each_path(sound: Report) -> None:
+def test_the_error_is_one_of_rounding_and_measured_along_each_path(sound: CrosscheckReport) -> None:
     errors = [row.error for row in sound.rows if row.error is not None]
 
     assert 0 < max(errors) <= sound.limit < 1e-5
     assert 0 < sound.torch_error < sound.limit
 
 
-def test_the_report_says_what_was_compared(sound: Report, folder: Path) -> None:
+def test_the_report_says_what_was_compared(sound: CrosscheckReport, folder: Path) -> None:
     assert sound.model == f"{folder.name} ({tiny_config(num_hidden_layers=1).num_parameters:,} parameters)"
     assert (sound.dtype, sound.prompt_lens, sound.max_tokens) == ("float32", (1, 7, 16, 45), 6)
     assert sound.torch_side.startswith("transformers ")
     assert "LlamaForCausalLM" in sound.torch_side
 
 
-def test_the_numbers_are_the_same_every_time(sound: Report, folder: Path) -> None:
+def test_the_numbers_are_the_same_every_time(sound: CrosscheckReport, folder: Path) -> None:
     again = compare_with_torch(folder, PROMPTS, implementations=["torch"], max_tokens=6)
 
     assert again.torch_error == sound.torch_error
@@ -87,7 +87,7 @@ def test_the_numbers_are_the_same_every_time(sound: Report, folder: Path) -> Non
 
 
 def test_without_transformers_it_compares_with_its_own_decoder_and_says_so(
-    sound: Report, folder: Path, no_transformers: None
+    sound: CrosscheckReport, folder: Path, no_transformers: None
 ) -> None:
     report = compare_with_torch(folder, PROMPTS, implementations=["torch"], max_tokens=6)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from jattn.testing import Report, ReportRow, TokenDifference
+from jattn.testing import CrosscheckReport, CrosscheckRow, TokenDifference
 
 DIFFERENCE = TokenDifference(prompt=1, position=3, expected=7, found=41, gap=0.125)
 
 
-def row(**changes: Any) -> ReportRow:
+def row(**changes: Any) -> CrosscheckRow:
     values: dict[str, Any] = {
         "implementation": "xla",
         "path": "decode",
@@ -25,10 +25,10 @@ def row(**changes: Any) -> ReportRow:
         "first_difference": None,
         "ties": 0,
     }
-    return ReportRow(**(values | changes))
+    return CrosscheckRow(**(values | changes))
 
 
-def report(*rows: ReportRow, **changes: Any) -> Report:
+def report(*rows: CrosscheckRow, **changes: Any) -> CrosscheckReport:
     values: dict[str, Any] = {
         "model": "small (1,000 parameters)",
         "dtype": "float32",
@@ -42,7 +42,7 @@ def report(*rows: ReportRow, **changes: Any) -> Report:
         "limit": 5e-7,
         "rows": rows or (row(),),
     }
-    return Report(**(values | changes))
+    return CrosscheckReport(**(values | changes))
 
 
 def test_a_row_within_the_limit_with_equal_tokens_passes() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from torch_core.attention.operands import buffers, is_plain, keys, make_launch, output, value_offset, values
+from torch_core.attention.operands import buffers, keys, make_launch, output, value_offset, values
 from torch_core.calls import AttentionCall, PagedCall
 from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import DTYPE_BYTES, ArraySpec
@@ -72,13 +72,16 @@ def copied_launch(
         query: the query's descriptor.
         min_query: query rows from which on a sequence is served.
     """
+    # An array that the kernel has no parameter for does something that it cannot do.
+    known = {*kernel.arg_names, *buffers(call), "out"}
+    if not call.arrays().keys() <= known:
+        return None
     key, value = (array_matrix(call, name, block_n) for name in ("key", "value"))
     items = (call.num_tokens // (rows // pack) + call.num_seqs + 1) * (call.num_heads // pack)
     if key is None or value is None or items >= 2**31:
         return None
     key_name, value_name = buffers(call)
     box = (copy_box(call, block_n), call.head_size)
-    out = output(call)
     return make_launch(
         kernel,
         call,
@@ -96,8 +99,7 @@ def copied_launch(
             "KEY_STRIDE": key.head_stride,
             "VALUE_STRIDE": value.head_stride,
             "VALUE_ROW": value.value_row,
-            "OUT_TOKEN_STRIDE": out.element_strides[0],
-            "OUT_HEAD_STRIDE": out.element_strides[1],
+            "OUT_STRIDES": output(call).element_strides[:2],
         },
         arguments={
             "query": query,
@@ -114,11 +116,9 @@ def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
     out = output(call)
     return (
         limits.arch == _ARCH
-        and is_plain(call)
-        and call.value_head_size == call.head_size
-        and call.seq_causal is None
+        and call.spec.logits_soft_cap is None
         and call.spec.attention_chunk is None
-        and not isinstance(call.out_scale, ArraySpec)
+        and call.value_head_size == call.head_size
         and call.spec.scale > 0
         and out.aligned
         and all(_fits(stride, out.dtype) for stride in out.element_strides[:2])

@@ -61,24 +61,25 @@ def _limit_of(call: Call[Any], implementation: str) -> str | None:
 
 def _query_dtype(call: Call[Any], implementation: str) -> str | None:
     if isinstance(call, AttentionCall):
-        found = dtype_name(call.query)
+        name, found = "query", dtype_name(call.query)
         served = (*QUERY_DTYPES, *(FP8_DTYPES if isinstance(call, PagedCall) else ()))
     elif isinstance(call, MergeCall):
-        found, served = dtype_name(call.out_a), QUERY_DTYPES
+        name, found, served = "out_a", dtype_name(call.out_a), QUERY_DTYPES
     else:
         return None
     if found in served or (found == "float64" and implementation == "xla"):
         return None
-    return f"the query is {found}"
+    return f"{name} is {found}"
 
 
 def _cache_dtype(call: Call[Any], implementation: str) -> str | None:
     arrays = call.arrays() if isinstance(call, PagedCall) or call.name == "write_kv_cache" else {}
     caches = [name for name in ("kv_cache", "key_cache", "value_cache", "key") if name in arrays]
-    if implementation != "xla" and any(dtype_name(arrays[name]) == "float64" for name in caches):
-        return "the cache or what is written to it is float64"
+    wide = next((name for name in caches if dtype_name(arrays[name]) == "float64"), None)
+    if implementation != "xla" and wide is not None:
+        return f"{wide} is float64"
     mixed = isinstance(call, PagedCall) and dtype_name(call.query) in FP8_DTYPES and call.key_dtype == "float32"
-    return "the query is fp8 and the cache float32" if mixed and implementation == "triton" else None
+    return "query is fp8 and the cache float32" if mixed and implementation == "triton" else None
 
 
 def _head_size(call: Call[Any], implementation: str) -> str | None:
@@ -119,7 +120,7 @@ SERVES: tuple[Served, ...] = (
     Served(
         "query dtype",
         {
-            "triton": "float32, bfloat16, float16; paged also fp8 (e4m3, e5m2) with q_scale",
+            "triton": "float32, bfloat16, float16; paged also fp8 (e4m3, e5m2), scaled",
             "torch": "the same",
             "xla": "the same, and float64",
         },
@@ -151,7 +152,7 @@ SERVES: tuple[Served, ...] = (
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
     Served("query-query bias (qq_bias), logits_soft_cap, ALiBi, ALiBi-sqrt, sinks, together too", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
-    Served("output dtype: the query's, bfloat16 for an fp8 query, another one, fp8 with out_scale", _ALL),
+    Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),
     Served(
         "kv_chunk_size",
         {"triton": "fixes the chunks of keys", "torch": "changes nothing", "xla": "changes nothing"},

@@ -1,11 +1,12 @@
-"""What the programs of the Hopper prefill kernel work on: which tile and head comes next, and which keys it sees."""
+"""What the programs of the Hopper prefill kernels work on: which tile and head comes next, and copies of its keys."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-__all__ = ["box_row", "count_tiles", "key_span", "tile_rows", "work_item", "zero_outside"]
+__all__ = ["copy_tile", "count_tiles", "key_tiles", "tile_rows", "work_item", "zero_outside"]
 
 _SEQS = gl.constexpr(32)
 
@@ -16,82 +17,73 @@ def _add(a, b):
 
 
 @gluon.jit
-def _tiles(base, query_start_loc, num_seqs, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
+def _tiles(base, batch, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seqs = base + gl.arange(0, _SEQS, layout=layout)
-    live = seqs < num_seqs
-    query_end = gl.load(query_start_loc + seqs + 1, mask=live, other=0)
-    query_len = query_end - gl.load(query_start_loc + seqs, mask=live, other=0)
+    live = seqs < batch.num_seqs
+    query_end = gl.load(batch.query_start_loc + seqs + 1, mask=live, other=0)
+    query_len = query_end - gl.load(batch.query_start_loc + seqs, mask=live, other=0)
     return gl.where(query_len >= MIN_QUERY, (query_len + TILE - 1) // TILE, 0), live
 
 
 @gluon.jit
-def count_tiles(query_start_loc, num_seqs, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
+def count_tiles(batch, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
     """The query tiles of the batch: one for every TILE tokens of the sequences with at least MIN_QUERY of them."""
     total = 0
-    for base in range(0, num_seqs, _SEQS):
-        tiles, _ = _tiles(base, query_start_loc, num_seqs, TILE, MIN_QUERY)
+    for base in range(0, batch.num_seqs, _SEQS):
+        tiles, _ = _tiles(base, batch, TILE, MIN_QUERY)
         total += gl.sum(tiles, 0)
     return total
 
 
 @gluon.jit
-def work_item(
-    turn,
-    query_start_loc,
-    seq_lens,
-    key_start_loc,
-    num_seqs,
-    num_items,
-    NUM_HEADS: gl.constexpr,
-    HEADS_TOGETHER: gl.constexpr,
-    TILE: gl.constexpr,
-    MIN_QUERY: gl.constexpr,
-    PAGED: gl.constexpr,
-    TOGETHER: gl.constexpr,
-):
+def work_item(turn, call, SHAPE: gl.constexpr):
     """The work of this program in its `turn`-th turn.
 
     Work items are tiles times heads. Among 32 sequences side by side, those with the most keys under a causal mask
     come first, all heads of a tile together. Programs take items in turns, every other turn in reverse order: so each
     of them gets about the same number of keys in all (longest processing time first), and all of them are at about
-    the same keys at a time, which stay in the L2 cache. With TOGETHER, the tiles of a sequence follow each other: those
-    of short queries over many keys are about equal, and what they can share is the keys.
+    the same keys at a time, which stay in the L2 cache. With PACK, the tiles of a sequence follow each other: those of
+    short queries over many keys are about equal, and what they can share is the keys.
 
     Returns:
-        (item number, sequence, first token of the tile, head); the last three mean nothing beyond the last item.
+        (item number, sequence, first token of the tile, head in units of PACK); the last three mean nothing beyond the
+        last item.
     """
+    batch = call.batch
+    TILE: gl.constexpr = 64 * SHAPE.WARPGROUPS // SHAPE.PACK
+    PARTS: gl.constexpr = SHAPE.NUM_HEADS // SHAPE.PACK // SHAPE.HEADS_TOGETHER
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, _SEQS, layout=layout)
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     place = gl.where(turn % 2 == 0, place, programs - 1 - place)
     item = turn * programs + place
-    share = num_items // (NUM_HEADS // HEADS_TOGETHER)
+    share = call.num_items // PARTS
     part = item // share
     within = item % share
-    within = gl.where((NUM_HEADS // HEADS_TOGETHER - part) % 2 == 1, within, share - 1 - within)
-    wanted = within // HEADS_TOGETHER
-    head = part * HEADS_TOGETHER + within % HEADS_TOGETHER
+    within = gl.where((PARTS - part) % 2 == 1, within, share - 1 - within)
+    wanted = within // SHAPE.HEADS_TOGETHER
+    head = part * SHAPE.HEADS_TOGETHER + within % SHAPE.HEADS_TOGETHER
 
     chunk = 0
     before = 0
-    if num_seqs > _SEQS:
+    if batch.num_seqs > _SEQS:
         total = 0
-        for base in range(0, num_seqs, _SEQS):
-            tiles, _ = _tiles(base, query_start_loc, num_seqs, TILE, MIN_QUERY)
+        for base in range(0, batch.num_seqs, _SEQS):
+            tiles, _ = _tiles(base, batch, TILE, SHAPE.MIN_QUERY)
             chunk = gl.where(total <= wanted, base, chunk)
             before = gl.where(total <= wanted, total, before)
             total += gl.sum(tiles, 0)
     rank = wanted - before
 
-    tiles, live = _tiles(chunk, query_start_loc, num_seqs, TILE, MIN_QUERY)
-    if PAGED:
-        keys = gl.load(seq_lens + chunk + lanes, mask=live, other=0)
+    tiles, live = _tiles(chunk, batch, TILE, SHAPE.MIN_QUERY)
+    if SHAPE.PAGED:
+        keys = gl.load(batch.seq_lens + chunk + lanes, mask=live, other=0)
     else:
-        keys = gl.load(key_start_loc + chunk + lanes + 1, mask=live, other=0)
-        keys -= gl.load(key_start_loc + chunk + lanes, mask=live, other=0)
-    if TOGETHER:
+        keys = gl.load(batch.key_start_loc + chunk + lanes + 1, mask=live, other=0)
+        keys -= gl.load(batch.key_start_loc + chunk + lanes, mask=live, other=0)
+    if SHAPE.PACK > 1:
         lane, tile = _sequence_by_sequence(rank, tiles, keys, lanes, TILE)
     else:
         lane, tile = _level_by_level(rank, tiles, keys, lanes, TILE)
@@ -137,51 +129,40 @@ def _sequence_by_sequence(rank, tiles, keys, lanes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def key_span(first_pos, last_pos, num_keys, window_left, window_right):
-    """The range [low, high) that holds every key visible to any of the positions first_pos..last_pos."""
-    low = num_keys * 0
-    high = num_keys
-    if window_left is not None:
-        low = gl.maximum(low, first_pos - window_left)
-    if window_right is not None:
-        high = gl.minimum(high, last_pos + window_right + 1)
-    return low, gl.maximum(high, low)
+def key_tiles(low, high, SHAPE: gl.constexpr):
+    """(First tile, end) of the tiles that hold the keys [low, high), counted from key 0; one tile at least."""
+    first = low // SHAPE.BLOCK_N
+    return first, gl.maximum((high + SHAPE.BLOCK_N - 1) // SHAPE.BLOCK_N, first + 1)
 
 
 @gluon.jit
-def tile_rows(
-    block_table,
-    position,
-    low,
-    high,
-    base,
-    BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_ROWS: gl.constexpr,
-    BOX: gl.constexpr,
-    PAGED: gl.constexpr,
-):
+def tile_rows(table, position, low, high, base, SHAPE: gl.constexpr):
     """Rows in the array's matrix of the boxes of the tile of keys at `position`: one for each lane of a warp.
 
     A box without a key in [low, high) gets a row outside the matrix: the copy engine fills it with zeros, and the
     table is not read there.
     """
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    key = position + lanes * BOX
-    inside = (key < high) & (key + BOX > low) & (lanes < BLOCK_N // BOX)
-    if PAGED:
-        block = gl.load(block_table + key // BLOCK_SIZE, mask=inside, other=0)
-        row = base + block * BLOCK_ROWS + key % BLOCK_SIZE
+    key = position + lanes * SHAPE.BOX
+    inside = (key < high) & (key + SHAPE.BOX > low) & (lanes < SHAPE.BLOCK_N // SHAPE.BOX)
+    if SHAPE.PAGED:
+        block = gl.load(table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
+        row = base + block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE
     else:
         row = base + key
-    return gl.where(inside, row, -BOX)
+    return gl.where(inside, row, -SHAPE.BOX)
 
 
 @gluon.jit
-def box_row(rows, index: gl.constexpr):
-    """The row of box number `index`, out of what `tile_rows` gives."""
+def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr):
+    """Starts the copies of a tile's boxes, with the rows of `tile_rows`, into a slot; then `barrier` completes."""
+    mbarrier.expect(barrier, SHAPE.BLOCK_N * SHAPE.HEAD_SIZE * array.dtype.primitive_bitwidth // 8)
     lanes = gl.arange(0, 32, layout=rows.type.layout)
-    return gl.sum(gl.where(lanes == index, rows, 0), 0)
+    for i in gl.static_range(SHAPE.BLOCK_N // SHAPE.BOX):
+        row = gl.sum(gl.where(lanes == i, rows, 0), 0)
+        tma.async_copy_global_to_shared(
+            array, [row, column], barrier, tiles.index(slot).slice(i * SHAPE.BOX, SHAPE.BOX)
+        )
 
 
 @gluon.jit

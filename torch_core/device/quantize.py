@@ -37,8 +37,8 @@ def store_value(x, scale, dtype: tl.constexpr, HAS_SCALE: tl.constexpr):
 
 
 @triton.jit
-def load_scale(scale_ptr, scale):
-    """The factor of a per-tensor scale that was given as a number, or as a pointer to one."""
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr).to(tl.float32)
-    return scale
+def load_scale(scale, value):
+    """The factor of a per-tensor scale that was given as the number `value`, or as a pointer to one."""
+    if scale is not None:
+        value = tl.load(scale).to(tl.float32)
+    return value

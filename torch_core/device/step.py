@@ -23,31 +23,9 @@ def attend_tile(
     columns,
     inside,
     query_pos,
-    num_keys,
-    context,
-    key_base,
-    value_base,
-    key_scales,
-    value_scales,
-    window_left,
-    window_right,
-    attention_chunk,
-    ranges,
-    scale,
-    soft_cap,
-    slopes,
-    qq_bias,
-    qq_bias_size,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    KEY_STRIDES: tl.constexpr,
-    VALUE_STRIDES: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,
-    SCALE_STRIDES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
+    keys,
+    scoring,
+    LAYOUT: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     NUM_RANGES: tl.constexpr,
     MASKED: tl.constexpr,
@@ -63,58 +41,39 @@ def attend_tile(
         columns: the keys of the tile, counted from it.
         inside: keys that may be read; the others count as 0. Not used unless MASKED.
         query_pos: positions of the rows.
-        num_keys: keys of the sequence.
-        context: tokens of the sequence before its first query.
-        key_base, value_base: keys and values, at the sequence's head.
-        key_scales, value_scales: scales per token and head, at the sequence's head, or None.
-        window_left, window_right, attention_chunk, ranges: bounds, None where there is none.
-        scale, soft_cap, slopes, qq_bias, qq_bias_size: what is done to scores, None where nothing is.
-        VALUE_OFFSET: elements from a key row to its value row where both lie in one array, else 0.
+        keys: the Keys of the sequence's head.
+        scoring: the Scoring of the rows.
+        LAYOUT: the KeyLayout.
+        ALIBI_SQRT, NUM_RANGES, MASKED, EXACT: see mask.tile_scores.
 
     Returns:
         The new (acc, row_max, row_sum).
     """
-    keys = position + columns
-    rows = key_rows(key_base, pages, position, columns, KEY_STRIDES, BLOCK_SIZE, PAGED)
-    if VALUE_OFFSET > 0:
+    BLOCK_SIZE: tl.constexpr = LAYOUT.BLOCK_SIZE
+    key_pos = position + columns
+    rows = key_rows(keys.key, pages, position, columns, LAYOUT.KEY_STRIDES, BLOCK_SIZE, LAYOUT.PAGED)
+    if LAYOUT.VALUE_OFFSET > 0:
         # One constant apart from the keys: no address arithmetic of their own.
-        value_rows = rows + VALUE_OFFSET
+        value_rows = rows + LAYOUT.VALUE_OFFSET
     else:
-        value_rows = key_rows(value_base, pages, position, columns, VALUE_STRIDES, BLOCK_SIZE, PAGED)
+        value_rows = key_rows(keys.value, pages, position, columns, LAYOUT.VALUE_STRIDES, BLOCK_SIZE, LAYOUT.PAGED)
     key_factors = None
-    if key_scales is not None:
-        key_factors = token_head_scales(key_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)
-    k = load_tile(rows, inside, HEAD_SIZE, HEAD_PADDED, MASKED).to(q.dtype)
+    if keys.key_scales is not None:
+        key_factors = token_head_scales(keys.key_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
+    k = load_tile(rows, inside, LAYOUT.HEAD_SIZE, LAYOUT.HEAD_PADDED, MASKED).to(q.dtype)
     # Before the softmax, so that widening 8-bit values overlaps the products.
-    v = load_tile(value_rows, inside, VALUE_SIZE, VALUE_PADDED, MASKED).to(q.dtype)
-    if EXACT and HEAD_PADDED > 128:  # noqa: SIM108
+    v = load_tile(value_rows, inside, LAYOUT.VALUE_SIZE, LAYOUT.VALUE_PADDED, MASKED).to(q.dtype)
+    if EXACT and LAYOUT.HEAD_PADDED > 128:
         products = _halved_dot(q, k)
     else:
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores, factor = tile_scores(
-        products,
-        query_pos,
-        keys,
-        num_keys,
-        scale,
-        key_factors,
-        soft_cap,
-        slopes,
-        qq_bias,
-        qq_bias_size,
-        context,
-        window_left,
-        window_right,
-        attention_chunk,
-        ranges,
-        ALIBI_SQRT,
-        NUM_RANGES,
-        MASKED,
-        EXACT,
+        products, query_pos, key_pos, key_factors, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT
     )
     weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, EXACT)
-    if value_scales is not None:
-        weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
+    if keys.value_scales is not None:
+        factors = token_head_scales(keys.value_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
+        weights = weights * factors[None, :]
     if EXACT:
         # Tile by tile: one chain of additions over all keys would lose digits that torch's blocked sums keep. The
         # fused form stops the compiler from turning the sum back into that chain.

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["as_multiplied", "query_tile", "store_rows", "zero_rows"]
+__all__ = ["Output", "RowLayout", "as_multiplied", "query_tile", "store_rows", "zero_rows"]
+
+
+class Output(NamedTuple):
+    """Where finished rows go, and what they are multiplied with on the way.
+
+    Attributes:
+        out: the output.
+        lse: the log-sum-exp of its rows, or None.
+        factor: the scales that are known on the host: the values' scale over the output's.
+        v_scale, out_scale: pointers to the scales that are only on the device, or None.
+    """
+
+    out: Any
+    lse: Any
+    factor: Any
+    v_scale: Any
+    out_scale: Any
+
+
+class RowLayout(NamedTuple):
+    """The layout of an Output, known when compiling.
+
+    Attributes:
+        SIZE: elements of a row.
+        PADDED: the same as a power of two.
+        STRIDES, LSE_STRIDES: strides of (token, head) in elements.
+        LIMIT: where an 8-bit output saturates; 0 for others.
+    """
+
+    SIZE: Any
+    PADDED: Any
+    STRIDES: Any
+    LSE_STRIDES: Any
+    LIMIT: Any
 
 
 @triton.jit
@@ -42,61 +78,35 @@ def as_multiplied(q, key_cache):
 
 
 @triton.jit
-def store_rows(
-    out,
-    lse,
-    values,
-    row_lse,
-    tokens,
-    heads,
-    live,
-    v_scale,
-    out_scale,
-    out_factor,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    OUT_LIMIT: tl.constexpr,
-    STRIDES: tl.constexpr,
-    LSE_STRIDES: tl.constexpr,
-):
-    """Stores finished rows and their log-sum-exp.
-
-    `out_factor` holds the scales that are known on the host: the values' scale over the output's. Scales that are
-    only on the device come as v_scale and out_scale. An OUT_LIMIT other than 0 saturates an 8-bit output.
-    """
-    factor = out_factor
-    if v_scale is not None:
-        factor = factor * tl.load(v_scale)
-    if out_scale is not None:
-        factor = factor / tl.load(out_scale)
+def store_rows(output, values, row_lse, tokens, heads, live, LAYOUT: tl.constexpr):
+    """Stores finished rows and their log-sum-exp in the Output `output`, whose RowLayout is LAYOUT."""
+    factor = output.factor
+    if output.v_scale is not None:
+        factor = factor * tl.load(output.v_scale)
+    if output.out_scale is not None:
+        factor = factor / tl.load(output.out_scale)
     values = values * factor
-    if OUT_LIMIT > 0:
-        values = tl.minimum(tl.maximum(values, -OUT_LIMIT), OUT_LIMIT)
-    dims = tl.arange(0, PADDED)
-    rows = out + tokens.to(tl.int64) * STRIDES[0] + heads * STRIDES[1]
-    mask = live[:, None] & (dims < SIZE)[None, :]
-    tl.store(rows[:, None] + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
-    if lse is not None:
-        tl.store(lse + tokens.to(tl.int64) * LSE_STRIDES[0] + heads * LSE_STRIDES[1], row_lse, mask=live)
+    if LAYOUT.LIMIT > 0:
+        values = tl.minimum(tl.maximum(values, -LAYOUT.LIMIT), LAYOUT.LIMIT)
+    dims = tl.arange(0, LAYOUT.PADDED)
+    rows = output.out + tokens.to(tl.int64) * LAYOUT.STRIDES[0] + heads * LAYOUT.STRIDES[1]
+    mask = live[:, None] & (dims < LAYOUT.SIZE)[None, :]
+    tl.store(rows[:, None] + dims[None, :], values.to(output.out.dtype.element_ty), mask=mask)
+    _store_lse(output, row_lse, tokens, heads, live, LAYOUT)
 
 
 @triton.jit
-def zero_rows(
-    out,
-    lse,
-    tokens,
-    heads,
-    live,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    STRIDES: tl.constexpr,
-    LSE_STRIDES: tl.constexpr,
-):
+def zero_rows(output, tokens, heads, live, LAYOUT: tl.constexpr):
     """Writes what rows without a visible key hold: zeros, and a log-sum-exp of -inf."""
-    dims = tl.arange(0, PADDED)
-    rows = out + tokens.to(tl.int64) * STRIDES[0] + heads * STRIDES[1]
-    zeros = tl.zeros([tokens.shape[0], PADDED], tl.float32).to(out.dtype.element_ty)
-    tl.store(rows[:, None] + dims[None, :], zeros, mask=live[:, None] & (dims < SIZE)[None, :])
-    if lse is not None:
-        empty = tl.full([tokens.shape[0]], float("-inf"), tl.float32)
-        tl.store(lse + tokens.to(tl.int64) * LSE_STRIDES[0] + heads * LSE_STRIDES[1], empty, mask=live)
+    dims = tl.arange(0, LAYOUT.PADDED)
+    rows = output.out + tokens.to(tl.int64) * LAYOUT.STRIDES[0] + heads * LAYOUT.STRIDES[1]
+    zeros = tl.zeros([tokens.shape[0], LAYOUT.PADDED], tl.float32).to(output.out.dtype.element_ty)
+    tl.store(rows[:, None] + dims[None, :], zeros, mask=live[:, None] & (dims < LAYOUT.SIZE)[None, :])
+    _store_lse(output, tl.full([tokens.shape[0]], float("-inf"), tl.float32), tokens, heads, live, LAYOUT)
+
+
+@triton.jit
+def _store_lse(output, row_lse, tokens, heads, live, LAYOUT: tl.constexpr):
+    if output.lse is not None:
+        rows = output.lse + tokens.to(tl.int64) * LAYOUT.LSE_STRIDES[0] + heads * LAYOUT.LSE_STRIDES[1]
+        tl.store(rows, row_lse, mask=live)

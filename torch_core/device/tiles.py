@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["block_of", "key_rows", "load_tile", "offset_in_block", "page_ids", "readable", "token_head_scales"]
+__all__ = [
+    "KeyLayout",
+    "Keys",
+    "block_of",
+    "key_rows",
+    "load_tile",
+    "offset_in_block",
+    "page_ids",
+    "readable",
+    "token_head_scales",
+]
+
+
+class Keys(NamedTuple):
+    """Keys and values of one head of a cache, or of one sequence's dense rows.
+
+    Attributes:
+        key, value: pointers to the first key and value.
+        key_scales, value_scales: pointers to the scales per token of a quantised cache, or None.
+    """
+
+    key: Any
+    value: Any
+    key_scales: Any
+    value_scales: Any
+
+
+class KeyLayout(NamedTuple):
+    """Sizes and strides in elements of keys and values, known when compiling.
+
+    Attributes:
+        HEAD_SIZE, VALUE_SIZE: elements of a key and of a value.
+        HEAD_PADDED, VALUE_PADDED: the same as a power of two.
+        KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES: strides of (block, token, head); a dense array has no blocks.
+        VALUE_OFFSET: elements from a key row to its value row where both lie in one array, else 0.
+        BLOCK_SIZE: tokens of a block.
+        PAGED: keys lie in blocks.
+    """
+
+    HEAD_SIZE: Any
+    HEAD_PADDED: Any
+    VALUE_SIZE: Any
+    VALUE_PADDED: Any
+    KEY_STRIDES: Any
+    VALUE_STRIDES: Any
+    SCALE_STRIDES: Any
+    VALUE_OFFSET: Any
+    BLOCK_SIZE: Any
+    PAGED: Any
 
 
 @triton.jit

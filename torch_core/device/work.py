@@ -38,9 +38,7 @@ def locate_tile(work, query_start_loc, num_seqs, BLOCK_SEQS: tl.constexpr, TILE:
 
 
 @triton.jit
-def chunk_span(
-    seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK: tl.constexpr, MAX_QUERY: tl.constexpr
-):
+def chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK: tl.constexpr, MAX_QUERY: tl.constexpr):
     """The chunks of CHUNK keys that the last `query_len` positions of a sequence can see.
 
     Chunks are counted from key 0, so a sequence is cut at the same places in every batch. Works on scalars and on
@@ -52,10 +50,10 @@ def chunk_span(
     keys = tl.minimum(seq_len, table_tokens)
     first_pos = tl.maximum(seq_len - query_len, 0)
     low = seq_len * 0
-    if window_left is not None:
-        low = tl.maximum(low, first_pos - window_left)
-    if attention_chunk is not None:
-        low = tl.maximum(low, first_pos // attention_chunk * attention_chunk)
+    if bounds.window_left is not None:
+        low = tl.maximum(low, first_pos - bounds.window_left)
+    if bounds.attention_chunk is not None:
+        low = tl.maximum(low, first_pos // bounds.attention_chunk * bounds.attention_chunk)
     first = low // CHUNK
     chunks = tl.maximum((keys + CHUNK - 1) // CHUNK - first, 1)
     return first, tl.where((query_len > 0) & (query_len <= MAX_QUERY), chunks, 0)
@@ -68,8 +66,7 @@ def locate_chunk(
     seq_lens,
     num_seqs,
     table_tokens,
-    window_left,
-    attention_chunk,
+    bounds,
     BLOCK_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
     MAX_QUERY: tl.constexpr,
@@ -84,9 +81,7 @@ def locate_chunk(
     seq = 0
     if BLOCK_SEQS == 1:
         only_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
-        _, total = chunk_span(
-            tl.load(seq_lens), only_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY
-        )  # fmt: skip
+        _, total = chunk_span(tl.load(seq_lens), only_len, table_tokens, bounds, CHUNK, MAX_QUERY)
     else:
         for base in range(0, num_seqs, BLOCK_SEQS):
             seqs = base + tl.arange(0, BLOCK_SEQS)
@@ -94,7 +89,7 @@ def locate_chunk(
             query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
             query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
             seq_len = tl.load(seq_lens + seqs, mask=live, other=0)
-            _, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
+            _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY)
             past = live & (total + tl.cumsum(chunks, 0) <= work)
             seq += tl.sum(past.to(tl.int32), 0)
             before += tl.sum(tl.where(past, chunks, 0), 0)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata.check import block_tables_look_right, check_block_tables, check_written_blocks, row_name
+from torch_core.metadata.check import check_fresh_block_tables, check_written_blocks, first_true, row_name
+from torch_core.metadata.common import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout
-from torch_core.metadata.slots import compute_positions, write_slots
+from torch_core.metadata.slots import write_slots
 from torch_core.metadata.tables import write_tables
 
-__all__ = ["EncoderMetadata", "EncoderRow", "build_encoder_metadata", "encoder_layout"]
+__all__ = ["EncoderRow", "build_encoder_metadata", "encoder_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,6 @@ class EncoderRow:
     block_ids: Sequence[int]
     num_tokens: int
     num_new_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncoderMetadata:
-    """The arrays of cross attention; int32, padded like the decoder's, read-only views of the step's packed buffer.
-
-    Attributes:
-        encoder_seq_lens: [S]; encoder tokens of each sequence, 0 for padding.
-        cross_block_tables: [S, max_encoder_blocks]; their blocks, 0 where unused.
-        cross_slot_mapping: [E]; the slot of each encoder token that is written now, -1 for padding.
-        num_encoder_tokens: real entries of `cross_slot_mapping`.
-        max_encoder_seq_len: an upper bound on `encoder_seq_lens`.
-    """
-
-    encoder_seq_lens: np.ndarray
-    cross_block_tables: np.ndarray
-    cross_slot_mapping: np.ndarray
-    num_encoder_tokens: int
-    max_encoder_seq_len: int
 
 
 def encoder_layout(*, num_seqs: int, num_encoder_tokens: int, max_encoder_blocks: int) -> list[tuple[str, tuple]]:
@@ -114,14 +96,14 @@ def build_encoder_metadata(
         live,
         totals,
         block_size=block_size,
-        seq_ids=lambda: list(seq_ids),
+        seq_ids=lambda: seq_ids,
     )
     tables[count:] = 0
-    if not block_tables_look_right(tables[:count], live, num_blocks):
-        check_block_tables(tables[:count], totals, new, block_size=block_size, num_blocks=num_blocks, seq_ids=seq_ids)
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(new)])
-    positions = compute_positions(starts, totals - new)
-    write_slots(slots, positions, np.repeat(np.arange(count), new), tables, block_size=block_size)
+    check_fresh_block_tables(
+        tables[:count], totals, new, block_size=block_size, num_blocks=num_blocks, seq_ids=lambda: seq_ids
+    )
+    starts = np.concatenate([[0], np.cumsum(new)])
+    write_slots(slots, starts, totals - new, tables, block_size=block_size)
     check_written_blocks(slots[:num_new], new, block_size=block_size, seq_ids=lambda: seq_ids)
     for view in (seq_lens, tables, slots):
         view.setflags(write=False)
@@ -135,9 +117,7 @@ def build_encoder_metadata(
 
 
 def _check_lengths(totals: np.ndarray, new: np.ndarray, seq_ids: Sequence[str | None]) -> None:
-    bad = np.flatnonzero((totals < 1) | (new < 0) | (new > totals))
-    if bad.size:
-        index = int(bad[0])
+    if (index := first_true((totals < 1) | (new < 0) | (new > totals))) is not None:
         raise InvalidInput(
             f"encoder_rows[{index}] has num_tokens {totals[index]} and num_new_tokens {new[index]} for "
             f"{row_name(index, seq_ids)}; the first must be at least 1 and the second from 0 to the first."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from torch_core.errors import InvalidInput
@@ -11,6 +13,7 @@ __all__ = [
     "compute_positions",
     "compute_slot_mapping",
     "compute_slot_mapping_start_idx",
+    "multiples",
     "write_slots",
     "write_uniform_slots",
 ]
@@ -70,9 +73,7 @@ def compute_slot_mapping(
     if padded < num_new:
         raise InvalidInput(f"num_tokens is {padded}; the step has {num_new} new tokens. Pad to at least that many.")
     slots = np.empty(padded, np.int32)
-    sequence = np.repeat(np.arange(query_start_loc.shape[0] - 1), np.diff(query_start_loc))
-    positions = compute_positions(query_start_loc, num_computed_tokens)
-    write_slots(slots, positions, sequence, block_tables, block_size=block_size, start_idx=start_idx)
+    write_slots(slots, query_start_loc, num_computed_tokens, block_tables, block_size=block_size, start_idx=start_idx)
     return slots
 
 
@@ -108,23 +109,25 @@ def compute_slot_mapping_start_idx(
 
 def write_slots(
     out: np.ndarray,
-    positions: np.ndarray,
-    sequence: np.ndarray,
+    query_start_loc: np.ndarray,
+    num_computed_tokens: np.ndarray,
     block_tables: np.ndarray,
     *,
     block_size: int,
     start_idx: np.ndarray | None = None,
-) -> None:
-    """Writes the slots of `positions` in the tables' rows `sequence` to the start of `out`, PAD_SLOT_ID to the rest."""
+) -> np.ndarray:
+    """Writes what `compute_slot_mapping` returns to `out` and returns the positions of the new tokens, int32[T]."""
+    positions = compute_positions(query_start_loc, num_computed_tokens)
+    sequence = np.repeat(np.arange(query_start_loc.shape[0] - 1), np.diff(query_start_loc))
     column, offset = np.divmod(positions, np.int32(block_size))
     slots = block_tables[sequence, column]
     slots *= block_size
     slots += offset
     if start_idx is not None:
         slots[positions < start_idx[sequence]] = PAD_SLOT_ID
-    num_new = positions.shape[0]
-    out[:num_new] = slots
-    out[num_new:] = PAD_SLOT_ID
+    out[: positions.shape[0]] = slots
+    out[positions.shape[0] :] = PAD_SLOT_ID
+    return positions
 
 
 def write_uniform_slots(
@@ -141,7 +144,7 @@ def write_uniform_slots(
     Args:
         out: int32[T], the slot mapping to write.
         positions: int32[T], to write.
-        computed: int64[S], tokens of each row before the step.
+        computed: int32[S], tokens of each row before the step.
         num_new_tokens: of every row, at least 1.
         block_tables: int32[at least S, max_blocks], contiguous.
         block_size: tokens of one block.
@@ -154,20 +157,26 @@ def write_uniform_slots(
         positions[0], out[0] = position, int(block_tables[0, column]) * block_size + offset
         positions[1:], out[1:] = 0, PAD_SLOT_ID
         return
-    first_entry = np.arange(0, num_rows * width, width)
-    where = computed
+    first_entry, where = multiples(width, num_rows), computed
     if num_new_tokens > 1:
-        where = (computed[:, None] + np.arange(num_new_tokens)).reshape(-1)
+        where = (computed[:, None] + np.arange(num_new_tokens, dtype=np.int32)).reshape(-1)
         first_entry = first_entry.repeat(num_new_tokens)
     column = where // block_size
     slots = block_tables.reshape(-1)[first_entry + column]
     # block * size + (position - column * size)
     slots -= column
     slots *= block_size
-    slots += where
     num_new = where.shape[0]
+    np.add(slots, where, out=out[:num_new])
     positions[:num_new] = where
-    out[:num_new] = slots
     if num_new < out.shape[0]:
         positions[num_new:] = 0
         out[num_new:] = PAD_SLOT_ID
+
+
+@lru_cache(maxsize=64)
+def multiples(step: int, count: int) -> np.ndarray:
+    """Returns int64[count], read-only: 0, step, 2 * step and so on; the same array for the same sizes."""
+    values = np.arange(count) * step
+    values.setflags(write=False)
+    return values

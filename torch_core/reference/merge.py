@@ -14,7 +14,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     The lse is `log(exp(lse_a) + exp(lse_b))`, the output `exp(lse_a - lse) out_a + exp(lse_b - lse) out_b`. A state
     with lse -inf is empty: what its output holds is not read. +inf counts as empty too: FlashAttention-2 writes it
     for rows without keys. Two empty states give zeros and -inf. If both parts had the same sink, it counts twice:
-    give sinks to one part only.
+    give it to one part only.
 
     Args:
         out_a: `[num_tokens, num_heads, head_size]`.

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.attention.hopper.loads import load_keys, load_queries_and_values
-from torch_core.attention.hopper.rows import attend_rows, zero_padding
+from torch_core.attention.hopper.rows import attend_rows
+from torch_core.device.hopper_call import Batch, Call, Shape
 from torch_core.device.hopper_items import ITEMS, find_items
+from torch_core.device.hopper_rows import Output, zero_padding
+from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_tiles
+from torch_core.device.mask import Bounds
 
 __all__ = ["hopper_prefill_kernel"]
+
+
+class _Rings(NamedTuple):
+    """The shared memory of a program: its work, and rings of tiles.
+
+    Attributes:
+        items: where the tile of each work item stands.
+        query, key, value: what the copy engine brings.
+        raw: a barrier for values that are zeroed in part before their slot counts as full.
+    """
+
+    items: Any
+    query: Any
+    key: Any
+    value: Any
+    raw: Any
 
 
 @gluon.jit
@@ -56,8 +78,7 @@ def hopper_prefill_kernel(
     KEY_STRIDE: gl.constexpr,
     VALUE_STRIDE: gl.constexpr,
     VALUE_ROW: gl.constexpr,
-    OUT_TOKEN_STRIDE: gl.constexpr,
-    OUT_HEAD_STRIDE: gl.constexpr,
+    OUT_STRIDES: gl.constexpr,
 ):
     """A program of a persistent grid: two or three warpgroups of 64 query rows, two warps that load for them, and one
     that finds their work.
@@ -74,112 +95,59 @@ def hopper_prefill_kernel(
     `block * BLOCK_ROWS + token` (VALUE_ROW more for values of a combined cache) of a paged cache. With PACK, it sees
     the query as [token, head, element], and PACK heads of 64 // PACK tokens are the rows of a warpgroup.
     """
-    TOKENS: gl.constexpr = 64 * WARPGROUPS // PACK
+    SHAPE: gl.constexpr = Shape(
+        NUM_HEADS, GROUP, PACK, HEADS_TOGETHER, HEAD_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, PAGED, BLOCK_SIZE,
+        BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
+    )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
-    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    items = gl.allocate_shared_memory(gl.int32, [ITEMS, 8], words)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    item_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], barrier)
-    item_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], barrier)
-    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_raw = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    items = make_ring(gl.allocate_shared_memory(gl.int32, [ITEMS, 8], words), ITEMS)
+    queries = make_ring(q_tiles, QUERY_STAGES)
+    keys = make_ring(k_tiles, STAGES)
+    values = make_ring(v_tiles, STAGES)
+    raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(ITEMS):
-        mbarrier.init(item_full.index(i), count=1)
-        mbarrier.init(item_empty.index(i), count=WARPGROUPS + 2)
+        open_slot(items, i, WARPGROUPS + 2)
     for i in gl.static_range(QUERY_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=WARPGROUPS)
+        open_slot(queries, i, WARPGROUPS)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
-    mbarrier.init(v_raw, count=1)
-    num_items = count_tiles(query_start_loc, num_seqs, TOKENS, MIN_QUERY) * (NUM_HEADS // PACK)
-    # The language has no starred arguments, and no sums of tuples that hold None.
+        open_slot(keys, i, WARPGROUPS)
+        open_slot(values, i, WARPGROUPS)
+    mbarrier.init(raw, count=1)
+    rings = _Rings(items, queries, keys, values, raw)
+    batch = Batch(query_start_loc, seq_lens, key_start_loc, num_seqs, block_tables, table_stride, table_tokens)
+    num_items = count_tiles(batch, 64 * WARPGROUPS // PACK, MIN_QUERY) * (NUM_HEADS // PACK)
+    output = Output(sinks, out, lse, out_factor)
+    bounds = Bounds(window_left, window_right, None)
+    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items)
+    # The language has no sums of tuples that hold None, or the lists would be one.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend_rows, (
-                    0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, items, q_tiles,
-                    k_tiles, v_tiles, item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, OVERLAP, NUM_HEADS, PACK,
-                    OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
-                )),
-                (attend_rows, (
-                    1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, items, q_tiles,
-                    k_tiles, v_tiles, item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, OVERLAP, NUM_HEADS, PACK,
-                    OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
-                )),
-                (load_keys, (
-                    key_cache, k_tiles, items, item_full, item_empty, k_full, k_empty, block_tables, table_stride,
-                    window_left, window_right, num_items, GROUP, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS,
-                    BOX, PAGED, KEY_STRIDE,
-                )),
-                (load_queries_and_values, (
-                    query, value_cache, q_tiles, v_tiles, items, item_full, item_empty, q_full, q_empty, v_full,
-                    v_empty, v_raw, block_tables, table_stride, window_left, window_right, num_items, GROUP, PACK,
-                    WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, QUERY_STAGES,
-                    QUERY_STRIDE, VALUE_ROW, VALUE_STRIDE,
-                )),
-                (find_items, (
-                    items, item_full, item_empty, seq_lens, query_start_loc, key_start_loc, num_seqs, table_tokens,
-                    num_items, NUM_HEADS, HEADS_TOGETHER, PACK, MIN_QUERY, WARPGROUPS, PAGED,
-                )),
+                (attend_rows, (0, call, rings, SHAPE, OVERLAP)),
+                (attend_rows, (1, call, rings, SHAPE, OVERLAP)),
+                (load_keys, (call, rings, SHAPE)),
+                (load_queries_and_values, (call, rings, SHAPE)),
+                (find_items, (call, rings, SHAPE)),
             ],
             [4, 1, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (attend_rows, (
-                    0, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, items, q_tiles,
-                    k_tiles, v_tiles, item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, OVERLAP, NUM_HEADS, PACK,
-                    OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
-                )),
-                (attend_rows, (
-                    1, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, items, q_tiles,
-                    k_tiles, v_tiles, item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, OVERLAP, NUM_HEADS, PACK,
-                    OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
-                )),
-                (attend_rows, (
-                    2, sinks, out, lse, scale, out_factor, window_left, window_right, num_items, items, q_tiles,
-                    k_tiles, v_tiles, item_full, item_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, OVERLAP, NUM_HEADS, PACK,
-                    OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE,
-                )),
-                (load_keys, (
-                    key_cache, k_tiles, items, item_full, item_empty, k_full, k_empty, block_tables, table_stride,
-                    window_left, window_right, num_items, GROUP, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS,
-                    BOX, PAGED, KEY_STRIDE,
-                )),
-                (load_queries_and_values, (
-                    query, value_cache, q_tiles, v_tiles, items, item_full, item_empty, q_full, q_empty, v_full,
-                    v_empty, v_raw, block_tables, table_stride, window_left, window_right, num_items, GROUP, PACK,
-                    WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED, QUERY_STAGES,
-                    QUERY_STRIDE, VALUE_ROW, VALUE_STRIDE,
-                )),
-                (find_items, (
-                    items, item_full, item_empty, seq_lens, query_start_loc, key_start_loc, num_seqs, table_tokens,
-                    num_items, NUM_HEADS, HEADS_TOGETHER, PACK, MIN_QUERY, WARPGROUPS, PAGED,
-                )),
+                (attend_rows, (0, call, rings, SHAPE, OVERLAP)),
+                (attend_rows, (1, call, rings, SHAPE, OVERLAP)),
+                (attend_rows, (2, call, rings, SHAPE, OVERLAP)),
+                (load_keys, (call, rings, SHAPE)),
+                (load_queries_and_values, (call, rings, SHAPE)),
+                (find_items, (call, rings, SHAPE)),
             ],
             [4, 4, 1, 1, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    zero_padding(
-        out, lse, query_start_loc, num_seqs, num_tokens, NUM_HEADS, HEAD_SIZE, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE
-    )
+        )
+    zero_padding(output, batch, num_tokens, SHAPE)

@@ -7,29 +7,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from torch_core.device.hopper_items import item_count, read_item
-from torch_core.device.hopper_work import box_row, key_span, tile_rows, zero_outside
+from torch_core.device.hopper_work import copy_tile, key_tiles, tile_rows, zero_outside
+from torch_core.device.mask import visible_keys
 
 __all__ = ["load_keys", "load_queries_and_values"]
 
 
 @gluon.jit
-def load_keys(
-    key_cache, k_tiles, items, item_full, item_empty, k_full, k_empty,
-    block_tables, table_stride, window_left, window_right, num_items,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr, PAGED: gl.constexpr,
-    KEY_STRIDE: gl.constexpr,
-):  # fmt: skip
+def load_keys(call, rings, SHAPE: gl.constexpr):
     """One warp: copies the key tiles of each work item, last keys first."""
-    turns = item_count(num_items)
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    STAGES: gl.constexpr = rings.key.full.shape[0]
+    keys = rings.key
+    turns = item_count(call.num_items)
     if turns > 0:
-        _, head, table, low, high, _, base, first_tile, end_tile, boxes = _next_item(
-            0, items, item_full, item_empty, block_tables, table_stride, window_left, window_right, 0, BLOCK_N,
-            BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED,
-        )  # fmt: skip
+        _, head, table, low, high, _, base, first_tile, end_tile, boxes = _next_item(0, call, rings.items, 0, SHAPE)
         step = 0
         for turn in range(turns):
-            column = head // GROUP * KEY_STRIDE
+            column = head // SHAPE.GROUP * SHAPE.KEY_STRIDE
             tiles = end_tile - first_tile
             position = (end_tile - 1) * BLOCK_N
             for i in range(tiles):
@@ -37,64 +32,58 @@ def load_keys(
                 # The table is read one tile ahead, also of the next work item, while this tile waits for its slot.
                 ahead = boxes
                 if i + 1 < tiles:
-                    ahead = tile_rows(
-                        table, position - BLOCK_N, low, high, base, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED
-                    )
+                    ahead = tile_rows(table, position - BLOCK_N, low, high, base, SHAPE)
                 elif turn + 1 < turns:
                     _, head, table, low, high, _, base, first_tile, end_tile, ahead = _next_item(
-                        turn + 1, items, item_full, item_empty, block_tables, table_stride, window_left, window_right,
-                        0, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED,
-                    )  # fmt: skip
-                mbarrier.wait(k_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_SIZE * 2)
-                for j in gl.static_range(BLOCK_N // BOX):
-                    tma.async_copy_global_to_shared(
-                        key_cache, [box_row(boxes, j), column], k_full.index(stage),
-                        k_tiles.index(stage).slice(j * BOX, BOX),
-                    )  # fmt: skip
+                        turn + 1, call, rings.items, 0, SHAPE
+                    )
+                mbarrier.wait(keys.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                copy_tile(call.key_cache, boxes, column, keys.full.index(stage), keys.tiles, stage, SHAPE)
                 boxes = ahead
                 position -= BLOCK_N
                 step += 1
 
 
 @gluon.jit
-def load_queries_and_values(
-    query, value_cache, q_tiles, v_tiles, items, item_full, item_empty, q_full, q_empty, v_full, v_empty, v_raw,
-    block_tables, table_stride, window_left, window_right, num_items,
-    GROUP: gl.constexpr, PACK: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_SIZE: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
-    BOX: gl.constexpr, PAGED: gl.constexpr, QUERY_STAGES: gl.constexpr, QUERY_STRIDE: gl.constexpr,
-    VALUE_ROW: gl.constexpr, VALUE_STRIDE: gl.constexpr,
-):  # fmt: skip
+def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
     """One warp: copies the query tile of each work item and its value tiles; zeros what no key of the sequence owns.
 
     Values are needed later than keys, so that it is the one to wait for the room of a query tile.
     """
-    turns = item_count(num_items)
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    BOX: gl.constexpr = SHAPE.BOX
+    HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
+    PACK: gl.constexpr = SHAPE.PACK
+    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
+    QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
+    STAGES: gl.constexpr = rings.value.full.shape[0]
+    queries = rings.query
+    values = rings.value
+    raw = rings.raw
+    turns = item_count(call.num_items)
     if turns > 0:
         first_row, head, table, low, high, num_keys, base, first_tile, end_tile, boxes = _next_item(
-            0, items, item_full, item_empty, block_tables, table_stride, window_left, window_right, VALUE_ROW,
-            BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED,
-        )  # fmt: skip
+            0, call, rings.items, SHAPE.VALUE_ROW, SHAPE
+        )
         step = 0
         raw_phase = 0
         for turn in range(turns):
             slot = turn % QUERY_STAGES
-            mbarrier.wait(q_empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(slot), 64 * WARPGROUPS * HEAD_SIZE * 2)
+            mbarrier.wait(queries.empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
+            mbarrier.expect(queries.full.index(slot), 64 * WARPGROUPS * HEAD_SIZE * 2)
             for i in gl.static_range(WARPGROUPS):
                 if PACK == 1:
                     tma.async_copy_global_to_shared(
-                        query, [first_row + i * 64, head * QUERY_STRIDE], q_full.index(slot),
-                        q_tiles.index(slot * WARPGROUPS + i),
+                        call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
+                        queries.tiles.index(slot * WARPGROUPS + i),
                     )  # fmt: skip
                 else:
                     # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
                     tma.async_copy_global_to_shared(
-                        query, [first_row + i * (64 // PACK), head, 0], q_full.index(slot),
-                        q_tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
+                        call.query, [first_row + i * (64 // PACK), head, 0], queries.full.index(slot),
+                        queries.tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
                     )  # fmt: skip
-            column = head // GROUP * VALUE_STRIDE
+            column = head // SHAPE.GROUP * SHAPE.VALUE_STRIDE
             tiles = end_tile - first_tile
             position = (end_tile - 1) * BLOCK_N
             for i in range(tiles):
@@ -103,56 +92,40 @@ def load_queries_and_values(
                 zero_from = num_keys - position
                 # Boxes that reach out of the sequence: of its last tile, and of the first one in a window.
                 ragged = (position + BLOCK_N >= high) & ((high + BOX - 1) // BOX * BOX > num_keys)
-                if window_left is not None:
+                if call.bounds.window_left is not None:
                     ragged = ragged | ((position <= low) & (low % BOX != 0))
                 ahead = boxes
                 if i + 1 < tiles:
-                    ahead = tile_rows(
-                        table, position - BLOCK_N, low, high, base, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED
-                    )
+                    ahead = tile_rows(table, position - BLOCK_N, low, high, base, SHAPE)
                 elif turn + 1 < turns:
                     first_row, head, table, low, high, num_keys, base, first_tile, end_tile, ahead = _next_item(
-                        turn + 1, items, item_full, item_empty, block_tables, table_stride, window_left, window_right,
-                        VALUE_ROW, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED,
-                    )  # fmt: skip
-                mbarrier.wait(v_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                        turn + 1, call, rings.items, SHAPE.VALUE_ROW, SHAPE
+                    )
+                mbarrier.wait(values.empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 if ragged:
-                    mbarrier.expect(v_raw, BLOCK_N * HEAD_SIZE * 2)
-                    for j in gl.static_range(BLOCK_N // BOX):
-                        tma.async_copy_global_to_shared(
-                            value_cache, [box_row(boxes, j), column], v_raw, v_tiles.index(stage).slice(j * BOX, BOX)
-                        )
-                    mbarrier.wait(v_raw, raw_phase)
+                    copy_tile(call.value_cache, boxes, column, raw, values.tiles, stage, SHAPE)
+                    mbarrier.wait(raw, raw_phase)
                     raw_phase ^= 1
-                    zero_outside(v_tiles.index(stage), zero_below, zero_from, BLOCK_N, HEAD_SIZE)
+                    zero_outside(values.tiles.index(stage), zero_below, zero_from, BLOCK_N, HEAD_SIZE)
                     fence_async_shared()
-                    mbarrier.arrive(v_full.index(stage), count=1)
+                    mbarrier.arrive(values.full.index(stage), count=1)
                 else:
-                    mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_SIZE * 2)
-                    for j in gl.static_range(BLOCK_N // BOX):
-                        tma.async_copy_global_to_shared(
-                            value_cache, [box_row(boxes, j), column], v_full.index(stage),
-                            v_tiles.index(stage).slice(j * BOX, BOX),
-                        )  # fmt: skip
+                    copy_tile(call.value_cache, boxes, column, values.full.index(stage), values.tiles, stage, SHAPE)
                 boxes = ahead
                 position -= BLOCK_N
                 step += 1
 
 
 @gluon.jit
-def _next_item(
-    turn, items, item_full, item_empty, block_tables, table_stride, window_left, window_right,
-    BASE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, BOX: gl.constexpr,
-    PAGED: gl.constexpr,
-):  # fmt: skip
+def _next_item(turn, call, items, BASE: gl.constexpr, SHAPE: gl.constexpr):
     """The work item of a turn: (query row, head, table, low, high, keys, base row, first tile, end tile, boxes)."""
-    first_row, tokens, first_pos, num_keys, head, seq, first_key = read_item(items, item_full, item_empty, turn)
-    low, high = key_span(first_pos, first_pos + tokens - 1, num_keys, window_left, window_right)
-    first_tile = low // BLOCK_N
-    end_tile = gl.maximum((high + BLOCK_N - 1) // BLOCK_N, first_tile + 1)
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    first_row, tokens, first_pos, num_keys, head, seq, first_key = read_item(items, turn)
+    low, high = visible_keys(first_pos, first_pos + tokens - 1, num_keys, call.bounds, 0)
+    first_tile, end_tile = key_tiles(low, high, SHAPE)
     base = first_key + BASE
     table = first_key
-    if PAGED:
-        table = block_tables + seq.to(gl.int64) * table_stride
-    boxes = tile_rows(table, (end_tile - 1) * BLOCK_N, low, high, base, BLOCK_N, BLOCK_SIZE, BLOCK_ROWS, BOX, PAGED)
+    if SHAPE.PAGED:
+        table = call.batch.block_tables + seq.to(gl.int64) * call.batch.table_stride
+    boxes = tile_rows(table, (end_tile - 1) * BLOCK_N, low, high, base, SHAPE)
     return first_row, head, table, low, high, num_keys, base, first_tile, end_tile, boxes

@@ -17,7 +17,6 @@ from torch_core.specs import ArraySpec
 __all__ = ["hopper_launch"]
 
 _PACKED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def hopper_launch(
@@ -31,7 +30,7 @@ def hopper_launch(
     """Plans hopper_prefill_kernel for a call's rows and padding; None where the portable kernel serves them.
 
     The Hopper kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, a positive scale, causal and window
-    masks, sinks, and scales that are numbers; strides and alignments that the copy engine can follow.
+    masks, a sink for each head, and scales that are numbers; strides and alignments that the copy engine can follow.
 
     Args:
         call: the call.
@@ -82,7 +81,6 @@ def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
         is_copied(call, limits)
         and call.query.dtype in ("bfloat16", "float16")
         and keys(call).dtype == output(call).dtype == call.query.dtype
-        and not any(isinstance(getattr(call, name, None), ArraySpec) for name in _SCALES)
     )
 
 

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.attention.hopper.rows import zero_padding
 from torch_core.attention.hopper_fp8.loads import load_fp8_queries_and_keys, load_fp8_values
-from torch_core.attention.hopper_fp8.rows import attend_fp8_rows
+from torch_core.attention.hopper_fp8.rows import Scales, attend_fp8_rows
 from torch_core.attention.hopper_fp8.transpose import transpose_values
+from torch_core.device.hopper_call import Batch, Call, Shape
+from torch_core.device.hopper_rows import Output, zero_padding
+from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_tiles
+from torch_core.device.mask import Bounds
 
 __all__ = ["hopper_fp8_prefill_kernel"]
+
+
+class _Rings(NamedTuple):
+    """The shared memory of a program: rings of tiles.
+
+    Attributes:
+        query, key: what the copy engine brings.
+        told: where the query tile of each slot stands.
+        raw: values as they lie in the cache.
+        raw_bounds: which rows of each of their slots are keys of the sequence.
+        value: values transposed.
+    """
+
+    query: Any
+    told: Any
+    key: Any
+    raw: Any
+    raw_bounds: Any
+    value: Any
 
 
 @gluon.jit
@@ -57,8 +80,7 @@ def hopper_fp8_prefill_kernel(
     KEY_STRIDE: gl.constexpr,
     VALUE_STRIDE: gl.constexpr,
     VALUE_ROW: gl.constexpr,
-    OUT_TOKEN_STRIDE: gl.constexpr,
-    OUT_HEAD_STRIDE: gl.constexpr,
+    OUT_STRIDES: gl.constexpr,
 ):
     """A program of a persistent grid: two warpgroups of 64 query rows, one that transposes values, two warps that load.
 
@@ -77,71 +99,47 @@ def hopper_fp8_prefill_kernel(
     """
     WARPGROUPS: gl.constexpr = 2
     BLOCK_N: gl.constexpr = 128
+    SHAPE: gl.constexpr = Shape(
+        NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
+        BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
+    )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=8, rank=2)
     v_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
     raw_tiles = gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, HEAD_SIZE], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, HEAD_SIZE, BLOCK_N], v_layout)
-    info_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    info = gl.allocate_shared_memory(gl.int32, [QUERY_STAGES, 8], info_layout)
-    bounds = gl.allocate_shared_memory(gl.int32, [RAW_STAGES, 8], info_layout)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_STAGES, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    raw_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], barrier)
-    raw_empty = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    told = gl.allocate_shared_memory(gl.int32, [QUERY_STAGES, 8], words)
+    raw_bounds = gl.allocate_shared_memory(gl.int32, [RAW_STAGES, 8], words)
+    queries = make_ring(q_tiles, QUERY_STAGES)
+    keys = make_ring(k_tiles, STAGES)
+    raw = make_ring(raw_tiles, RAW_STAGES)
+    values = make_ring(v_tiles, STAGES)
     for i in gl.static_range(QUERY_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=WARPGROUPS)
+        open_slot(queries, i, WARPGROUPS)
     for i in gl.static_range(RAW_STAGES):
-        mbarrier.init(raw_full.index(i), count=1)
-        mbarrier.init(raw_empty.index(i), count=1)
+        open_slot(raw, i, 1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=WARPGROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=WARPGROUPS)
-    num_items = count_tiles(query_start_loc, num_seqs, 64 * WARPGROUPS, MIN_QUERY) * NUM_HEADS
+        open_slot(keys, i, WARPGROUPS)
+        open_slot(values, i, WARPGROUPS)
+    rings = _Rings(queries, told, keys, raw, raw_bounds, values)
+    batch = Batch(query_start_loc, seq_lens, None, num_seqs, block_tables, table_stride, table_tokens)
+    num_items = count_tiles(batch, 64 * WARPGROUPS, MIN_QUERY) * NUM_HEADS
+    output = Output(sinks, out, lse, out_factor)
+    bounds = Bounds(window_left, window_right, None)
+    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items)
+    scales = Scales(q_scale, k_scale, v_scale)
     gl.warp_specialize(
         [
-            (attend_fp8_rows, (
-                0, sinks, q_scale, k_scale, v_scale, out, lse, scale, out_factor, window_left, window_right, num_items,
-                q_tiles, info, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS,
-                HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE,
-                OUT_HEAD_STRIDE,
-            )),
-            (attend_fp8_rows, (
-                1, sinks, q_scale, k_scale, v_scale, out, lse, scale, out_factor, window_left, window_right, num_items,
-                q_tiles, info, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, WARPGROUPS,
-                HEAD_SIZE, STAGES, QUERY_STAGES, PING_PONG, PROMOTE, NUM_HEADS, OUT_TOKEN_STRIDE,
-                OUT_HEAD_STRIDE,
-            )),
-            (transpose_values, (
-                raw_tiles, bounds, v_tiles, raw_full, raw_empty, v_full, v_empty, num_items, HEAD_SIZE, RAW_STAGES,
-                STAGES,
-            )),
-            (load_fp8_queries_and_keys, (
-                query, key_cache, q_tiles, info, k_tiles, q_full, q_empty, k_full, k_empty, block_tables, seq_lens,
-                query_start_loc, num_seqs, table_stride, table_tokens, window_left, window_right, num_items, NUM_HEADS,
-                HEADS_TOGETHER, GROUP, MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX,
-                QUERY_STAGES, QUERY_STRIDE, KEY_STRIDE,
-            )),
-            (load_fp8_values, (
-                value_cache, raw_tiles, bounds, raw_full, raw_empty, block_tables, seq_lens, query_start_loc, num_seqs,
-                table_stride, table_tokens, window_left, window_right, num_items, NUM_HEADS, HEADS_TOGETHER, GROUP,
-                MIN_QUERY, WARPGROUPS, BLOCK_N, HEAD_SIZE, RAW_STAGES, BLOCK_SIZE, BLOCK_ROWS, BOX, VALUE_ROW,
-                VALUE_STRIDE,
-            )),
+            (attend_fp8_rows, (0, call, scales, rings, SHAPE, PROMOTE)),
+            (attend_fp8_rows, (1, call, scales, rings, SHAPE, PROMOTE)),
+            (transpose_values, (call, rings, SHAPE)),
+            (load_fp8_queries_and_keys, (call, rings, SHAPE)),
+            (load_fp8_values, (call, rings, SHAPE)),
         ],
         [4, 4, 1, 1],
         [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
-    zero_padding(
-        out, lse, query_start_loc, num_seqs, num_tokens, NUM_HEADS, HEAD_SIZE, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE
     )
+    zero_padding(output, batch, num_tokens, SHAPE)

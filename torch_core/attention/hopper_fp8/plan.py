@@ -26,8 +26,8 @@ def hopper_fp8_launch(
     """Plans hopper_fp8_prefill_kernel for a call's long queries and padding; None where other kernels serve them.
 
     The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64 and 128, a
-    positive scale, causal and window masks, sinks, scales of queries, keys and values; strides and alignments that the
-    copy engine can follow. Scales are positive, as what a unit of a quantised array is worth always is.
+    positive scale, causal and window masks, a sink for each head, scales of queries, keys and values; strides and
+    alignments that the copy engine can follow. Scales are positive, as what a unit of a quantised array is worth is.
 
     Args:
         call: the call.

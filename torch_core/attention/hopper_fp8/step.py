@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from torch_core.attention.hopper.step import mask_scores, pass_turn, ring_slot, take_turn
+from torch_core.device.hopper_rows import mask_scores
+from torch_core.device.hopper_turns import pass_turn, ring_slot, take_turn
 
 __all__ = ["FP8_WEIGHT_BITS", "add_product", "attend_fp8_tile", "fp8_softmax_step", "pack_fp8_weights", "weigh_values"]
 
@@ -36,30 +37,31 @@ def fp8_softmax_step(s, row_max, row_sum, scale, first, last, MASKED: gl.constex
 
 @gluon.jit
 def attend_fp8_tile(
-    q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, weights, acc, keep, row_max, row_sum, scale, first,
-    last, OWN: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    q, rings, step, weights, acc, keep, row_max, row_sum, scale, first, last, OWN: gl.constexpr, SHAPE: gl.constexpr,
     PROMOTE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The scores of key tile `step`, while the values of the tile before are still being weighed.
 
     With PROMOTE, `keep` is the factor that `acc` still lacks before the values of the tile before are added.
     """
-    stage, phase = ring_slot(step, STAGES)
-    before, phase_before = ring_slot(step - 1, STAGES)
+    keys = rings.key
+    values = rings.value
+    stage, phase = ring_slot(keys, step)
+    before, phase_before = ring_slot(values, step - 1)
     zeros = gl.zeros([64, 128], gl.float32, S_LAYOUT)
-    mbarrier.wait(k_full.index(stage), phase)
-    mbarrier.wait(v_full.index(before), phase_before)
-    if PING_PONG:
+    mbarrier.wait(keys.full.index(stage), phase)
+    mbarrier.wait(values.full.index(before), phase_before)
+    if SHAPE.PING_PONG:
         take_turn(OWN)
-    s = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    product = weigh_values(weights, v_tiles.index(before), acc, PROMOTE)
-    if PING_PONG:
-        pass_turn(OWN, WARPGROUPS)
+    s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    product = weigh_values(weights, values.tiles.index(before), acc, PROMOTE)
+    if SHAPE.PING_PONG:
+        pass_turn(OWN, SHAPE.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(keys.empty.index(stage), count=1)
     weights, new_keep, row_max, row_sum = fp8_softmax_step(s, row_max, row_sum, scale, first, last, MASKED, LEFT)
     product, weights = warpgroup_mma_wait(0, deps=(product, weights))
-    mbarrier.arrive(v_empty.index(before), count=1)
+    mbarrier.arrive(values.empty.index(before), count=1)
     acc = add_product(acc, keep, product, PROMOTE)
     if not PROMOTE:
         acc = acc * gl.convert_layout(new_keep, gl.SliceLayout(1, acc.type.layout))[:, None]

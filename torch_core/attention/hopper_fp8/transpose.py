@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from torch_core.attention.hopper.step import ring_slot
+from torch_core.device.hopper_turns import ring_slot
 
 __all__ = ["transpose_values"]
 
@@ -55,10 +55,7 @@ _NARROW_WORDS = gl.constexpr(
 
 
 @gluon.jit
-def transpose_values(
-    raw_tiles, bounds, v_tiles, raw_full, raw_empty, v_full, v_empty, num_items,
-    HEAD_SIZE: gl.constexpr, RAW_STAGES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def transpose_values(call, rings, SHAPE: gl.constexpr):
     """Four warps: tiles [128 keys, head] to tiles [head, 128 keys], zero where no key of the sequence is.
 
     The weight of such a row is 0, but 0 * NaN of unwritten memory is NaN.
@@ -67,33 +64,36 @@ def transpose_values(
     is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `pack_fp8_weights` has the
     same order.
     """
+    HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
+    raw = rings.raw
+    values = rings.value
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     raw_layout: gl.constexpr = _WIDE_RAW if HEAD_SIZE == 128 else _NARROW_RAW
     v_layout: gl.constexpr = _WIDE_TURNED if HEAD_SIZE == 128 else _NARROW_TURNED
-    raw_words = raw_tiles._reinterpret(gl.int32, [RAW_STAGES, 32 * HEAD_SIZE], raw_layout)
-    v_words = v_tiles._reinterpret(gl.int32, [STAGES, 32 * HEAD_SIZE], v_layout)
+    raw_words = raw.tiles._reinterpret(gl.int32, [raw.full.shape[0], 32 * HEAD_SIZE], raw_layout)
+    v_words = values.tiles._reinterpret(gl.int32, [values.full.shape[0], 32 * HEAD_SIZE], v_layout)
     fields = gl.arange(0, 8, layout=INFO_LAYOUT)
     programs = gl.num_programs(0)
     step = 0
-    for turn in range((num_items + programs - 1) // programs):
+    for turn in range((call.num_items + programs - 1) // programs):
         place = gl.program_id(0)
         place = gl.where(turn % 2 == 0, place, programs - 1 - place)
-        if turn * programs + place < num_items:
-            raw_stage, raw_phase = ring_slot(step, RAW_STAGES)
-            mbarrier.wait(raw_full.index(raw_stage), raw_phase)
-            told = bounds.index(raw_stage).load(INFO_LAYOUT)
+        if turn * programs + place < call.num_items:
+            raw_stage, raw_phase = ring_slot(raw, step)
+            mbarrier.wait(raw.full.index(raw_stage), raw_phase)
+            told = rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT)
             for _ in range(gl.sum(gl.where(fields == 2, told, 0), 0)):
-                raw_stage, raw_phase = ring_slot(step, RAW_STAGES)
-                stage, phase = ring_slot(step, STAGES)
-                mbarrier.wait(raw_full.index(raw_stage), raw_phase)
-                told = bounds.index(raw_stage).load(INFO_LAYOUT)
+                raw_stage, raw_phase = ring_slot(raw, step)
+                stage, phase = ring_slot(values, step)
+                mbarrier.wait(raw.full.index(raw_stage), raw_phase)
+                told = rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT)
                 first = gl.sum(gl.where(fields == 0, told, 0), 0)
                 end = gl.sum(gl.where(fields == 1, told, 0), 0)
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                mbarrier.wait(values.empty.index(stage), phase ^ 1)
                 _transpose_tile(raw_words.index(raw_stage), v_words.index(stage), first, end, HEAD_SIZE)
                 fence_async_shared()
-                mbarrier.arrive(v_full.index(stage), count=1)
-                mbarrier.arrive(raw_empty.index(raw_stage), count=1)
+                mbarrier.arrive(values.full.index(stage), count=1)
+                mbarrier.arrive(raw.empty.index(raw_stage), count=1)
                 step += 1
 
 

@@ -10,14 +10,14 @@ from torch_core.device.quantize import load_scale, saturate_to
 
 @triton.jit
 def merge_states_kernel(
-    out_a_ptr,
-    lse_a_ptr,
-    out_b_ptr,
-    lse_b_ptr,
-    out_scale_ptr,
-    out_ptr,
-    lse_ptr,
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
     out_scale,
+    out,
+    lse,
+    out_scale_value,
     num_rows,
     num_tokens_a,
     out_a_token_stride,
@@ -47,26 +47,26 @@ def merge_states_kernel(
     mask = live[:, None] & (element < HEAD_SIZE)[None, :]
     lse_a_offset = token * lse_a_token_stride + head * lse_a_head_stride
     lse_b_offset = token * lse_b_token_stride + head * lse_b_head_stride
-    lse_a = tl.load(lse_a_ptr + lse_a_offset, mask=live & (token < num_tokens_a), other=float("-inf"))
-    lse_b = tl.load(lse_b_ptr + lse_b_offset, mask=live, other=float("-inf"))
+    a = tl.load(lse_a + lse_a_offset, mask=live & (token < num_tokens_a), other=float("-inf"))
+    b = tl.load(lse_b + lse_b_offset, mask=live, other=float("-inf"))
     # FlashAttention-2 reports +inf for a row without keys, FlashAttention-3 -inf (vLLM pull request 15492).
-    lse_a = tl.where(lse_a == float("inf"), float("-inf"), lse_a)
-    lse_b = tl.where(lse_b == float("inf"), float("-inf"), lse_b)
-    top = tl.maximum(lse_a, lse_b)
+    a = tl.where(a == float("inf"), float("-inf"), a)
+    b = tl.where(b == float("inf"), float("-inf"), b)
+    top = tl.maximum(a, b)
     base = tl.where(top == float("-inf"), 0.0, top)
-    weight_a = tl.exp(lse_a - base)
-    weight_b = tl.exp(lse_b - base)
+    weight_a = tl.exp(a - base)
+    weight_b = tl.exp(b - base)
     total = weight_a + weight_b
-    lse = tl.where(total > 0.0, base + tl.log(total), float("-inf"))
+    merged_lse = tl.where(total > 0.0, base + tl.log(total), float("-inf"))
     divisor = tl.where(total > 0.0, total, 1.0)
     # What an empty state holds is not read: zero times NaN would still be NaN.
     out_a_offset = (token * out_a_token_stride + head * out_a_head_stride)[:, None] + element[None, :]
     out_b_offset = (token * out_b_token_stride + head * out_b_head_stride)[:, None] + element[None, :]
-    out_a = tl.load(out_a_ptr + out_a_offset, mask=mask & (weight_a > 0.0)[:, None], other=0.0).to(tl.float32)
-    out_b = tl.load(out_b_ptr + out_b_offset, mask=mask & (weight_b > 0.0)[:, None], other=0.0).to(tl.float32)
-    out = out_a * (weight_a / divisor)[:, None] + out_b * (weight_b / divisor)[:, None]
+    rows_a = tl.load(out_a + out_a_offset, mask=mask & (weight_a > 0.0)[:, None], other=0.0).to(tl.float32)
+    rows_b = tl.load(out_b + out_b_offset, mask=mask & (weight_b > 0.0)[:, None], other=0.0).to(tl.float32)
+    merged = rows_a * (weight_a / divisor)[:, None] + rows_b * (weight_b / divisor)[:, None]
     if HAS_SCALE:
-        out = tl.div_rn(out, tl.broadcast_to(load_scale(out_scale_ptr, out_scale), out.shape))
+        merged = tl.div_rn(merged, tl.broadcast_to(load_scale(out_scale, out_scale_value), merged.shape))
     out_offset = (token * out_token_stride + head * out_head_stride)[:, None] + element[None, :]
-    tl.store(out_ptr + out_offset, saturate_to(out, out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse, mask=live)
+    tl.store(out + out_offset, saturate_to(merged, out.dtype.element_ty), mask=mask)
+    tl.store(lse + token * lse_token_stride + head * lse_head_stride, merged_lse, mask=live)

@@ -23,9 +23,9 @@ def plan_merge(call: MergeCall[ArraySpec]) -> OperationPlan:
     rows = max(1, min(16, 2048 // padded))
     limit = num_tokens if call.num_tokens_a is None else call.num_tokens_a
     known: dict[str, Argument] = {
-        **{f"{name}_ptr": Pointer(name) for name in _ARRAYS},
-        "out_scale_ptr": scale_pointer("out_scale", call.out_scale),
-        "out_scale": scale_value(call.out_scale),
+        **{name: Pointer(name) for name in _ARRAYS},
+        "out_scale": scale_pointer("out_scale", call.out_scale),
+        "out_scale_value": scale_value(call.out_scale),
         "num_rows": Scalar(num_tokens * num_heads, "i64", specialize=False),
         "num_tokens_a": Scalar(limit, "i32", specialize=False),
     }

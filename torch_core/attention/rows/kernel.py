@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.mask import fully_visible_keys, visible_keys
+from torch_core.device.mask import Bounds, Scoring, fully_visible_keys, visible_keys
 from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
-from torch_core.device.store import as_multiplied, query_tile, store_rows, zero_rows
-from torch_core.device.tiles import page_ids, readable
+from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
+from torch_core.device.tiles import KeyLayout, Keys, page_ids, readable
 from torch_core.device.work import locate_tile
 
 __all__ = ["attention_rows_kernel"]
@@ -29,11 +29,11 @@ def attention_rows_kernel(
     q_scale,
     k_scale,
     v_scale,
-    key_scales,
-    value_scales,
+    k_scale_cache,
+    v_scale_cache,
     mm_prefix_range,
     qq_bias,
-    causal_flags,
+    seq_causal,
     out_scale,
     out,
     lse,
@@ -97,11 +97,13 @@ def attention_rows_kernel(
     in_group = head_program % HEAD_GROUPS * PACK + rows % PACK
     heads = kv_head * GROUP + in_group
     live_rows = (rows < TOKENS * PACK) & (in_group < GROUP)
+    output = Output(out, lse, out_factor, v_scale, out_scale)
+    OUT_LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
 
     if tile >= total:
         padded = tl.load(query_start_loc + num_seqs) + (tile - total) * TOKENS + rows // PACK
         live = live_rows & (padded < num_tokens)
-        zero_rows(out, lse, padded, heads, live, VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES)
+        zero_rows(output, padded, heads, live, OUT_LAYOUT)
         return
 
     query_start = tl.load(query_start_loc + seq)
@@ -133,8 +135,8 @@ def attention_rows_kernel(
         scale *= tl.load(q_scale)
     if k_scale is not None:
         scale *= tl.load(k_scale)
-    if causal_flags is not None:
-        window_right = tl.where(tl.load(causal_flags + seq) != 0, 0, window_right)
+    if seq_causal is not None:
+        window_right = tl.where(tl.load(seq_causal + seq) != 0, 0, window_right)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=live_rows, other=0.0).to(tl.float32)
@@ -142,14 +144,19 @@ def attention_rows_kernel(
     if mm_prefix_range is not None:
         ranges = mm_prefix_range + seq * (2 * NUM_RANGES)
 
-    key_scale_base = key_scales
-    value_scale_base = value_scales
-    if key_scales is not None:
-        key_scale_base = key_scales + kv_head * SCALE_STRIDES[2]
-        value_scale_base = value_scales + kv_head * SCALE_STRIDES[2]
+    if k_scale_cache is not None:
+        k_scale_cache += kv_head * SCALE_STRIDES[2]
+        v_scale_cache += kv_head * SCALE_STRIDES[2]
 
-    low, high = visible_keys(first_pos, last_pos, num_keys, window_left, window_right, attention_chunk, NUM_RANGES)
-    full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, window_left, window_right, attention_chunk)
+    keys = Keys(key_base, value_base, k_scale_cache, v_scale_cache)
+    KEY_LAYOUT: tl.constexpr = KeyLayout(
+        HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, VALUE_OFFSET,
+        BLOCK_SIZE, PAGED,
+    )  # fmt: skip
+    bounds = Bounds(window_left, window_right, attention_chunk)
+    scoring = Scoring(scale, soft_cap, slopes, qq_bias, qq_bias_size, context, bounds, ranges, num_keys)
+    low, high = visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES)
+    full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, bounds)
     # Tile borders: [start, body_start) and [body_end, high) are the edges.
     start = low // BLOCK_N * BLOCK_N
     end = (high + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -177,11 +184,8 @@ def attention_rows_kernel(
         if PAGED:
             pages = page_ids(block_table, position + BLOCK_N + columns, None, body_end, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, current, position, columns, columns >= 0, query_pos, num_keys, context,
-            key_base, value_base, key_scale_base, value_scale_base, window_left, window_right, attention_chunk, ranges,
-            scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED,
-            KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED, ALIBI_SQRT, NUM_RANGES, False,
-            EXACT,
+            q, acc, row_max, row_sum, current, position, columns, columns >= 0, query_pos, keys, scoring, KEY_LAYOUT,
+            ALIBI_SQRT, NUM_RANGES, False, EXACT,
         )  # fmt: skip
 
     left_tiles = (body_start - start) // BLOCK_N
@@ -189,20 +193,14 @@ def attention_rows_kernel(
     for i in tl.range(0, edge_tiles, num_stages=STAGES):
         position = tl.where(i < left_tiles, start, body_end - left_tiles * BLOCK_N) + i * BLOCK_N
         position = tl.multiple_of(position, BLOCK_N)
-        keys = position + columns
+        key_pos = position + columns
         pages = columns
         if PAGED:
-            pages = page_ids(block_table, keys, low, high, BLOCK_SIZE)
+            pages = page_ids(block_table, key_pos, low, high, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, pages, position, columns, readable(keys, low, high), query_pos, num_keys,
-            context, key_base, value_base, key_scale_base, value_scale_base, window_left, window_right,
-            attention_chunk, ranges, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
-            VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, PAGED,
-            ALIBI_SQRT, NUM_RANGES, True, EXACT,
+            q, acc, row_max, row_sum, pages, position, columns, readable(key_pos, low, high), query_pos, keys, scoring,
+            KEY_LAYOUT, ALIBI_SQRT, NUM_RANGES, True, EXACT,
         )  # fmt: skip
 
     inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)
-    store_rows(
-        out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale, out_factor,
-        VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
-    )  # fmt: skip
+    store_rows(output, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, OUT_LAYOUT)

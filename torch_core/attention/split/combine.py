@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.mask import Bounds
 from torch_core.device.softmax import finish_rows, rescale
-from torch_core.device.store import store_rows
+from torch_core.device.store import Output, RowLayout, store_rows
 from torch_core.device.work import chunk_span
 
 __all__ = ["attention_combine_kernel"]
@@ -48,7 +49,8 @@ def attention_combine_kernel(
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
-    _, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
+    bounds = Bounds(window_left, None, attention_chunk)
+    _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY)
     index = tl.program_id(0) % MAX_QUERY
     if (chunks <= 1) | (index >= query_len):
         return
@@ -82,7 +84,6 @@ def attention_combine_kernel(
         heads >= 0,
         EXACT,
     )
-    store_rows(
-        out, lse, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, v_scale,
-        out_scale, out_factor, VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
-    )  # fmt: skip
+    output = Output(out, lse, out_factor, v_scale, out_scale)
+    LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
+    store_rows(output, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, LAYOUT)

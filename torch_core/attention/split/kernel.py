@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from torch_core.attention.split.pairs import as_pairs, attend_pairs, interleave, split_pairs
-from torch_core.device.mask import visible_keys
+from torch_core.device.mask import Bounds, Scoring, visible_keys
 from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
-from torch_core.device.store import as_multiplied, query_tile, store_rows, zero_rows
-from torch_core.device.tiles import page_ids, readable
+from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
+from torch_core.device.tiles import KeyLayout, Keys, page_ids, readable
 from torch_core.device.work import chunk_span, locate_chunk
 
 __all__ = ["attention_split_kernel"]
@@ -33,10 +33,10 @@ def attention_split_kernel(
     q_scale,
     k_scale,
     v_scale,
-    key_scales,
-    value_scales,
+    k_scale_cache,
+    v_scale_cache,
     qq_bias,
-    causal_flags,
+    seq_causal,
     out_scale,
     out,
     lse,
@@ -90,7 +90,7 @@ def attention_split_kernel(
     MAX_QUERY query rows are left to another kernel. A sequence with one chunk is finished here; the others leave
     their running softmax in partial_out[row, chunk, head, :], partial_max[row, chunk, head] and partial_sum, row =
     sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last chunk
-    zero the rows of padded tokens. With PAIRS, 8-bit keys and values are read two at a time, see attention_pairs.
+    zero the rows of padded tokens. With PAIRS, 8-bit keys and values are read two at a time, see split.pairs.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
@@ -104,16 +104,18 @@ def attention_split_kernel(
     heads = kv_head * GROUP + in_group
     live_rows = (rows < MAX_QUERY * PACK) & (in_group < GROUP)
     columns = tl.arange(0, BLOCK_N)
+    output = Output(out, lse, out_factor, v_scale, out_scale)
+    OUT_LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
     # A single sequence is fetched beside its lengths, not after them: its row of the table may be read to its end, and
     # its queries are the first ones.
     SINGLE: tl.constexpr = BLOCK_SEQS == 1 and window_left is None and attention_chunk is None
     if SINGLE:
         bound = tl.where(item < max_chunks, table_tokens, 0)
         pages = page_ids(block_tables, item * CHUNK + columns, None, bound, BLOCK_SIZE)
+    bounds = Bounds(window_left, window_right, attention_chunk)
     seq, index, total = locate_chunk(
-        item, query_start_loc, seq_lens, num_seqs, table_tokens, window_left, attention_chunk, BLOCK_SEQS, CHUNK,
-        MAX_QUERY,
-    )  # fmt: skip
+        item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY
+    )
     if SINGLE:
         present = live_rows & (tokens < num_tokens)
         q = query_tile(query, tokens, heads, present, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
@@ -122,7 +124,7 @@ def attention_split_kernel(
         if ZERO_PADDING:
             padded = tl.load(query_start_loc + num_seqs) + (item - total) * MAX_QUERY + tokens
             live = live_rows & (padded < num_tokens)
-            zero_rows(out, lse, padded, heads, live, VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES)
+            zero_rows(output, padded, heads, live, OUT_LAYOUT)
         return
 
     if q_scale is not None:
@@ -133,30 +135,27 @@ def attention_split_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
     num_keys = tl.minimum(seq_len, table_tokens)
-    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, window_left, attention_chunk, CHUNK, MAX_QUERY)
+    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY)
     live = live_rows & (tokens < query_len)
     context = seq_len - query_len
     query_pos = context + tokens
     if not SINGLE:
         q = query_tile(query, query_start + tokens, heads, live, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
     q = as_multiplied(q, key_cache)
-    right = window_right
-    if causal_flags is not None:
-        right = tl.where(tl.load(causal_flags + seq) != 0, 0, window_right)
+    if seq_causal is not None:
+        bounds = Bounds(window_left, tl.where(tl.load(seq_causal + seq) != 0, 0, window_right), attention_chunk)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=live_rows, other=0.0).to(tl.float32)
-    key_scale_base = key_scales
-    value_scale_base = value_scales
-    if key_scales is not None:
-        key_scale_base = key_scales + kv_head * SCALE_STRIDES[2]
-        value_scale_base = value_scales + kv_head * SCALE_STRIDES[2]
+    if k_scale_cache is not None:
+        k_scale_cache += kv_head * SCALE_STRIDES[2]
+        v_scale_cache += kv_head * SCALE_STRIDES[2]
     block_table = block_tables + seq.to(tl.int64) * table_stride
 
     # The compiler must see that tiles start at multiples of the chunk: it then finds the keys that share a
     # block without arithmetic in the loop.
     start = (first_chunk + index) * CHUNK
-    low, high = visible_keys(context, context + query_len - 1, num_keys, window_left, right, attention_chunk, 0)
+    low, high = visible_keys(context, context + query_len - 1, num_keys, bounds, 0)
     high = tl.minimum(high, start + CHUNK)
     first_key = None
     if window_left is not None or attention_chunk is not None:
@@ -175,31 +174,32 @@ def attention_split_kernel(
     else:
         acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
 
+    keys = Keys(key_base, value_base, k_scale_cache, v_scale_cache)
+    KEY_LAYOUT: tl.constexpr = KeyLayout(
+        HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, VALUE_OFFSET,
+        BLOCK_SIZE, True,
+    )  # fmt: skip
+    scoring = Scoring(scale, soft_cap, slopes, qq_bias, qq_bias_size, context, bounds, None, num_keys)
     if SINGLE:
         pages = tl.where(start + columns < high, pages, 0)
     else:
         pages = page_ids(block_table, start + columns, first_key, high, BLOCK_SIZE)
     for position in tl.range(start, high, BLOCK_N, num_stages=STAGES):
-        keys = position + columns
+        key_pos = position + columns
         if PREFETCH:
             current = pages
-            pages = page_ids(block_table, keys + BLOCK_N, first_key, high, BLOCK_SIZE)
+            pages = page_ids(block_table, key_pos + BLOCK_N, first_key, high, BLOCK_SIZE)
         else:
-            current = page_ids(block_table, keys, first_key, high, BLOCK_SIZE)
+            current = page_ids(block_table, key_pos, first_key, high, BLOCK_SIZE)
+        inside = readable(key_pos, first_key, high)
         if PAIRS:
             acc_even, acc_odd, row_max, row_sum = attend_pairs(
-                q_even, q_odd, acc_even, acc_odd, row_max, row_sum, current, position, columns,
-                readable(keys, first_key, high), query_pos, num_keys, context, key_base, value_base, key_scale_base,
-                value_scale_base, window_left, right, attention_chunk, scale, soft_cap, slopes, qq_bias,
-                qq_bias_size, key_cache.dtype.element_ty, HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED,
-                KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, ALIBI_SQRT,
+                q_even, q_odd, acc_even, acc_odd, row_max, row_sum, current, position, columns, inside, query_pos, keys,
+                scoring, key_cache.dtype.element_ty, KEY_LAYOUT, ALIBI_SQRT,
             )  # fmt: skip
         else:
             acc, row_max, row_sum = attend_tile(
-                q, acc, row_max, row_sum, current, position, columns, readable(keys, first_key, high), query_pos,
-                num_keys, context, key_base, value_base, key_scale_base, value_scale_base, window_left, right,
-                attention_chunk, None, scale, soft_cap, slopes, qq_bias, qq_bias_size, HEAD_SIZE, HEAD_PADDED,
-                VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, VALUE_OFFSET, SCALE_STRIDES, BLOCK_SIZE, True,
+                q, acc, row_max, row_sum, current, position, columns, inside, query_pos, keys, scoring, KEY_LAYOUT,
                 ALIBI_SQRT, 0, True, EXACT,
             )  # fmt: skip
     if PAIRS:
@@ -207,10 +207,7 @@ def attention_split_kernel(
 
     if chunks == 1:
         inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)
-        store_rows(
-            out, lse, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, v_scale, out_scale,
-            out_factor, VALUE_SIZE, VALUE_PADDED, OUT_LIMIT, OUT_STRIDES, LSE_STRIDES,
-        )  # fmt: skip
+        store_rows(output, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, OUT_LAYOUT)
     elif partial_out is not None:
         row = seq.to(tl.int64) * MAX_QUERY + tokens
         slots = (row * max_chunks + index) * NUM_HEADS + heads

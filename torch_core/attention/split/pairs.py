@@ -49,60 +49,40 @@ def attend_pairs(
     columns,
     inside,
     query_pos,
-    num_keys,
-    context,
-    key_base,
-    value_base,
-    key_scales,
-    value_scales,
-    window_left,
-    window_right,
-    attention_chunk,
-    scale,
-    soft_cap,
-    slopes,
-    qq_bias,
-    qq_bias_size,
+    keys,
+    scoring,
     ELEMENT: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    KEY_STRIDES: tl.constexpr,
-    VALUE_STRIDES: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,
-    SCALE_STRIDES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
 ):
-    """One step of `attention_step.attend_tile` over a paged cache whose elements are read as pairs.
+    """One step of `step.attend_tile` over a paged cache whose elements are read as pairs.
 
-    Sizes, strides and offsets are those of the 8-bit ELEMENTs; `key_base` and `value_base` point to pairs.
+    LAYOUT is that of the 8-bit ELEMENTs; `keys.key` and `keys.value` point to pairs.
 
     Returns:
         The new (acc_even, acc_odd, row_max, row_sum).
     """
-    keys = position + columns
-    key_strides: tl.constexpr = (KEY_STRIDES[0] // 2, KEY_STRIDES[1] // 2)
-    rows = key_rows(key_base, pages, position, columns, key_strides, BLOCK_SIZE, True)
-    if VALUE_OFFSET > 0:
-        value_rows = rows + VALUE_OFFSET // 2
+    BLOCK_SIZE: tl.constexpr = LAYOUT.BLOCK_SIZE
+    key_pos = position + columns
+    key_strides: tl.constexpr = (LAYOUT.KEY_STRIDES[0] // 2, LAYOUT.KEY_STRIDES[1] // 2)
+    rows = key_rows(keys.key, pages, position, columns, key_strides, BLOCK_SIZE, True)
+    if LAYOUT.VALUE_OFFSET > 0:
+        value_rows = rows + LAYOUT.VALUE_OFFSET // 2
     else:
-        value_strides: tl.constexpr = (VALUE_STRIDES[0] // 2, VALUE_STRIDES[1] // 2)
-        value_rows = key_rows(value_base, pages, position, columns, value_strides, BLOCK_SIZE, True)
+        value_strides: tl.constexpr = (LAYOUT.VALUE_STRIDES[0] // 2, LAYOUT.VALUE_STRIDES[1] // 2)
+        value_rows = key_rows(keys.value, pages, position, columns, value_strides, BLOCK_SIZE, True)
     key_factors = None
-    if key_scales is not None:
-        key_factors = token_head_scales(key_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)
-    k_even, k_odd = widened(load_tile(rows, inside, HEAD_SIZE // 2, HEAD_PADDED // 2, True), ELEMENT)
-    v_even, v_odd = widened(load_tile(value_rows, inside, VALUE_SIZE // 2, VALUE_PADDED // 2, True), ELEMENT)
+    if keys.key_scales is not None:
+        key_factors = token_head_scales(keys.key_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
+    k_even, k_odd = widened(load_tile(rows, inside, LAYOUT.HEAD_SIZE // 2, LAYOUT.HEAD_PADDED // 2, True), ELEMENT)
+    v_pairs = load_tile(value_rows, inside, LAYOUT.VALUE_SIZE // 2, LAYOUT.VALUE_PADDED // 2, True)
+    v_even, v_odd = widened(v_pairs, ELEMENT)
     products = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
-    scores, factor = tile_scores(
-        products, query_pos, keys, num_keys, scale, key_factors, soft_cap, slopes, qq_bias, qq_bias_size, context,
-        window_left, window_right, attention_chunk, None, ALIBI_SQRT, 0, True, False,
-    )  # fmt: skip
+    scores, factor = tile_scores(products, query_pos, key_pos, key_factors, scoring, ALIBI_SQRT, 0, True, False)
     weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, False)
-    if value_scales is not None:
-        weights = weights * token_head_scales(value_scales, pages, keys, inside, SCALE_STRIDES, BLOCK_SIZE)[None, :]
+    if keys.value_scales is not None:
+        factors = token_head_scales(keys.value_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
+        weights = weights * factors[None, :]
     weights = weights.to(q_even.dtype)
     acc_even = tl.dot(weights, v_even, acc_even * keep[:, None])
     acc_odd = tl.dot(weights, v_odd, acc_odd * keep[:, None])

@@ -97,7 +97,7 @@ def split_launches(
             "PAIRS": _reads_pairs(call, tile),
         },
         # A single query row stands at the last key: nothing is to its right.
-        arguments={**partials, **({"window_right": ABSENT, "causal_flags": ABSENT} if max_query == 1 else {})},
+        arguments={**partials, **({"window_right": ABSENT, "seq_causal": ABSENT} if max_query == 1 else {})},
         writes=_PARTIALS if chunks > 1 else (),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

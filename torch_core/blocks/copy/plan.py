@@ -32,8 +32,8 @@ def plan_copy(call: CopyCall[ArraySpec]) -> OperationPlan:
         kernel=copy_blocks_kernel,
         grid=(max(1, call.block_mapping.shape[0]), max(1, ceil_div(size, elements))),
         arguments=(
-            ("block_mapping_ptr", Pointer("block_mapping")),
-            ("kv_cache_ptr", Pointer("kv_cache")),
+            ("block_mapping", Pointer("block_mapping")),
+            ("kv_cache", Pointer("kv_cache")),
             ("num_blocks", Scalar(num_blocks, "i64", specialize=False)),
             ("block_stride", Scalar(block_stride, "i64")),
             *((f"stride_{axis}", Scalar(stride, "i64")) for axis, stride in enumerate(inner_strides)),

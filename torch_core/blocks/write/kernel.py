@@ -22,15 +22,15 @@ def _columns(column, head_stride, SIZE: tl.constexpr):
 
 @triton.jit
 def write_cache_kernel(
-    key_ptr,
-    value_ptr,
-    slot_mapping_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
+    key,
+    value,
+    slot_mapping,
     k_scale,
     v_scale,
+    key_cache,
+    value_cache,
+    k_scale_value,
+    v_scale_value,
     num_tokens,
     num_slots,
     key_token_stride,
@@ -54,29 +54,29 @@ def write_cache_kernel(
 ):
     """Writes a tile of TOKENS tokens by COLUMNS (head, element) columns; both loads are issued before the stores.
 
-    Without value_cache_ptr, values lie value_offset elements after the keys of the same slot.
+    Without a value_cache, values lie value_offset elements after the keys of the same slot.
     """
-    dtype: tl.constexpr = key_cache_ptr.dtype.element_ty
+    dtype: tl.constexpr = key_cache.dtype.element_ty
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1)
+    slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
     live = ((slot >= 0) & (slot < num_slots))[:, None]
     key_mask = live & (column < NUM_HEADS * KEY_SIZE)[None, :]
     value_mask = live & (column < NUM_HEADS * VALUE_SIZE)[None, :]
     token = token.to(tl.int64)
     key_source = (token * key_token_stride)[:, None] + _columns(column, key_head_stride, KEY_SIZE)[None, :]
     value_source = (token * value_token_stride)[:, None] + _columns(column, value_head_stride, VALUE_SIZE)[None, :]
-    key = tl.load(key_ptr + key_source, mask=key_mask)
-    value = tl.load(value_ptr + value_source, mask=value_mask)
-    key = store_value(key, load_scale(k_scale_ptr, k_scale), dtype, HAS_SCALE)
-    value = store_value(value, load_scale(v_scale_ptr, v_scale), dtype, HAS_SCALE)
+    keys = tl.load(key + key_source, mask=key_mask)
+    values = tl.load(value + value_source, mask=value_mask)
+    keys = store_value(keys, load_scale(k_scale, k_scale_value), dtype, HAS_SCALE)
+    values = store_value(values, load_scale(v_scale, v_scale_value), dtype, HAS_SCALE)
     key_target = _slot_offset(slot, key_cache_block_stride, key_cache_token_stride, BLOCK_SIZE)[:, None]
     value_target = _slot_offset(slot, value_cache_block_stride, value_cache_token_stride, BLOCK_SIZE)[:, None]
     key_target = key_target + _columns(column, key_cache_head_stride, KEY_SIZE)[None, :]
     value_target = value_target + _columns(column, value_cache_head_stride, VALUE_SIZE)[None, :]
-    tl.store(key_cache_ptr + key_target, key, mask=key_mask)
-    values = key_cache_ptr if value_cache_ptr is None else value_cache_ptr
-    tl.store(values + value_offset + value_target, value, mask=value_mask)
+    tl.store(key_cache + key_target, keys, mask=key_mask)
+    cache = key_cache if value_cache is None else value_cache
+    tl.store(cache + value_offset + value_target, values, mask=value_mask)
 
 
 @triton.jit
@@ -95,13 +95,13 @@ def _quantize_rows(x, dtype: tl.constexpr, MAX: tl.constexpr):
 
 @triton.jit
 def write_cache_per_token_head_kernel(
-    key_ptr,
-    value_ptr,
-    slot_mapping_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    k_scale_cache_ptr,
-    v_scale_cache_ptr,
+    key,
+    value,
+    slot_mapping,
+    key_cache,
+    value_cache,
+    k_scale_cache,
+    v_scale_cache,
     num_tokens,
     num_slots,
     key_token_stride,
@@ -130,25 +130,25 @@ def write_cache_per_token_head_kernel(
     MAX: tl.constexpr,
 ):
     """Quantises ROWS (token, head) rows with a scale of their own and writes rows and scales."""
-    dtype: tl.constexpr = key_cache_ptr.dtype.element_ty
+    dtype: tl.constexpr = key_cache.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = row // NUM_HEADS
     head = row % NUM_HEADS
     element = tl.arange(0, PADDED_SIZE)
-    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
-    key = _load_row(key_ptr, token, head, live, key_token_stride, key_head_stride, element, KEY_SIZE)
-    value = _load_row(value_ptr, token, head, live, value_token_stride, value_head_stride, element, VALUE_SIZE)
-    key, k_scale = _quantize_rows(key, dtype, MAX)
-    value, v_scale = _quantize_rows(value, dtype, MAX)
+    keys = _load_row(key, token, head, live, key_token_stride, key_head_stride, element, KEY_SIZE)
+    values = _load_row(value, token, head, live, value_token_stride, value_head_stride, element, VALUE_SIZE)
+    keys, k_scale = _quantize_rows(keys, dtype, MAX)
+    values, v_scale = _quantize_rows(values, dtype, MAX)
     target = _slot_offset(slot, key_cache_block_stride, key_cache_token_stride, BLOCK_SIZE)
     target = (target + head * key_cache_head_stride)[:, None] + element[None, :]
-    tl.store(key_cache_ptr + target, key, mask=live[:, None] & (element < KEY_SIZE)[None, :])
+    tl.store(key_cache + target, keys, mask=live[:, None] & (element < KEY_SIZE)[None, :])
     target = _slot_offset(slot, value_cache_block_stride, value_cache_token_stride, BLOCK_SIZE)
     target = (target + head * value_cache_head_stride)[:, None] + element[None, :]
-    values = key_cache_ptr if value_cache_ptr is None else value_cache_ptr
-    tl.store(values + value_offset + target, value, mask=live[:, None] & (element < VALUE_SIZE)[None, :])
+    cache = key_cache if value_cache is None else value_cache
+    tl.store(cache + value_offset + target, values, mask=live[:, None] & (element < VALUE_SIZE)[None, :])
     k_scale_target = _slot_offset(slot, k_scale_block_stride, k_scale_token_stride, BLOCK_SIZE)
     v_scale_target = _slot_offset(slot, v_scale_block_stride, v_scale_token_stride, BLOCK_SIZE)
-    tl.store(k_scale_cache_ptr + k_scale_target + head * k_scale_head_stride, k_scale, mask=live)
-    tl.store(v_scale_cache_ptr + v_scale_target + head * v_scale_head_stride, v_scale, mask=live)
+    tl.store(k_scale_cache + k_scale_target + head * k_scale_head_stride, k_scale, mask=live)
+    tl.store(v_scale_cache + v_scale_target + head * v_scale_head_stride, v_scale, mask=live)

@@ -37,10 +37,10 @@ def _plain_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
         call,
         (max(1, ceil_div(num_tokens, tokens)), ceil_div(row, columns)),
         {
-            "k_scale_ptr": scale_pointer("k_scale", call.k_scale),
-            "v_scale_ptr": scale_pointer("v_scale", call.v_scale),
-            "k_scale": scale_value(call.k_scale),
-            "v_scale": scale_value(call.v_scale),
+            "k_scale": scale_pointer("k_scale", call.k_scale),
+            "v_scale": scale_pointer("v_scale", call.v_scale),
+            "k_scale_value": scale_value(call.k_scale),
+            "v_scale_value": scale_value(call.v_scale),
         },
         {
             "TOKENS": tokens,
@@ -59,8 +59,6 @@ def _per_token_head_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
         call,
         (max(1, ceil_div(call.slot_mapping.shape[0] * num_heads, rows)),),
         {
-            "k_scale_cache_ptr": Pointer("k_scale_cache"),
-            "v_scale_cache_ptr": Pointer("v_scale_cache"),
             **strides("k_scale", _AXES, call.k_scale_cache),
             **strides("v_scale", _AXES, call.v_scale_cache),
         },
@@ -77,11 +75,9 @@ def _launch(
 ) -> LaunchPlan:
     key_cache, value_cache, value_offset = _caches(call)
     known: dict[str, Argument] = {
-        "key_ptr": Pointer("key"),
-        "value_ptr": Pointer("value"),
-        "slot_mapping_ptr": Pointer("slot_mapping"),
-        "key_cache_ptr": Pointer("kv_cache" if call.kv_cache is not None else "key_cache"),
-        "value_cache_ptr": ABSENT if call.kv_cache is not None else Pointer("value_cache"),
+        **{name: Pointer(name) for name in call.arrays()},
+        "key_cache": Pointer("kv_cache" if call.kv_cache is not None else "key_cache"),
+        "value_cache": ABSENT if call.kv_cache is not None else Pointer("value_cache"),
         "num_tokens": Scalar(call.slot_mapping.shape[0], "i32", specialize=False),
         "num_slots": Scalar(call.num_blocks * call.block_size, "i64", specialize=False),
         "value_offset": Scalar(value_offset, "i64"),

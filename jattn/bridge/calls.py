@@ -1,0 +1,71 @@
+"""Calls of JAX arrays: pytrees whose leaves are the arrays, and one way from a call to the program that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls.call import array_fields
+from torch_core.specs import ArraySpec
+
+__all__ = ["Runtime", "array_spec", "run"]
+
+#: Puts a call into the program that is being traced, or runs it when nothing is: returns its outputs and the new values
+#: of what it writes, by name. `jattn.bridge.native.run_native` and `jattn.bridge.torch_runtime.run_torch` are two.
+Runtime: TypeAlias = Callable[[Call[jax.Array]], dict[str, jax.Array]]
+
+
+def run(call: Call[jax.Array], runtime: Runtime) -> dict[str, jax.Array]:
+    """Runs a checked call by a runtime; a call of nothing gives zeros, and -inf for a log-sum-exp, without one.
+
+    An array that is written is consumed: use the returned one.
+    """
+    if not call.is_empty:
+        return runtime(call)
+    arrays = call.arrays()
+    new = {
+        name: jnp.full(spec.shape, -jnp.inf if name == "lse" else 0, spec.dtype)
+        for name, spec in call.outputs().items()
+    }
+    return {**new, **{name: arrays[name] for name in call.written}}
+
+
+def array_spec(array: jax.Array | jax.ShapeDtypeStruct) -> ArraySpec:
+    """Returns the spec of an array or tracer, as the plans take it: XLA's are contiguous and aligned."""
+    return ArraySpec(tuple(array.shape), np.dtype(array.dtype).name)
+
+
+def _register(call_class: type[Call[Any]]) -> None:
+    # Options and scales that are numbers are static: they are part of the compiled program.
+    arrays = tuple(array_fields(call_class))
+    options = tuple(field.name for field in fields(call_class) if field.name not in arrays)
+
+    def flatten(call: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        values = [getattr(call, name) for name in arrays]
+        numbers = tuple(value if isinstance(value, (int, float)) else None for value in values)
+        children = [
+            (jax.tree_util.GetAttrKey(name), None if number is not None else value)
+            for name, value, number in zip(arrays, values, numbers, strict=True)
+        ]
+        return children, (numbers, tuple(getattr(call, name) for name in options))
+
+    def unflatten(static: tuple[Any, ...], children: Any) -> Any:
+        # Not through the constructor: JAX puts other things than arrays into a pytree, too.
+        call = object.__new__(call_class)
+        for name, child, number in zip(arrays, children, static[0], strict=True):
+            object.__setattr__(call, name, child if number is None else number)
+        for name, value in zip(options, static[1], strict=True):
+            object.__setattr__(call, name, value)
+        return call
+
+    jax.tree_util.register_pytree_with_keys(call_class, flatten, unflatten)
+
+
+for _call_class in (PagedCall, DenseCall, WriteCall, CopyCall, MergeCall):
+    _register(_call_class)

@@ -1,0 +1,236 @@
+"""Attention on JAX arrays by keywords: over a paged cache, and over packed keys and values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ParamSpec
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.arguments import attention_spec
+from jattn.ops.run import run
+from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
+
+__all__ = ["attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
+
+_P = ParamSpec("_P")
+
+
+def _paged(
+    query: jax.Array,
+    kv_cache: jax.Array | tuple[jax.Array, jax.Array],
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    max_query_len: int,
+    scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    attention_chunk: int | None = None,
+    alibi_slopes: jax.Array | None = None,
+    use_alibi_sqrt: bool = False,
+    sinks: jax.Array | None = None,
+    mm_prefix_range: jax.Array | None = None,
+    qq_bias: jax.Array | None = None,
+    seq_causal: jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    k_scale_cache: jax.Array | None = None,
+    v_scale_cache: jax.Array | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    out_scale: float | jax.Array | None = None,
+    kv_chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[AttentionCall[jax.Array], str | None]:
+    """Attends any mix of prefill, chunked prefill and decode rows to a paged KV cache.
+
+    The new tokens' keys and values must be in the cache already (`write_kv_cache`); their queries are packed one
+    sequence after the other. The mask is aligned bottom-right: the last query of a sequence stands at
+    `seq_len - 1`. Under jit the values of metadata arrays are trusted; `torch_core.metadata` checks them on the host
+    when it builds them.
+
+    Args:
+        query: float[num_tokens, num_heads, head_size], or fp8 with q_scale. Rows past `query_start_loc[-1]` are
+            padding.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], keys at index 0 of the second axis; or a pair
+            of a key cache [num_blocks, block_size, num_kv_heads, head_size] and a value cache, whose head size may
+            differ.
+        block_tables: int32[num_seqs, max_blocks]. Entries past a sequence's last block are never followed.
+        seq_lens: int32[num_seqs], tokens of each sequence including the new ones; 0 for a padded row.
+        query_start_loc: int32[num_seqs + 1], running sum of the query lengths.
+        max_query_len: static upper bound on the query lengths.
+        scale: factor on the scores; head_size ** -0.5 by default.
+        causal: hide keys after the query.
+        sliding_window: W tokens, the query's own included, or a pair (left, right) of further tokens to each side.
+        logits_soft_cap: cap on the scores, `cap * tanh(score / cap)`.
+        attention_chunk: a query sees its own chunk of this many positions only.
+        alibi_slopes: float[num_heads].
+        use_alibi_sqrt: the square-root form of ALiBi.
+        sinks: float[num_heads], a logit without a value in each softmax denominator.
+        mm_prefix_range: int32[num_seqs, ranges, 2], first and last position of spans of bidirectional attention.
+        qq_bias: float[rows, rows], added to the scores between a sequence's new tokens; -inf hides.
+        seq_causal: bool[num_seqs], overrides causal sequence by sequence.
+        q_scale, k_scale, v_scale: real value = stored value * scale, for an fp8 query and a quantised cache. A number
+            is part of the program, an array its argument.
+        k_scale_cache, v_scale_cache: float32[num_blocks, block_size, num_kv_heads], such a scale for each token and
+            head, as `write_kv_cache_per_token_head` stores them.
+        out_dtype: of the output; the query's by default, bfloat16 for an fp8 query.
+        out_scale: for an fp8 output, which then holds `result / out_scale`, saturated.
+        kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128: fixes a sequence's bits whatever
+            the table's width.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with
+        "lse" in its name also returns float32[num_tokens, num_heads]: the natural logarithm of each row's softmax
+        denominator, sinks included; -inf for rows that see nothing; float64 for a float64 query. `merge_states` joins
+        two such results.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here or does not serve the combination.
+    """
+    spec = attention_spec(
+        query,
+        scale=scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        attention_chunk=attention_chunk,
+        use_alibi_sqrt=use_alibi_sqrt,
+    )
+    call = PagedCall(
+        query=query,
+        **cache_fields(kv_cache),
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        spec=spec,
+        max_query_len=max_query_len,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        mm_prefix_range=mm_prefix_range,
+        qq_bias=qq_bias,
+        seq_causal=seq_causal,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+        out_dtype=None if out_dtype is None else jnp.dtype(out_dtype).name,
+        out_scale=out_scale,
+        kv_chunk_size=kv_chunk_size,
+    )
+    return call, implementation
+
+
+def _dense(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_start_loc: jax.Array,
+    key_start_loc: jax.Array | None = None,
+    *,
+    max_query_len: int,
+    max_key_len: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    attention_chunk: int | None = None,
+    alibi_slopes: jax.Array | None = None,
+    use_alibi_sqrt: bool = False,
+    sinks: jax.Array | None = None,
+    mm_prefix_range: jax.Array | None = None,
+    qq_bias: jax.Array | None = None,
+    seq_causal: jax.Array | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    out_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[AttentionCall[jax.Array], str | None]:
+    """Attends packed queries to packed keys, sequence by sequence; the mask is aligned bottom-right.
+
+    Args:
+        query: float[num_tokens, num_heads, head_size].
+        key: float[num_keys, num_kv_heads, head_size].
+        value: float[num_keys, num_kv_heads, value_head_size].
+        query_start_loc: int32[num_seqs + 1], running sum of the query lengths.
+        key_start_loc: int32[num_seqs + 1], running sum of the key lengths; that of the queries by default.
+        max_query_len, max_key_len: static upper bounds; max_key_len is max_query_len by default.
+        scale, causal, sliding_window, logits_soft_cap, attention_chunk, alibi_slopes, use_alibi_sqrt, sinks,
+            mm_prefix_range, qq_bias, seq_causal, out_dtype, out_scale, implementation: as in `paged_attention`.
+
+    Returns:
+        float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with
+        "lse" in its name also returns the natural-log LSE, float32[num_tokens, num_heads].
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here or does not serve the combination.
+    """
+    spec = attention_spec(
+        query,
+        scale=scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        attention_chunk=attention_chunk,
+        use_alibi_sqrt=use_alibi_sqrt,
+    )
+    call = DenseCall(
+        query=query,
+        key=key,
+        value=value,
+        query_start_loc=query_start_loc,
+        key_start_loc=query_start_loc if key_start_loc is None else key_start_loc,
+        spec=spec,
+        max_query_len=max_query_len,
+        max_key_len=max_query_len if max_key_len is None else max_key_len,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        mm_prefix_range=mm_prefix_range,
+        qq_bias=qq_bias,
+        seq_causal=seq_causal,
+        out_dtype=None if out_dtype is None else jnp.dtype(out_dtype).name,
+        out_scale=out_scale,
+    )
+    return call, implementation
+
+
+def _output_of(
+    request: Callable[_P, tuple[AttentionCall[jax.Array], str | None]], name: str
+) -> Callable[_P, jax.Array]:
+    @functools.wraps(request)
+    def attend(*args: _P.args, **kwargs: _P.kwargs) -> jax.Array:
+        return run(*request(*args, **kwargs))["out"]
+
+    attend.__name__ = attend.__qualname__ = name
+    attend.__annotations__ = {**attend.__annotations__, "return": "jax.Array"}
+    return attend
+
+
+def _output_and_lse_of(
+    request: Callable[_P, tuple[AttentionCall[jax.Array], str | None]], name: str
+) -> Callable[_P, tuple[jax.Array, jax.Array]]:
+    @functools.wraps(request)
+    def attend(*args: _P.args, **kwargs: _P.kwargs) -> tuple[jax.Array, jax.Array]:
+        call, implementation = request(*args, **kwargs)
+        results = run(replace(call, with_lse=True), implementation)
+        return results["out"], results["lse"]
+
+    attend.__name__ = attend.__qualname__ = name
+    attend.__annotations__ = {**attend.__annotations__, "return": "tuple[jax.Array, jax.Array]"}
+    return attend
+
+
+# One list of keywords for each operation: the functions differ in what they return.
+paged_attention = _output_of(_paged, "paged_attention")
+paged_attention_with_lse = _output_and_lse_of(_paged, "paged_attention_with_lse")
+attention = _output_of(_dense, "attention")
+attention_with_lse = _output_and_lse_of(_dense, "attention_with_lse")

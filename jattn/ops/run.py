@@ -1,0 +1,73 @@
+"""run: a call on JAX arrays, checked and computed by the implementation that the caller names or the rule picks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jattn import bridge
+from jattn.ops import transforms, xla
+from jattn.ops.choose import choose, runtime_of
+from torch_core.calls import Call, check_values, refuse_unserved
+from torch_core.calls.call import array_fields
+from torch_core.errors import InvalidInput
+
+__all__ = ["run"]
+
+
+def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, jax.Array]:
+    """Runs a call; under jit it becomes part of the program.
+
+    Args:
+        call: of JAX or numpy arrays.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        The outputs (`out`, `lse`) and the new values of what the call writes, by name.
+
+    Raises:
+        InvalidInput: the call does not hold together; outside jit, on a CPU, also lengths, ids or slots out of range.
+        Unsupported: the implementation cannot run here, or does not serve the call.
+    """
+    call = _with_float32_scales(call)
+    # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.
+    call.check()
+    chosen = choose(implementation)
+    if chosen == "xla":
+        refuse_unserved(call, "xla")
+        _check_values(call)
+        return xla.run(call.map(jnp.asarray))
+    runtime, served_by = runtime_of(chosen)
+    refuse_unserved(call, served_by)
+    _check_values(call)
+    compute = functools.partial(bridge.run, runtime=runtime)
+    return transforms.opaque(compute, call.name, chosen)(call.map(jnp.asarray))
+
+
+def _with_float32_scales(call: Call[jax.Array]) -> Call[jax.Array]:
+    scales = {}
+    for name, array in call.arrays().items():
+        field = array_fields(type(call))[name]
+        if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
+            raise InvalidInput(f"{name} is a {type(array).__name__}; it must be a JAX array of shape {field}.")
+        if field.number:
+            scales[name] = float(array) if isinstance(array, np.generic) else _one_float32(name, array)
+    return replace(call, **scales) if scales else call
+
+
+def _one_float32(name: str, scale: jax.Array) -> jax.Array:
+    if scale.size != 1:
+        raise InvalidInput(f"{name} has shape {list(scale.shape)}; it must be a number or one element.")
+    return jnp.asarray(scale, jnp.float32).reshape(1)
+
+
+def _check_values(call: Call[jax.Array]) -> None:
+    # What is being traced has no values, and those on a device would have to be waited for.
+    arrays = call.arrays().values()
+    if not any(isinstance(array, Tracer) for array in arrays) and jax.default_backend() == "cpu":
+        check_values(call)

@@ -1,0 +1,37 @@
+"""Aligned plain text for whatever is printed as a table."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["aligned"]
+
+# More columns than any line has: a line is never wrapped, whatever the terminal.
+_WIDTH = 10_000
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Returns one line for each row, its cells in columns two spaces apart, without lines, colours or markup.
+
+    Args:
+        rows: cells of one line each; as many in every row.
+        right: indices of the columns that are flush right, as numbers are.
+
+    Example:
+        >>> print("\\n".join(aligned([("kernel", "us"), ("split", "9.5")], right={1})))
+        kernel   us
+        split   9.5
+    """
+    grid = Table.grid(padding=(0, 2))
+    for index in range(len(rows[0]) if rows else 0):
+        grid.add_column(justify="right" if index in right else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    lines = io.StringIO()
+    Console(file=lines, width=_WIDTH, color_system=None, _environ={}).print(grid)
+    return [line.rstrip() for line in lines.getvalue().splitlines()]

@@ -1,0 +1,94 @@
+"""What all warps of a Hopper prefill kernel know: operands and sizes of the call, handed on as one of each.
+
+The language's own tuples have `values` and a `type`: no field can have these names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Batch", "Call", "Shape"]
+
+
+class Batch(NamedTuple):
+    """Where the sequences of a batch stand.
+
+    Attributes:
+        query_start_loc: first query row of each sequence, and the end of the last one.
+        seq_lens: keys of each sequence, of a paged cache.
+        key_start_loc: first row of each sequence's keys and the end of the last one, of dense keys.
+        num_seqs: sequences, padding included.
+        block_tables: blocks of each sequence, of a paged cache.
+        table_stride: elements from one row of it to the next.
+        table_tokens: keys that a row of it can hold.
+    """
+
+    query_start_loc: Any
+    seq_lens: Any
+    key_start_loc: Any
+    num_seqs: Any
+    block_tables: Any
+    table_stride: Any
+    table_tokens: Any
+
+
+class Call(NamedTuple):
+    """The operands of a call.
+
+    Attributes:
+        query, key_cache, value_cache: what the copy engine reads.
+        scale: of the scores.
+        bounds: which keys a row sees.
+        output: where finished rows go, a hopper_rows.Output.
+        batch: where the sequences stand.
+        num_items: work items of all programs.
+    """
+
+    query: Any
+    key_cache: Any
+    value_cache: Any
+    scale: Any
+    bounds: Any
+    output: Any
+    batch: Any
+    num_items: Any
+
+
+class Shape(NamedTuple):
+    """Sizes and strides of a call, known when compiling; rows and columns are those that the copy engine sees.
+
+    Attributes:
+        NUM_HEADS, GROUP: query heads; those of one key/value head.
+        PACK: query heads that lie side by side in a tile.
+        HEADS_TOGETHER: heads, in units of PACK, that are worked on side by side.
+        HEAD_SIZE: elements of a head.
+        WARPGROUPS: warpgroups of 64 rows that multiply.
+        PING_PONG: they do so in turns.
+        BLOCK_N: keys of a tile.
+        MIN_QUERY: query tokens from which on a sequence is served.
+        PAGED: keys lie in blocks.
+        BLOCK_SIZE, BLOCK_ROWS: keys of a block; rows from one block to the next.
+        BOX: keys of one copy.
+        QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
+        VALUE_ROW: row of the first value in a combined cache.
+        OUT_STRIDES: elements from one token, and from one head, of the output to the next.
+    """
+
+    NUM_HEADS: Any
+    GROUP: Any
+    PACK: Any
+    HEADS_TOGETHER: Any
+    HEAD_SIZE: Any
+    WARPGROUPS: Any
+    PING_PONG: Any
+    BLOCK_N: Any
+    MIN_QUERY: Any
+    PAGED: Any
+    BLOCK_SIZE: Any
+    BLOCK_ROWS: Any
+    BOX: Any
+    QUERY_STRIDE: Any
+    KEY_STRIDE: Any
+    VALUE_STRIDE: Any
+    VALUE_ROW: Any
+    OUT_STRIDES: Any

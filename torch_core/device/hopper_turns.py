@@ -1,0 +1,84 @@
+"""How the warps of a Hopper prefill kernel wait for one another: rings of tiles, and turns at the matrix units."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+__all__ = ["Ring", "make_ring", "open_slot", "pass_turn", "ring_slot", "skip_tile", "take_turn"]
+
+# Triton takes the first few of the sixteen hardware barriers for itself.
+_FIRST_BARRIER = gl.constexpr(8)
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory that some warps fill and others read, over and over.
+
+    Attributes:
+        tiles: the slots, `[slots, ...]` or several tiles for each.
+        full: a barrier for each slot, which completes when the slot is filled.
+        empty: a barrier for each slot, which completes when its readers are done with it.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def make_ring(tiles, SLOTS: gl.constexpr):
+    """The ring of SLOTS slots in `tiles`, which may have more than one tile for each; `open_slot` sets its barriers."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
+    return Ring(tiles, full, empty)
+
+
+@gluon.jit
+def open_slot(ring, index: gl.constexpr, READERS: gl.constexpr):
+    """Sets the barriers of a slot that one arrival fills and READERS read."""
+    mbarrier.init(ring.full.index(index), count=1)
+    mbarrier.init(ring.empty.index(index), count=READERS)
+
+
+@gluon.jit
+def ring_slot(ring, step):
+    """Slot and phase of the tile number `step` in a ring of two or four."""
+    SLOTS: gl.constexpr = ring.full.shape[0]
+    if SLOTS == 2:
+        return step & 1, (step >> 1) & 1
+    return step & 3, (step >> 2) & 1
+
+
+@gluon.jit
+def take_turn(OWN: gl.constexpr):
+    """Waits until this warpgroup may issue its products: the softmax of the others fills the time between."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,n", [OWN + _FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Lets the next warpgroup issue its products."""
+    following: gl.constexpr = (OWN + 1) % WARPGROUPS
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,n", [following + _FIRST_BARRIER], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def skip_tile(keys, values, step, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """Lets a tile of the rings `keys` and `values` pass that only the other warpgroups need."""
+    stage, phase = ring_slot(keys, step)
+    mbarrier.wait(keys.full.index(stage), phase)
+    mbarrier.arrive(keys.empty.index(stage), count=1)
+    mbarrier.wait(values.full.index(stage), phase)
+    mbarrier.arrive(values.empty.index(stage), count=1)
+    if SHAPE.PING_PONG:
+        take_turn(OWN)
+        pass_turn(OWN, SHAPE.WARPGROUPS)
