@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from torch_core.calls import serves_table
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = sorted(
@@ -41,6 +43,10 @@ def test_a_page_names_no_file_that_is_missing_or_outside(page: Path) -> None:
 
 def test_the_readme_is_what_a_stranger_reads() -> None:
     assert len(README.read_text().splitlines()) <= 150
+
+
+def test_the_limits_are_the_table_that_the_code_reads() -> None:
+    assert serves_table() in (ROOT / "docs" / "limits.md").read_text()
 
 
 def test_ci_runs_the_very_test_command_of_the_readme() -> None:
