@@ -11,21 +11,24 @@ import pytest
 import torch
 
 from jattn.bench import chunks, measure, mixed, prefill
+from torch_core.calls import PagedCall
 from torch_core.errors import Unsupported
 from torch_core.plan.plan import OperationPlan
-from torch_core.specs import ArraySpec
+from torch_core.specs import ArraySpec, AttentionSpec
 
 
 def _plans(seqs: int, new: int, before: int) -> dict[str, OperationPlan]:
     blocks = math.ceil((before + new) / 16)
-    return chunks.plans(
-        ArraySpec((seqs * new, 32, 128), "bfloat16"),
-        ArraySpec((seqs * blocks + 1, 2, 16, 8, 128), "bfloat16"),
-        ArraySpec((seqs, blocks), "int32"),
-        ArraySpec((seqs,), "int32"),
-        ArraySpec((seqs + 1,), "int32"),
+    call = PagedCall(
+        query=ArraySpec((seqs * new, 32, 128), "bfloat16"),
+        kv_cache=ArraySpec((seqs * blocks + 1, 2, 16, 8, 128), "bfloat16"),
+        block_tables=ArraySpec((seqs, blocks), "int32"),
+        seq_lens=ArraySpec((seqs,), "int32"),
+        query_start_loc=ArraySpec((seqs + 1,), "int32"),
+        spec=AttentionSpec(scale=128**-0.5),
         max_query_len=new,
     )
+    return chunks.plans(call)
 
 
 def _kernel(plan: OperationPlan) -> tuple[str, Any]:

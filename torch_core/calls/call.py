@@ -15,7 +15,7 @@ from torch_core.specs import ArraySpec
 __all__ = ["A", "Call", "dtype_name"]
 
 #: What stands for an array: `torch.Tensor`, `jax.Array`, or `ArraySpec`.
-A = TypeVar("A")
+A = TypeVar("A", bound=Any)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ IMPLEMENTATIONS = ("triton", "torch", "xla")
 _MAX_HEAD_SIZE = 256
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = ("alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "seq_causal", "slot_mapping", "block_mapping")
-_ALL = dict.fromkeys(IMPLEMENTATIONS, "yes")
+_ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
 
 class Served(NamedTuple):

@@ -49,8 +49,8 @@ class TritonAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = tuple(CACHE_DTYPES)
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = tuple(AttentionType)
-    supported_head_sizes: ClassVar[range] = range(_MIN_HEAD_SIZE, 257)
-    min_capability: ClassVar[DeviceCapability] = DeviceCapability(8, 0)
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(_MIN_HEAD_SIZE, 257)
+    min_capability: ClassVar[DeviceCapability | None] = DeviceCapability(8, 0)
 
     @staticmethod
     def get_name() -> str:
