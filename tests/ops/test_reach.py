@@ -35,6 +35,10 @@ def _pair(case: AttentionCase, value_head_size: int) -> AttentionCase:
     return case
 
 
+def _ranges(*ranges: list[list[int]]) -> np.ndarray:
+    return np.array(ranges, np.int32)
+
+
 def _bias(size: int) -> np.ndarray:
     bias = np.random.default_rng(3).standard_normal((size, size)).astype(np.float32)
     bias[np.triu_indices(size, 1)] = -np.inf
@@ -46,10 +50,10 @@ CASES = {
         1, seq_lens=[30, 9], query_lens=[5, 4], seq_causal=np.array([True, False]), padding_tokens=2
     ),
     "mm_prefix_range": lambda: paged_case(
-        2, seq_lens=[40, 9], query_lens=[20, 4], mm_prefix_range=np.array([[[22, 27], [0, 0]], [[5, 8], [6, 6]]], np.int32)
+        2, seq_lens=[40, 9], query_lens=[20, 4], mm_prefix_range=_ranges([[22, 27], [0, 0]], [[5, 8], [6, 6]])
     ),
     "mm_prefix_range beyond a window": lambda: paged_case(
-        3, seq_lens=[300, 9], query_lens=[20, 4], spec=WINDOW, mm_prefix_range=np.array([[[2, 290]], [[0, 0]]], np.int32)
+        3, seq_lens=[300, 9], query_lens=[20, 4], spec=WINDOW, mm_prefix_range=_ranges([[2, 290]], [[0, 0]])
     ),
     "qq_bias": lambda: paged_case(4, seq_lens=[30, 9, 3], query_lens=[5, 4, 3], qq_bias=_bias(6)),
     "qq_bias in a window": lambda: paged_case(5, seq_lens=[200, 9], query_lens=[5, 4], spec=WINDOW, qq_bias=_bias(5)),
@@ -61,7 +65,7 @@ CASES = {
     ),
     "dense qq_bias": lambda: dense_case(8, key_lens=[30, 9], query_lens=[5, 4], qq_bias=_bias(5)),
     "dense mm_prefix_range": lambda: dense_case(
-        9, key_lens=[30, 9], query_lens=[15, 9], mm_prefix_range=np.array([[[16, 27]], [[2, 5]]], np.int32)
+        9, key_lens=[30, 9], query_lens=[15, 9], mm_prefix_range=_ranges([[16, 27]], [[2, 5]])
     ),
 }  # fmt: skip
 
@@ -91,8 +95,8 @@ def test_a_pair_of_caches_with_smaller_values_is_served(implementation: str) -> 
     exact = case.run(_reference, kv_cache=tensors, compute_dtype=torch.float64)
     same = case.run(_reference, kv_cache=tensors, compute_dtype=torch.float32)
     assert found.shape[-1] == 24
-    assert_as_exact(torch.from_numpy(np.asarray(found)), exact[0], same[0], torch.float32)
-    assert_as_exact(torch.from_numpy(np.asarray(lse)), exact[1], same[1], torch.float32)
+    assert_as_exact(torch.from_numpy(np.array(found)), exact[0], same[0], torch.float32)
+    assert_as_exact(torch.from_numpy(np.array(lse)), exact[1], same[1], torch.float32)
 
 
 @each_implementation
