@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -41,11 +39,20 @@ def test_cascade_equals_plain_attention(options, new, rng, within_bound):
     assert (found[case.step.num_actual_tokens :] == 0).all()
 
 
+def test_cascade_without_the_causal_mask_equals_plain_attention(rng, within_bound):
+    case = Case(rng, shared_prefix_rows(5, 6, new=3), causal=False)
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
+
+    found, plain = case.run(impl, metadata_of(case.step, prefix=6 * BLOCK)), case.run(impl, metadata_of(case.step))
+
+    within_bound(found, plain, case.expected(AttentionSpec(scale=SCALE, causal=False)))
+
+
 def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
     case = Case(rng, shared_prefix_rows(9, 3, new=6), num_seqs=12, num_tokens=72)
     metadata = metadata_of(case.step, prefix=3 * BLOCK)
     assert metadata.cu_prefix_query_lens.tolist() == [0, 32, 54, 54]
-    assert metadata.prefix_block_table.tolist() == [[1, 2, 3]] * 3
+    assert metadata.shared_prefix.prefix_block_table.tolist() == [[1, 2, 3]] * 3
 
     impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
     found, plain = case.run(impl, metadata), case.run(impl, metadata_of(case.step))
@@ -76,5 +83,3 @@ def test_cascade_refuses_what_it_cannot_serve(rng):
         case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sliding_window=64), metadata)
     with refuses("cascade attention does not serve ALiBi; build the metadata with common_prefix_len=0.", Unsupported):
         case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, alibi_slopes=[0.5, 0.25, 0.125, 0.0625]), metadata)
-    with refuses("the metadata has no cascade fields; build it with common_prefix_len."):
-        case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS), replace(metadata, suffix_kv_lens=None))

@@ -3,7 +3,6 @@
 from torch_core.vllm.backend import AttentionBackend
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.capture import CommonAttentionState, StepGraphs
-from torch_core.vllm.cascade import cascade_attention
 from torch_core.vllm.config import AttentionSelectorConfig, BuilderConfig
 from torch_core.vllm.impl import (
     AttentionImpl,
@@ -106,7 +105,6 @@ __all__ = [
     "TritonAttentionImpl",
     "TritonAttentionMetadata",
     "TritonAttentionMetadataBuilder",
-    "cascade_attention",
     "create_fast_prefill_custom_backend",
     "get_backend",
     "get_mla_dims",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_core.calls import SharedPrefix, shared_prefix
 from torch_core.errors import InvalidInput
 from torch_core.metadata import (
     CommonAttentionMetadata,
@@ -48,14 +49,8 @@ class PagedAttentionMetadata:
         num_decode_tokens: their tokens.
         num_prefills: the other rows.
         num_prefill_tokens: their tokens.
-        use_cascade: the shared prefix is attended once.
-        common_prefix_len: its tokens.
-        max_prefix_query_len: bound on the queries that attend to the prefix as one sequence.
-        cu_prefix_query_lens: [pieces + 1]; all queries, in pieces of that many.
-        prefix_kv_lens: [pieces]; the prefix for each.
-        prefix_block_table: [pieces, prefix blocks]; views of one row.
-        suffix_kv_lens: [num_seqs]; what follows the prefix.
-        suffix_block_table: [num_seqs, max_blocks - prefix blocks].
+        common_prefix_len: tokens of a prefix that is attended once for all sequences; 0 for none.
+        shared_prefix: the batch split at that prefix.
         encoder_seq_lens: [num_seqs]; keys of cross attention.
         max_encoder_seq_len: bound on them.
         cross_block_tables: [num_seqs, max_encoder_blocks].
@@ -82,14 +77,8 @@ class PagedAttentionMetadata:
     num_decode_tokens: int = 0
     num_prefills: int = 0
     num_prefill_tokens: int = 0
-    use_cascade: bool = False
     common_prefix_len: int = 0
-    max_prefix_query_len: int = 0
-    cu_prefix_query_lens: Tensor | None = None
-    prefix_kv_lens: Tensor | None = None
-    prefix_block_table: Tensor | None = None
-    suffix_kv_lens: Tensor | None = None
-    suffix_block_table: Tensor | None = None
+    shared_prefix: SharedPrefix[Tensor] | None = None
     encoder_seq_lens: Tensor | None = None
     max_encoder_seq_len: int | None = None
     cross_block_tables: Tensor | None = None
@@ -100,6 +89,26 @@ class PagedAttentionMetadata:
     seq_causal: Tensor | None = None
     scheduler_metadata: None = None
     prefix_scheduler_metadata: None = None
+
+    @property
+    def use_cascade(self) -> bool:
+        """A shared prefix is attended once."""
+        return self.shared_prefix is not None
+
+    @property
+    def cu_prefix_query_lens(self) -> Tensor | None:
+        """See `SharedPrefix`; None without one."""
+        return None if self.shared_prefix is None else self.shared_prefix.cu_prefix_query_lens
+
+    @property
+    def prefix_kv_lens(self) -> Tensor | None:
+        """See `SharedPrefix`; None without one."""
+        return None if self.shared_prefix is None else self.shared_prefix.prefix_kv_lens
+
+    @property
+    def suffix_kv_lens(self) -> Tensor | None:
+        """See `SharedPrefix`; None without one."""
+        return None if self.shared_prefix is None else self.shared_prefix.suffix_kv_lens
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
@@ -197,14 +206,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             slot_mapping=slot_mapping,
             block_size=self.kv_cache_spec.block_size,
             cache_group=self.config.cache_group,
-            use_cascade=False,
             common_prefix_len=0,
-            max_prefix_query_len=0,
-            cu_prefix_query_lens=None,
-            prefix_kv_lens=None,
-            prefix_block_table=None,
-            suffix_kv_lens=None,
-            suffix_block_table=None,
+            shared_prefix=None,
         )
 
     def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
@@ -257,26 +260,29 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         return names if len(self.layer_names) <= 3 else f"{names} and {len(self.layer_names) - 3} more layers"
 
     def _with_cascade(self, metadata: PagedAttentionMetadata, prefix: int) -> PagedAttentionMetadata:
-        blocks = prefix // metadata.block_size
-        starts = metadata.query_start_loc
-        num_tokens = metadata.slot_mapping.shape[0]
-        tokens = prefix_piece_tokens(
-            num_tokens, num_query_heads=self.config.num_heads, num_kv_heads=self.kv_cache_spec.num_kv_heads
+        piece_tokens = prefix_piece_tokens(
+            metadata.slot_mapping.shape[0],
+            num_query_heads=self.config.num_heads,
+            num_kv_heads=self.kv_cache_spec.num_kv_heads,
         )
-        pieces = -(-num_tokens // tokens)
-        # Made on the device from what is there: a second upload would cost more than these small kernels.
-        ends = torch.arange(pieces + 1, dtype=torch.int32, device=starts.device) * tokens
-        return replace(
-            metadata,
-            use_cascade=True,
-            common_prefix_len=prefix,
-            max_prefix_query_len=tokens,
-            cu_prefix_query_lens=torch.minimum(ends, starts[-1]),
-            prefix_kv_lens=torch.full((pieces,), prefix, dtype=torch.int32, device=starts.device),
-            prefix_block_table=metadata.block_table[:1, :blocks].expand(pieces, -1),
-            suffix_kv_lens=(metadata.seq_lens - prefix).clamp(min=0),
-            suffix_block_table=metadata.block_table[:, blocks:].contiguous(),
-        )
+        metadata = replace(metadata, common_prefix_len=prefix)
+        return replace(metadata, shared_prefix=_split(metadata, piece_tokens))
+
+
+def _split(metadata: PagedAttentionMetadata, piece_tokens: int) -> SharedPrefix[Tensor]:
+    # Made on the device from what is there: a second upload would cost more than these small kernels.
+    split = shared_prefix(
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        num_tokens=metadata.slot_mapping.shape[0],
+        block_size=metadata.block_size,
+        common_prefix_len=metadata.common_prefix_len,
+        piece_tokens=piece_tokens,
+        library=torch,
+        device=metadata.seq_lens.device,
+    )
+    return replace(split, suffix_block_table=split.suffix_block_table.contiguous())
 
 
 def _shortest_context(common: CommonAttentionMetadata) -> int:
