@@ -98,10 +98,15 @@ def test_unified_attention_passes_the_arrays_on(batch):
 
 
 def test_a_descale_may_be_a_number_one_element_or_a_repeated_view(batch):
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
     expected = _expected(batch, k_scale=0.5, v_scale=2.0)
     repeated = torch.tensor(0.5).expand(len(SEQ_LENS), KV_HEADS)
     for k_descale in (0.5, torch.tensor([0.5]), torch.tensor(0.5), repeated):
         _close(_unified(batch, descales=(None, k_descale, 2.0)), expected)
+
+
+def test_a_cache_of_real_values_has_no_descale_as_its_write_has_no_scale(batch):
+    _close(_unified(batch, descales=(None, 0.5, torch.ones(3, 2))), _expected(batch))
 
 
 def test_scales_per_token_and_head_replace_the_descales(batch):
@@ -135,10 +140,20 @@ class _Mode(enum.Enum):
             {"window": (3, 0), "mm_prefix_range": torch.zeros(3, 1, 2), "mm_prefix_clamp_sliding_window": True},
             "prefix ranges always reach past the window",
         ),
+        (
+            {
+                "window": (3, 0),
+                "chunk_lookback": 0,
+                "mm_prefix_range": torch.zeros(3, 1, 2),
+                "mm_prefix_clamp_sliding_window": True,
+            },
+            "prefix ranges always reach past the window",
+        ),
         ({"descales": (None, torch.ones(3, 2), None)}, r"k_descale has shape \[3, 2\]; one scale per tensor is served"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(batch, options, message):
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
     with pytest.raises(Unsupported, match=message):
         _unified(batch, **options)
 
