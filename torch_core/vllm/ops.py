@@ -16,6 +16,7 @@ from torch_core.calls import DenseCall, MergeCall, PagedCall, WriteCall
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.ops import run
 from torch_core.specs import AttentionSpec
+from torch_core.vllm.types import CACHE_DTYPES
 
 __all__ = [
     "context_attention_fwd",
@@ -25,9 +26,6 @@ __all__ = [
     "triton_reshape_and_cache_flash_per_token_head_quant",
     "unified_attention",
 ]
-
-_FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_PLAIN_CACHES = ("auto", "bfloat16", "float16", "half", "float", "float32")
 
 
 def unified_attention(
@@ -274,7 +272,7 @@ def triton_reshape_and_cache_flash(
         key_cache: [num_blocks, block_size, num_kv_heads, head_size]; uint8 memory is taken as kv_cache_dtype.
         value_cache: the same.
         slot_mapping: int32 or int64 [num_tokens]; negative ones are skipped.
-        kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
+        kv_cache_dtype: a name of `CACHE_DTYPES` but "int8"; "half" and "float" too.
         k_scale: one element; used by fp8 caches only.
         v_scale: the same.
         interleaved_v_pack_factor: must be 1.
@@ -399,11 +397,12 @@ def _one_scale(name: str, scale: Tensor | float | None) -> Tensor | float | None
 
 
 def _stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    if kv_cache_dtype in _PLAIN_CACHES:
-        return None
-    if kv_cache_dtype not in _FP8_CACHES:
+    """Returns the fp8 type of a cache's bytes; None when its elements are the real values."""
+    names = {**CACHE_DTYPES, "half": torch.float16, "float": torch.float32}
+    del names["int8"]
+    if kv_cache_dtype not in names:
         raise Unsupported(
-            f"kv_cache_dtype is {kv_cache_dtype!r}; use one of {', '.join((*_PLAIN_CACHES, *_FP8_CACHES))}, or the "
-            "per-token-head operation."
+            f"kv_cache_dtype is {kv_cache_dtype!r}; use one of {', '.join(names)}, or the per-token-head operation."
         )
-    return _FP8_CACHES[kv_cache_dtype]
+    dtype = names[kv_cache_dtype]
+    return dtype if dtype is not None and dtype.itemsize == 1 else None

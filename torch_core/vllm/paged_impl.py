@@ -81,7 +81,7 @@ class PagedAttentionImpl(AttentionImpl):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.attn_type = _attention_type(attn_type)
+        self.attn_type = AttentionType(attn_type)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.alibi_slopes = None
@@ -324,14 +324,6 @@ class PagedAttentionImpl(AttentionImpl):
     def _spec_of(self, metadata: PagedAttentionMetadata) -> AttentionSpec:
         # A decoder layer without the causal mask is asked for batch by batch (diffusion drafts, bidirectional models).
         return self.spec if metadata.causal == self.spec.causal else replace(self.spec, causal=metadata.causal)
-
-
-def _attention_type(value: AttentionType | str) -> AttentionType:
-    try:
-        return AttentionType(value)
-    except ValueError:
-        known = ", ".join(kind.value for kind in AttentionType)
-        raise InvalidInput(f"attn_type is {value!r}; it must be one of {known}.") from None
 
 
 def _needed(tensor: Tensor | None, name: str) -> Tensor:

@@ -54,6 +54,10 @@ class AttentionType(StrEnum):
     ENCODER_ONLY = "encoder_only"
     ENCODER_DECODER = "encoder_decoder"
 
+    @classmethod
+    def _missing_(cls, value: object) -> AttentionType:
+        raise InvalidInput(f"attn_type is {value!r}; it must be one of {', '.join(kind.value for kind in cls)}.")
+
 
 class AttentionCGSupport(Enum):
     """Which batches a backend can replay from a CUDA graph; a larger value includes the smaller ones."""
