@@ -169,7 +169,8 @@ def context_attention_fwd(
         k: [num_tokens, num_kv_heads, head_size].
         v: the same.
         o: like q; written.
-        b_start_loc: int32 [num_seqs] or longer, first token of each sequence; the sequences follow one another.
+        b_start_loc: int32 [num_seqs] or longer, first token of each sequence; they rise, and rows between two sequences
+            are padding.
         b_seq_len: int32 [num_seqs].
         max_input_len: upper bound on b_seq_len.
         is_causal: hide keys after the query.
@@ -180,34 +181,36 @@ def context_attention_fwd(
         sinks_bias_key0: must be False.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit; on the CPU also gaps between the sequences.
+        InvalidInput: shapes or dtypes do not fit; on the CPU also sequences that overlap.
         Unsupported: sinks_bias_key0.
     """
     if sinks is not None and sinks_bias_key0:
         raise Unsupported("sinks_bias_key0: a sink is a logit without a value here, not a bias on key 0; pass False.")
-    num_seqs = b_seq_len.shape[0]
-    starts = b_start_loc[:num_seqs]
-    if q.device.type == "cpu" and not torch.equal(starts[1:], (starts + b_seq_len)[:-1]):
-        raise InvalidInput("b_start_loc leaves gaps between the sequences; pack them one after the other.")
-    if num_seqs:
-        starts = torch.cat([starts, starts[-1:] + b_seq_len[-1:]]).to(torch.int32)
-    else:
-        starts = torch.zeros(1, dtype=torch.int32, device=q.device)
+    starts = b_start_loc[: b_seq_len.shape[0]].to(torch.int32)
+    ends = starts + b_seq_len.to(torch.int32)
+    zero = ends.new_zeros(1)
+    before = torch.cat([zero, ends])[:-1]
+    # What lies between two sequences is two more of them: queries without keys, whose rows become 0, and keys without
+    # queries.
+    query_starts = torch.cat([zero, torch.stack([starts, starts, ends], 1).flatten()])
+    key_starts = torch.cat([zero, torch.stack([before, starts, ends], 1).flatten()])
+    # Where values are checked, the gaps are held to the bound too.
+    bound = int(max_input_len) if q.device.type == "cuda" else max(int(max_input_len), q.shape[0])
     run(
         DenseCall(
             query=q,
             key=k,
             value=v,
-            query_start_loc=starts,
-            key_start_loc=starts,
+            query_start_loc=query_starts,
+            key_start_loc=key_starts,
             spec=AttentionSpec(
                 scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
                 causal=is_causal,
                 window_left=sliding_window_q or None,
                 window_right=sliding_window_k or None,
             ),
-            max_query_len=int(max_input_len),
-            max_key_len=int(max_input_len),
+            max_query_len=bound,
+            max_key_len=bound,
             out=o,
             sinks=sinks,
         )

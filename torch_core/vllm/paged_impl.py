@@ -86,6 +86,7 @@ class PagedAttentionImpl(AttentionImpl):
         self.sinks = sinks
         self.alibi_slopes = None
         self.context_parallel = context_parallel or ContextParallel()
+        self.context_parallel.refuse_spread_prompts()
         self.cache_group = cache_group
         self.supports_quant_query_input = True
         if head_size < self.min_head_size:
@@ -216,10 +217,11 @@ class PagedAttentionImpl(AttentionImpl):
             local_seq_lens = attn_metadata.dcp_local_seq_lens
             if local_seq_lens is None:
                 raise InvalidInput("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks.")
-            if attn_metadata.max_query_len > 1 or self.spec.window_left is not None or self.alibi_slopes is not None:
+            near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes)
+            if attn_metadata.max_query_len > 1 or any(option is not None for option in near):
                 raise Unsupported(
-                    "sequences are spread over ranks, where only single new tokens without a window or ALiBi are "
-                    f"served; max_query_len is {attn_metadata.max_query_len}."
+                    "sequences are spread over ranks, where only single new tokens without a window, chunk or "
+                    f"ALiBi are served; max_query_len is {attn_metadata.max_query_len}."
                 )
             sinks = None if self.context_parallel.dcp_rank else self.sinks
             call = replace(call, seq_lens=local_seq_lens, sinks=sinks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,12 +15,14 @@ from torch_core.errors import InvalidInput
 from torch_core.metadata import (
     CommonAttentionMetadata,
     get_dcp_local_seq_lens,
+    mask_slots_of_other_ranks,
     prefix_piece_tokens,
     use_cascade_attention,
 )
-from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID
+from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec
 from torch_core.vllm.builder import AttentionMetadataBuilder
-from torch_core.vllm.types import AttentionCGSupport, AttentionType
+from torch_core.vllm.config import BuilderConfig
+from torch_core.vllm.types import AttentionCGSupport, AttentionType, ContextParallel
 from torch_core.vllm.upload import upload
 
 __all__ = ["PagedAttentionMetadata", "PagedAttentionMetadataBuilder"]
@@ -100,6 +102,18 @@ class PagedAttentionMetadata:
         """See `SharedPrefix`; None without one."""
         return None if self.shared_prefix is None else self.shared_prefix.cu_prefix_query_lens
 
+    def update_shared_prefix(self) -> None:
+        """Splits the batch anew, in place, after other lengths and tables were uploaded into the same tensors.
+
+        A step that is captured in a graph calls this first; otherwise its replays attend with the split of the step
+        that was captured. The prefix stays as long as it is. Without a shared prefix nothing happens.
+        """
+        if self.shared_prefix is not None:
+            # The prefix's own tables are a view of the first row, and its lengths constant.
+            fresh = _split(self, self.shared_prefix.max_prefix_query_len)
+            for name in ("cu_prefix_query_lens", "suffix_block_table", "suffix_kv_lens"):
+                getattr(self.shared_prefix, name).copy_(getattr(fresh, name))
+
     @property
     def prefix_kv_lens(self) -> Tensor | None:
         """See `SharedPrefix`; None without one."""
@@ -116,6 +130,25 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     supports_update_block_table: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: Sequence[str],
+        config: BuilderConfig,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, config, device)
+        config.context_parallel.refuse_spread_prompts()
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
+    ) -> AttentionCGSupport:
+        """Returns never for ranks that share sequences, whose lengths `build` derives from the batch's."""
+        if config is not None and config.context_parallel.dcp_world_size > 1:
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(config, kv_cache_spec)
 
     def build(
         self,
@@ -150,6 +183,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         parallel = self.config.context_parallel
         local_seq_lens = None
         if parallel.dcp_world_size > 1:
+            _check_local_slots(common, parallel)
             local_seq_lens = get_dcp_local_seq_lens(
                 on_device["seq_lens"],
                 dcp_world_size=parallel.dcp_world_size,
@@ -213,10 +247,13 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
         """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`.
 
-        Never where results must not depend on the batch: whether a prefix is shared does.
+        Never where results must not depend on the batch: whether a prefix is shared does. Nor where the keys are not
+        the batch's own.
         """
         spec, config = self.kv_cache_spec, self.config
-        return not config.batch_invariant and use_cascade_attention(
+        if config.batch_invariant or config.attn_type is not AttentionType.DECODER:
+            return False
+        return use_cascade_attention(
             common_prefix_len,
             query_lens,
             num_query_heads=config.num_heads,
@@ -249,6 +286,10 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
                 "encoder_rows."
             )
         shared = common_prefix_len
+        if shared and kind is not AttentionType.DECODER:
+            raise InvalidInput(
+                f"common_prefix_len is {shared}; {kind.value} attention does not read the cache of the prefix: use 0."
+            )
         if shared < 0 or shared % block_size or (shared and shared > _shortest_context(common)):
             raise InvalidInput(
                 f"common_prefix_len is {shared}; it must be a multiple of the block size, {block_size}, and at most "
@@ -283,6 +324,28 @@ def _split(metadata: PagedAttentionMetadata, piece_tokens: int) -> SharedPrefix[
         device=metadata.seq_lens.device,
     )
     return replace(split, suffix_block_table=split.suffix_block_table.contiguous())
+
+
+def _check_local_slots(common: CommonAttentionMetadata, place: ContextParallel) -> None:
+    """Refuses slots that are not this rank's: keys would be written where no rank reads them."""
+    ranks = {
+        "dcp_world_size": place.dcp_world_size,
+        "dcp_rank": place.dcp_rank,
+        "interleave_size": place.interleave_size,
+    }
+    num_tokens, block_size = common.num_actual_tokens, common.block_size
+    positions, slots = common.positions[:num_tokens], common.slot_mapping[:num_tokens]
+    before = get_dcp_local_seq_lens(positions, **ranks)
+    rows = np.repeat(np.arange(common.num_reqs), common.query_lens[: common.num_reqs])
+    own = common.block_tables[rows, before // block_size] * block_size + before % block_size
+    wanted = mask_slots_of_other_ranks(own, positions, **ranks)
+    if (slots != wanted).any():
+        first = int((slots != wanted).argmax())
+        raise InvalidInput(
+            f"slot_mapping[{first}] is {slots[first]}; the slot of that token on rank {place.dcp_rank} of "
+            f"{place.dcp_world_size} is {wanted[first]}. The slots of a batch are those of one cache that holds all "
+            "tokens: give each rank its own (mask_slots_of_other_ranks)."
+        )
 
 
 def _shortest_context(common: CommonAttentionMetadata) -> int:
