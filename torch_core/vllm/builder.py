@@ -50,6 +50,7 @@ class AttentionMetadataBuilder(ABC):
         self.layer_names = tuple(layer_names)
         self.config = config
         self.device = torch.device(device)
+        config.context_parallel.refuse_spread_prompts()
 
     @classmethod
     def get_cudagraph_support(

@@ -145,15 +145,17 @@ def is_all_cross_attn_metadata_set(attn_metadata: Any) -> bool:
 
 
 def get_seq_len_block_table_args(
-    attn_metadata: Any, attn_type: AttentionType | str
+    attn_metadata: Any, is_prompt: bool, attn_type: AttentionType | str
 ) -> tuple[Tensor, int, Tensor | None]:
     """Returns the key lengths, their bound and the block tables that a kind of attention reads.
 
-    Decoders read their own, cross attention the encoder's lengths and the cross tables, encoders have no tables.
+    Decoders read their own, cross attention the encoder's lengths and the cross tables, encoders have no tables. One
+    batch holds prompts and decodes, so `is_prompt` changes nothing.
 
     Raises:
         InvalidInput: the metadata lacks the encoder's fields, or the kind is unknown.
     """
+    del is_prompt
     kind = AttentionType(attn_type)
     if kind is AttentionType.DECODER:
         return attn_metadata.seq_lens, attn_metadata.max_seq_len, attn_metadata.block_table

@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 
 from torch_core.vllm.paged_backend import PagedAttentionBackend
+from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
-from torch_core.vllm.paged_metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 
 __all__ = [
     "TorchAttentionBackend",

@@ -8,8 +8,9 @@ import torch
 
 from torch_core.vllm.config import AttentionSelectorConfig
 from torch_core.vllm.paged_backend import PagedAttentionBackend
+from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
-from torch_core.vllm.paged_metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     AttentionCGSupport,
