@@ -83,7 +83,7 @@ class AttentionImplBase(ABC):
     num_heads: int
     head_size: int
     scale: float
-    context_parallel: ContextParallel
+    context_parallel: ContextParallel = ContextParallel()
     can_return_lse_for_decode: ClassVar[bool] = False
     supports_pcp: ClassVar[bool] = False
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = False
