@@ -239,10 +239,10 @@ def test_an_fp8_output_is_divided_by_its_scale_and_saturates():
     [
         ({"query_start_loc": [1, 2]}, r"query_start_loc starts with \[1\]; it must hold num_seqs \+ 1 offsets"),
         ({"query_start_loc": [0, 2, 1], "seq_lens": [3, 3]}, r"query_start_loc\[2\] is 1, less than 2 before it"),
-        ({"query_start_loc": [0, 9]}, r"query_start_loc\[-1\] is 9; the tensor that it divides has only 2 rows"),
+        ({"query_start_loc": [0, 9]}, r"query_start_loc\[-1\] is 9; query has only 2 rows"),
         ({"max_query_len": 1}, r"sequence 0 has 2 rows in query_start_loc; the stated maximum is 1"),
         ({"seq_lens": [3, 3]}, r"seq_lens has 2 entries and query_start_loc 2; they need num_seqs and num_seqs \+ 1"),
-        ({"seq_lens": [99]}, r"seq_lens\[0\] is 99; a row of block_tables holds at most 3 x 16 = 48 tokens"),
+        ({"seq_lens": [99]}, r"seq_lens\[0\] is 99; a row of block_tables holds 0 to 3 x 16 = 48 tokens"),
         ({"seq_lens": [-1]}, r"seq_lens\[0\] is -1"),
         ({"block_tables": [[1, 7, 0]], "seq_lens": [17]}, r"block_tables\[0, 1\] is 7; the cache has blocks 0 to 3"),
     ],
