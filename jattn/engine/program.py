@@ -68,11 +68,13 @@ def _step(
     model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
-    if num_steps == 1:
-        sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, max_query_len, kind)
-        sampled = sampled[None]
-    else:
-        sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, num_steps, kind)
+    # A setting for the user's own code; the model's is written with NumPy's rules in mind.
+    with jax.numpy_rank_promotion("allow"):
+        if num_steps == 1:
+            sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, max_query_len, kind)
+            sampled = sampled[None]
+        else:
+            sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, num_steps, kind)
     tokens = jnp.zeros((num_steps, max_num_seqs), jnp.int32).at[:, :num_seqs].set(sampled)
     return (tokens, tokens[-1]), kv_caches
 

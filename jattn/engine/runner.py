@@ -108,7 +108,8 @@ class ModelRunner:
 
     def forget(self) -> None:
         """Drops what it knows of earlier steps: their tokens and their tables."""
-        self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
+        with jax.transfer_guard_host_to_device("allow"):
+            self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
         self._tables = BlockTableCache()
 
     def _bucket(self, step: ScheduledStep) -> tuple[PackedLayout, int]:

@@ -153,16 +153,12 @@ class KVPool:
         Raises:
             InvalidInput: a torch view of the pool is alive, or the step did not consume or return the caches. The
                 pool stays usable; it holds what it held before unless the message says otherwise.
-            Unsupported: JAX_DISABLE_JIT is on.
+            Unsupported: a setting of JAX is on under which nothing is donated.
             PoolLost: the step failed after it had consumed the caches. The pool is allocated anew, filled with zeros
                 and of a higher generation; the cause is chained.
         """
         self._refuse_live_views()
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            raise Unsupported(
-                "JAX_DISABLE_JIT is on, and only a jitted step updates the pool in place. Switch it off around the "
-                "step: with jax.disable_jit(False)."
-            )
+        _check_donation()
         before = self._arrays
         if not before:
             raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
@@ -363,7 +359,8 @@ class KVPool:
     def _allocate(self) -> tuple[jax.Array, ...]:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
         # buffer cannot be donated in place.
-        return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
+        with jax.transfer_guard_host_to_device("allow"):
+            return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
 
     def _check_blocks(self, name: str, blocks: np.ndarray) -> None:
         outside = (blocks < 0) | (blocks >= self._num_blocks)
@@ -382,3 +379,18 @@ class KVPool:
                 f"{len(self._views)} torch views from as_torch() are alive; XLA would copy the pool instead of "
                 "updating it in place. Delete them (and what was sliced from them) before the next step."
             )
+
+
+def _check_donation() -> None:
+    config: Any = jax.config
+    settings = {
+        "jax_disable_jit": config.jax_disable_jit,
+        "jax_debug_nans": config.jax_debug_nans,
+        "jax_debug_infs": config.jax_debug_infs,
+    }
+    if any(settings.values()):
+        on = " and ".join(name for name, value in settings.items() if value)
+        raise Unsupported(
+            f"{on} is on: JAX donates no buffer then, and a step would copy the whole pool. Switch it off around the "
+            "step, as in: with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False)."
+        )
