@@ -365,11 +365,12 @@ class Engine:
         work = self._begin()
         try:
             ended = work.advance()
-        except PoolLost:
+        except PoolLost as error:
             self._failed_steps += 1
             if self._failed_steps > 1:
                 self._failed_steps = 0
                 raise
+            _drop_frames(error)
             return
         if ended is not None:
             self._failed_steps = 0
@@ -380,6 +381,18 @@ class Engine:
     def _finish(self, work: Work, request: Request, reason: str) -> None:
         work.finish(request, reason)
         self._requests.pop(request.request_id, None)
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Forgets where an error that was dealt with came from: the bridge keeps the last few, and frames hold the pool."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            pending += [link.__cause__, link.__context__]
 
 
 def _check_types(model: object, config: object) -> None:

@@ -137,13 +137,13 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
         try:
-            token_ids = self.tokenizer.encode(prompt)
+            prompt.encode()
         except UnicodeEncodeError as error:
             raise InvalidInput(
                 f"character {error.start} of a prompt is a lone surrogate, U+{ord(prompt[error.start]):04X}; text must "
                 "be what UTF-8 can encode."
             ) from None
-        return self.engine.add(token_ids, params, prompt=prompt, outbox=outbox)
+        return self.engine.add(self.tokenizer.encode(prompt), params, prompt=prompt, outbox=outbox)
 
 
 def generate(

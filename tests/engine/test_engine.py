@@ -246,6 +246,19 @@ def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
             InvalidInput,
             "the prompt of 'r' has dtype float64 and shape (1,); it must be a flat sequence of ints.",
         ),
+        (
+            [[1], [2, 3]],
+            {},
+            InvalidInput,
+            "the prompt of 'r' must be a flat sequence of ints; it is ragged.",
+        ),
+        (
+            [1, 10**5000],
+            {},
+            InvalidInput,
+            "the prompt of 'r' has dtype object and shape (2,); it must be a flat sequence of ints.",
+        ),
+        ([1], {"prompt": 5}, InvalidInput, "prompt is a int; it must be the prompt's text, or None."),
         ([1], {"salt": b""}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
         ([1], {"salt": "text"}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
         ([1], {"request_id": ""}, InvalidInput, "request_id must be a string of 1 to 256 characters."),
@@ -390,6 +403,21 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
         InvalidInput, match="the budget of 4,096 bytes holds 4 blocks; a sequence of 128 tokens needs 32"
     ):
         Engine(decoder, EngineConfig(block_size=4, kv_cache_bytes=4096))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'bfloat16'; this model writes float32 caches only."),
+        ({"config": {"block_size": 4}}, "config is a dict; it must be an EngineConfig, or None."),
+        ({"model": "folder"}, "model is a str; it must be a jattn.models.Decoder."),
+    ],
+)
+def test_an_engine_that_could_never_run_is_not_built(decoder, arguments, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        Engine(**{"model": decoder, **arguments})
+
+    assert str(error.value) == message
 
 
 def test_a_length_beyond_the_models_is_refused(decoder) -> None:
