@@ -32,7 +32,7 @@ def error_of(kind: type[BaseException]) -> BaseException:
 class Service:
     """A caller that is interrupted again and again, and compares every answer with that of a lone run."""
 
-    def __init__(self, engine: Engine, lone: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, lone: Engine, seed: int, *, temperature: float = 0.0) -> None:
         self.engine = engine
         self.lone = lone
         self.random = random.Random(seed)
@@ -41,11 +41,14 @@ class Service:
         self.said: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.added = 0
+        self.temperature = temperature
 
     def add(self) -> None:
         tail = [self.random.randrange(97) for _ in range(self.random.randrange(1, 14))]
         prompt = [*(self.shared if self.random.random() < 0.5 else []), *tail]
-        params = SamplingParams(temperature=0.0, max_tokens=self.random.randrange(1, 10), ignore_eos=True)
+        params = SamplingParams(
+            temperature=self.temperature, max_tokens=self.random.randrange(1, 10), seed=self.added, ignore_eos=True
+        )
         name = f"r{self.added}"
         before = self.engine._num_added
         try:
