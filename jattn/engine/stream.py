@@ -89,8 +89,8 @@ class TextStream(Iterator[TextDelta]):
                 self._engine.settle()
 
     def __del__(self) -> None:
-        # Whatever thread this runs in and whatever that is in the middle of.
-        if self._unfinished:
+        # Whatever thread this runs in and whatever that is in the middle of; also where __init__ was interrupted.
+        if getattr(self, "_unfinished", None):
             self._abandon()
 
     def _abandon(self) -> None:

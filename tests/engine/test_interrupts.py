@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
 from jattn.engine.request import Request
+from jattn.load import TextTokenizer
 from jattn.models import Decoder
+from tests.engine.conftest import tiny_decoder
 from tests.engine.interrupts import InterruptAt
 from tests.engine.test_engine import GREEDY, prompts_of, run
+from tests.support.tiny_models import byte_tokenizer
 from torch_core.errors import PoolLost
 
 SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
@@ -23,6 +27,9 @@ CONFIGS = {
     "overlap": {"num_blocks": 14, "steps_in_flight": 2},
     "swap and scrub": {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "steps_in_flight": 2},
 }
+
+
+TEXT = SamplingParams(temperature=0.0, max_tokens=9, stop=("zz",), ignore_eos=True)
 
 
 def error_of(kind: type[BaseException]) -> BaseException:
@@ -252,3 +259,26 @@ def test_a_pool_lost_while_cancelling_is_recovered(decoder, seed) -> None:
 
     assert engine.cancel(request.request_id).finish_reason == "cancelled"
     assert run(engine, prompts) == expected
+
+
+def test_an_interrupt_at_any_line_of_generate_leaves_nothing_behind(seed) -> None:
+    llm = LLM(tiny_decoder(vocab_size=512), tokenizer=TextTokenizer(byte_tokenizer()), config=EngineConfig(**SIZES))
+    choose = random.Random(seed)
+    expected = llm.generate(["some text", "other"], TEXT)
+    places = set()
+
+    for _ in range(30):
+        interrupt = InterruptAt(choose.randrange(1, 4000), KeyboardInterrupt())
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            while interrupt.place is None:
+                llm.generate(["some text", "other"], TEXT)
+        places.add(interrupt.place)
+
+        print(interrupt.place)
+        assert llm.engine.num_unfinished == 0
+        assert [output.outputs for output in llm.generate(["some text", "other"], TEXT)] == [
+            output.outputs for output in expected
+        ]
+        assert llm.engine.cache_stats().used == 0
+
+    assert len(places) > 20
