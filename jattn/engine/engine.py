@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import jax.numpy as jnp
-
-from jattn.engine.config import EngineConfig, plan_engine_pool
+from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox, TokenDelta
+from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
+from jattn.engine.owner import Owner
 from jattn.engine.request import Request, SamplingParams
-from jattn.engine.runner import ModelRunner
-from jattn.engine.work import Device, Work
+from jattn.engine.work import Work
 from jattn.models import Decoder
-from jattn.pool import HostBlocks, KVPool, PoolPlan
-from torch_core.cache import CacheConfig, CacheStats
-from torch_core.errors import InvalidInput, PoolLost
-from torch_core.specs import KVCacheSpec
+from jattn.pool import PoolPlan
+from torch_core.cache import CacheStats
+from torch_core.errors import InvalidInput
 
 __all__ = ["Engine"]
 
@@ -71,48 +68,23 @@ class Engine:
     ) -> None:
         config = EngineConfig() if config is None else config
         _check_types(model, config)
-        shape = model.config
-        dtype = jnp.dtype(shape.dtype).name
-        if kv_cache_dtype not in (None, dtype):
-            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; this model writes {dtype} caches only.")
-        spec = KVCacheSpec(
-            num_kv_heads=shape.num_key_value_heads, head_size=shape.head_dim, block_size=config.block_size, dtype=dtype
-        )
-        self._config = config
-        self._intake = Intake(shape, seed=config.seed, max_model_len=config.max_model_len)
-        longest = self._intake.max_model_len
-        self._plan = plan_engine_pool(config, spec, num_layers=shape.num_hidden_layers, max_model_len=longest)
-        pool = KVPool(spec, num_layers=shape.num_hidden_layers, num_blocks=self._plan.num_blocks)
-        max_blocks = -(-longest // config.block_size)
-        self._cache_config = CacheConfig(
-            num_blocks=self._plan.num_blocks,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            sliding_window=shape.sliding_window,
-            max_step_tokens=config.max_num_batched_tokens,
+        self._intake = Intake(model.config, seed=config.seed, max_model_len=config.max_model_len)
+        device, cache_config, self._plan = open_device(
+            model,
+            config,
+            max_model_len=self._intake.max_model_len,
+            kv_cache_dtype=kv_cache_dtype,
             model_fingerprint=model_fingerprint,
-            cache_dtype=spec.dtype,
-            max_blocks_per_seq=max_blocks,
-            scrub_on_free=config.scrub_on_free,
-            num_host_blocks=config.num_host_blocks,
         )
-        host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-        self._device: Device | None = Device(pool, host, ModelRunner(model, pool, config, max_blocks=max_blocks))
+        self._owner = Owner(config, cache_config, device)
         self._lock = threading.RLock()
         self._arriving: set[int] = set()
-        self._requests: dict[str, Request] = {}
         self._outbox = Outbox()
-        self._abandoned: deque[Outbox] = deque()
-        self._num_added = 0
-        self._failed_steps = 0
-        # Taken out while a method changes it and put back when it is whole again; see `_begin`.
-        self._work: Work | None = Work(config, self._cache_config, self._device)
-        self._generation = pool.generation
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._device is None
+        return self._owner.closed
 
     @property
     def pool_plan(self) -> PoolPlan:
@@ -122,26 +94,26 @@ class Engine:
     @property
     def programs(self) -> tuple[str, ...]:
         """One line for each program compiled so far; constant after warm-up."""
-        return self._open().runner.programs
+        return self._owner.device.runner.programs
 
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling them, within the steps that needed them."""
-        return self._open().runner.compile_seconds
+        return self._owner.device.runner.compile_seconds
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         if not self.closed:
             self.settle()
-        return len(self._requests)
+        return len(self._owner.requests)
 
     def cache_stats(self) -> CacheStats:
         """Returns a frozen snapshot of the block allocator."""
         self._arrive()
         with self._lock:
             work = self._begin()
-            self._end(work)
+            self._owner.end(work)
             return work.cache_stats()
 
     def add(
@@ -176,27 +148,18 @@ class Engine:
                 request = self._intake.request(
                     prompt_token_ids,
                     params,
-                    number=self._num_added,
+                    number=self._owner.num_added,
                     request_id=request_id,
-                    taken=self._requests,
+                    taken=self._owner.requests,
                     prompt=prompt,
                     salt=salt,
                     outbox=outbox,
                 )
                 work.add(request)
             except InvalidInput:
-                self._work = work
+                self._owner.refuse(work)
                 raise
-            try:
-                self._num_added += 1
-                self._requests[request.request_id] = request
-                self._work = work
-                return request
-            except BaseException:
-                # Nobody would know of it.
-                self._work = None
-                self._requests.pop(request.request_id, None)
-                raise
+            return self._owner.add(work, request)
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request now; tokens of it that are still on the device are dropped.
@@ -210,10 +173,10 @@ class Engine:
         self._arrive()
         with self._lock:
             work = self._begin()
-            request = self._requests.get(request_id) if isinstance(request_id, str) else None
+            request = self._owner.requests.get(request_id) if isinstance(request_id, str) else None
             if request is not None:
-                self._finish(work, request, "cancelled")
-            self._end(work)
+                self._owner.finish(work, request, "cancelled")
+            self._owner.end(work)
             if request is None:
                 raise InvalidInput(f"no unfinished request has the id {request_id!r}.")
             news = self._outbox.take_one(request)
@@ -233,7 +196,8 @@ class Engine:
         self._give_way()
         self._arrive()
         with self._lock:
-            self._advance()
+            self._arriving.discard(threading.get_ident())
+            self._owner.advance()
             return self._outbox.take()
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
@@ -253,9 +217,9 @@ class Engine:
                 self._arriving.discard(threading.get_ident())
                 if deltas := outbox.take():
                     return deltas
-                self._advance()
+                self._owner.advance()
                 deltas = outbox.take()
-                if deltas or not any(request.outbox is outbox for request in self._requests.values()):
+                if deltas or not any(request.outbox is outbox for request in self._owner.requests.values()):
                     return deltas
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
@@ -269,14 +233,14 @@ class Engine:
         with self._lock:
             work = self._begin()
             if request.finish_reason is None:
-                self._finish(work, request, "stop")
+                self._owner.finish(work, request, "stop")
             del request.output_token_ids[num_output_tokens:]
             request.finish_reason = "stop"
-            self._end(work)
+            self._owner.end(work)
 
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
-        self._abandoned.append(outbox)
+        self._owner.abandoned.append(outbox)
 
     def settle(self) -> None:
         """Does now what interrupts and `abandon` left to the next call.
@@ -286,18 +250,12 @@ class Engine:
         """
         self._arrive()
         with self._lock:
-            self._end(self._begin())
+            self._owner.end(self._begin())
 
     def close(self) -> None:
         """Cancels what has not finished and gives the pool's memory back now; the engine refuses everything then."""
         with self._lock:
-            device, self._device, self._work = self._device, None, None
-            for request in list(self._requests.values()):
-                request.outbox.note(request)
-                request.finish_reason = "cancelled"
-                del self._requests[request.request_id]
-            if device is not None:
-                device.pool.close()
+            self._owner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -306,11 +264,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _open(self) -> Device:
-        if self._device is None:
-            raise InvalidInput("the engine is closed; build another one.")
-        return self._device
 
     def _arrive(self) -> None:
         self._arriving.add(threading.get_ident())
@@ -322,77 +275,8 @@ class Engine:
             time.sleep(_TURN_SECONDS)
 
     def _begin(self) -> Work:
-        """Takes the work out, whole and up to date. Until it is put back the next call makes it anew."""
         self._arriving.discard(threading.get_ident())
-        device = self._open()
-        work, self._work = self._work, None
-        if work is None or work.generation != device.pool.generation:
-            work = self._anew(device)
-        while self._abandoned:
-            outbox = self._abandoned[0]
-            for request in [request for request in self._requests.values() if request.outbox is outbox]:
-                self._finish(work, request, "cancelled")
-            self._abandoned.popleft()
-        return work
-
-    def _end(self, work: Work) -> None:
-        try:
-            work.scrub_if_idle()
-        except PoolLost:
-            # What was to be scrubbed is gone with the pool.
-            return
-        self._work = work
-
-    def _anew(self, device: Device) -> Work:
-        for request in list(self._requests.values()):
-            reason = request.finish_reason or request.end_reason
-            if reason is not None:
-                request.outbox.note(request)
-                request.finish_reason = reason
-                del self._requests[request.request_id]
-        # Nobody knows any more which blocks of the old pool hold what was to be scrubbed.
-        holds_residue = self._config.scrub_on_free and device.pool.generation == self._generation
-        if holds_residue or device.pool.is_lost():
-            device.pool.renew()
-        work = Work(self._config, self._cache_config, device)
-        self._generation = work.generation
-        for request in self._requests.values():
-            request.restart()
-            work.add(request)
-        return work
-
-    def _advance(self) -> None:
-        work = self._begin()
-        try:
-            ended = work.advance()
-        except PoolLost as error:
-            self._failed_steps += 1
-            if self._failed_steps > 1:
-                self._failed_steps = 0
-                raise
-            _drop_frames(error)
-            return
-        if ended is not None:
-            self._failed_steps = 0
-            for request in ended:
-                self._requests.pop(request.request_id, None)
-        self._end(work)
-
-    def _finish(self, work: Work, request: Request, reason: str) -> None:
-        work.finish(request, reason)
-        self._requests.pop(request.request_id, None)
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Forgets where an error that was dealt with came from: the bridge keeps the last few, and frames hold the pool."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        link = pending.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            link.__traceback__ = None
-            pending += [link.__cause__, link.__context__]
+        return self._owner.begin()
 
 
 def _check_types(model: object, config: object) -> None:

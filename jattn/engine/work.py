@@ -12,29 +12,13 @@ import jax
 import numpy as np
 
 from jattn.engine.config import EngineConfig
+from jattn.engine.device import Device
 from jattn.engine.request import Request
-from jattn.engine.runner import ModelRunner
 from jattn.engine.scheduler import ScheduledStep, Scheduler
-from jattn.pool import HostBlocks, KVPool
 from torch_core.cache import CacheConfig, CacheManager, CacheStats, CommittedStep
 from torch_core.errors import CacheCorruption
 
-__all__ = ["Device", "Work"]
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a step runs on; it outlives any work.
-
-    Attributes:
-        pool: the cache arrays.
-        host: memory for swapped blocks, if the engine has any.
-        runner: the model.
-    """
-
-    pool: KVPool
-    host: HostBlocks | None
-    runner: ModelRunner
+__all__ = ["Work"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_wit
         while requests[0].num_sampled_tokens < 5:
             other.step()
         # The first request took blocks 1 and 2: its prompt and two decoded tokens.
-        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._device.pool.as_torch()])
+        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._owner.device.pool.as_torch()])
 
     for alone, beside in zip(*contents, strict=True):
         np.testing.assert_array_equal(alone, beside)
@@ -143,7 +143,7 @@ def test_an_idle_engine_that_scrubs_holds_nothing_of_anybody(decoder, seed) -> N
     prompts = prompts_of(seed, 20, 2, 9, 14, 3)
 
     tokens = [run(other, prompts) for other in (plain, scrubbing)]
-    pools = [other._device.pool for other in (plain, scrubbing)]
+    pools = [other._owner.device.pool for other in (plain, scrubbing)]
     left = [any(layer.count_nonzero().item() for layer in pool.as_torch()) for pool in pools]
 
     assert tokens[0] == tokens[1]
@@ -159,7 +159,7 @@ def test_cancelling_the_last_request_scrubs_what_it_left(decoder, seed) -> None:
 
     other.cancel(request.request_id)
 
-    assert not any(layer.count_nonzero().item() for layer in other._device.pool.as_torch())
+    assert not any(layer.count_nonzero().item() for layer in other._owner.device.pool.as_torch())
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:
@@ -311,17 +311,17 @@ class _FailingSteps:
     """Makes the runner's n-th dispatch consume the pool and then fail, as a callback that raises does."""
 
     def __init__(self, engine: Engine, *, failures: set[int]) -> None:
-        self._dispatch = engine._device.runner.dispatch
+        self._dispatch = engine._owner.device.runner.dispatch
         self._engine = engine
         self._failures = failures
         self._count = 0
-        engine._device.runner.dispatch = self
+        engine._owner.device.runner.dispatch = self
 
     def __call__(self, step):
         self._count += 1
         tokens = self._dispatch(step)
         if self._count in self._failures:
-            pool = self._engine._device.pool
+            pool = self._engine._owner.device.pool
             with pool.guard():
                 for array in pool._arrays:
                     array.delete()
@@ -337,7 +337,7 @@ def test_a_failed_step_costs_time_and_no_answers(engine, decoder, in_flight, see
     _FailingSteps(other, failures={1, 4, 9})
 
     assert run(other, prompts) == run(engine, prompts)
-    assert other._device.pool.generation == 4
+    assert other._owner.device.pool.generation == 4
     assert other.cache_stats().used == 0
 
 

@@ -23,8 +23,8 @@ KINDS = (KeyboardInterrupt, MemoryError, PoolLost)
 CONFIGS = {
     "plain": {"num_blocks": 12},
     "swap": {"num_blocks": 12, "num_host_blocks": 12, "enable_prefix_caching": False},
-    "scrub": {"num_blocks": 14, "scrub_on_free": True},
-    "overlap": {"num_blocks": 14, "steps_in_flight": 2},
+    "scrub": {"num_blocks": 12, "scrub_on_free": True},
+    "overlap": {"num_blocks": 12, "steps_in_flight": 2},
     "swap and scrub": {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "steps_in_flight": 2},
 }
 
@@ -57,13 +57,13 @@ class Service:
             temperature=self.temperature, max_tokens=self.random.randrange(1, 10), seed=self.added, ignore_eos=True
         )
         name = f"r{self.added}"
-        before = self.engine._num_added
+        before = self.engine._owner.num_added
         try:
             request = self.engine.add(prompt, params, request_id=name)
         except BaseException:
-            assert name not in self.engine._requests
+            assert name not in self.engine._owner.requests
             raise
-        assert self.engine._num_added == before + 1
+        assert self.engine._owner.num_added == before + 1
         self.live[name] = (request, prompt)
         self.added += 1
 
@@ -111,12 +111,12 @@ class Service:
                 assert self.reasons[name] == "length", name
         stats = self.engine.cache_stats()
         assert (stats.used, stats.deferred, stats.steps_in_flight, stats.num_sequences) == (0, 0, 0, 0)
-        self.engine._work._cache.audit()
+        self.engine._owner._work._cache.audit()
         self.live.clear()
 
 
 def interrupt_often(config: str, decoder: Decoder, seed: int, *, count: int) -> list[str]:
-    lone = Engine(decoder, EngineConfig(**SIZES))
+    lone = Engine(decoder, EngineConfig(**SIZES, num_blocks=12))
     engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS[config]))
     service = Service(engine, lone, seed)
     # Compiled before the interrupts, so that lines are steps' and not traces'.
@@ -154,7 +154,7 @@ class _Dispatch:
     """Raises in place of one dispatch, or, with `lost`, takes the pool's contents with it."""
 
     def __init__(self, engine: Engine, error: BaseException, *, at: int, lost: bool) -> None:
-        self._device = engine._device
+        self._device = engine._owner.device
         self._dispatch = self._device.runner.dispatch
         self._error, self._left, self._lost = error, at, lost
         self._device.runner.dispatch = self
@@ -206,9 +206,23 @@ def test_prefix_keys_do_not_outlive_a_pool_that_an_interrupt_lost(decoder, seed)
     assert [again.output_token_ids] == run(lone, [first])
 
 
+def test_prefix_keys_do_not_outlive_a_pool_that_was_renewed_between_two_steps(decoder, seed) -> None:
+    (prompt,) = prompts_of(seed, 20)
+    engine = Engine(decoder, EngineConfig(**SIZES))
+    expected = run(engine, [prompt])
+
+    engine._owner.device.pool.renew()
+    again = engine.add(prompt, GREEDY)
+    while engine.num_unfinished:
+        engine.step()
+
+    assert again.num_cached_tokens == 0
+    assert [again.output_token_ids] == expected
+
+
 def lose_pool_in(engine: Engine, method: str) -> None:
     """Makes the next call of a pool's method fail with its contents."""
-    pool = engine._device.pool
+    pool = engine._owner.device.pool
     original = getattr(pool, method)
 
     def fail(*args):
@@ -222,7 +236,7 @@ def lose_pool_in(engine: Engine, method: str) -> None:
 
 def test_a_pool_lost_while_a_request_is_swapped_out_loses_no_request(decoder, seed) -> None:
     prompts = prompts_of(seed, 20, 2, 9, 14)
-    lone = Engine(decoder, EngineConfig(**SIZES))
+    lone = Engine(decoder, EngineConfig(**SIZES, num_blocks=12))
     engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS["swap"]))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     lose_pool_in(engine, "read_blocks")
@@ -230,7 +244,7 @@ def test_a_pool_lost_while_a_request_is_swapped_out_loses_no_request(decoder, se
     while engine.num_unfinished:
         engine.step()
 
-    assert engine._device.pool.generation == 2
+    assert engine._owner.device.pool.generation == 2
     assert [request.output_token_ids for request in requests] == run(lone, prompts)
 
 
@@ -244,7 +258,7 @@ def test_a_pool_lost_in_the_idle_scrub_does_not_take_the_last_tokens_with_it(dec
     while request.finish_reason is None:
         said += [token for delta in engine.step() for token in delta.token_ids]
 
-    assert engine._device.pool.generation == 2
+    assert engine._owner.device.pool.generation == 2
     assert said == request.output_token_ids
     assert run(engine, [prompt]) == [said]
 

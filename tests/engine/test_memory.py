@@ -30,7 +30,7 @@ def no_collector() -> Iterator[None]:
 def test_a_dropped_engine_frees_its_pool_without_the_collector(decoder, seed) -> None:
     engine = Engine(decoder, CONFIG)
     run(engine, prompts_of(seed, 5, 9))
-    array = weakref.ref(engine._device.pool._arrays[0])
+    array = weakref.ref(engine._owner.device.pool._arrays[0])
 
     del engine
 
@@ -42,7 +42,7 @@ def test_a_dropped_llm_with_an_open_stream_frees_its_pool_without_the_collector(
     llm = LLM(decoder, config=CONFIG)
     stream = llm.stream(prompts_of(seed, 5, 9), GREEDY)
     next(stream)
-    array = weakref.ref(llm.engine._device.pool._arrays[0])
+    array = weakref.ref(llm.engine._owner.device.pool._arrays[0])
 
     del llm, stream
 
@@ -57,8 +57,8 @@ def test_an_engine_that_survived_a_failing_callback_frees_its_pool_when_dropped(
     fail_once(monkeypatch)
 
     assert run(engine, [prompt]) == expected
-    assert engine._device.pool.generation > 1
-    array = weakref.ref(engine._device.pool._arrays[0])
+    assert engine._owner.device.pool.generation > 1
+    array = weakref.ref(engine._owner.device.pool._arrays[0])
     del engine
 
     assert array() is None
@@ -81,7 +81,7 @@ def test_closing_gives_the_memory_back_while_somebody_still_holds_the_engine(dec
     engine = Engine(decoder, CONFIG)
     request = engine.add(prompts_of(seed, 5)[0], GREEDY)
     engine.step()
-    array = engine._device.pool._arrays[0]
+    array = engine._owner.device.pool._arrays[0]
 
     engine.close()
     engine.close()
