@@ -168,7 +168,7 @@ def _check_array(field: ArrayField, array: Any, sizes: dict[str, tuple[int, str]
                     f"{field.name} has shape {list(shape)}; it must be {field} with {dim} = {expected}{origin}."
                 )
     if field.dtypes is not None and dtype_name(array) not in field.dtypes:
-        wanted = field.dtypes[0] if len(field.dtypes) <= 2 else "a floating point type"
+        wanted = "a floating point type" if len(field.dtypes) > 2 else next(iter(field.dtypes))
         raise InvalidInput(f"{field.name} is {dtype_name(array)}; it must be {wanted}. Cast it.")
 
 
