@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -84,8 +84,14 @@ class ArraySpec:
     dtype: str
     strides: tuple[int, ...] | None = None
     aligned: bool = True
+    # Plans are looked up by the specs of a call: hashing each of them anew would be felt on every launch.
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.dtype, self.strides, self.aligned)))
         if self.dtype not in DTYPE_BYTES:
             raise Unsupported(f"dtype is {self.dtype!r}; a kernel takes one of {', '.join(DTYPE_BYTES)}.")
         if self.strides is not None and len(self.strides) != len(self.shape):

@@ -44,12 +44,12 @@ class Call(Generic[A]):
 
     def arrays(self) -> dict[str, A]:
         """Returns the arrays that are given, by field name, in the order of the fields."""
-        values = self.__dict__
-        return {
-            name: value
-            for name in array_fields(type(self))
-            if (value := values[name]) is not None and not isinstance(value, (int, float))
-        }
+        values, found = self.__dict__, {}
+        for name in array_fields(type(self)):
+            value = values[name]
+            if value is not None and not isinstance(value, (int, float)):
+                found[name] = value
+        return found
 
     def __post_init__(self) -> None:
         """Checks the options that are numbers: those that compare equal to others are not told apart later."""

@@ -30,7 +30,7 @@ def run_planned(
         arrays: `call.arrays()`.
         device: where they are.
     """
-    specs = call.map(array_spec)
+    specs = call.with_arrays({name: array_spec(tensor) for name, tensor in arrays.items()})
     if call.is_empty:
         specs.check()
         return empty_results(call, arrays, device)

@@ -52,6 +52,9 @@ def run_all(calls: Sequence[Call[Tensor]]) -> None:
 
 
 def _check_on_cpu(call: Call[Tensor], device: torch.device) -> None:
+    for name, tensor in call.arrays().items():
+        if tensor.device != device:
+            raise InvalidInput(f"{name} is on {tensor.device} and the other tensors on {device}; move it there.")
     if device.type != "cpu":
         raise Unsupported(f"the tensors are on {device}; there are implementations for cpu and cuda only.")
     _check(call.map(array_spec))
@@ -59,24 +62,19 @@ def _check_on_cpu(call: Call[Tensor], device: torch.device) -> None:
 
 
 def _device(call: Call[Tensor], arrays: dict[str, Tensor]) -> torch.device:
-    """Returns the device of all tensors, none of which may want a gradient."""
-    device = None
+    """Returns the device of the first tensor; all are tensors, and none wants a gradient."""
+    recording = torch.is_grad_enabled()
     for name, tensor in arrays.items():
         if not isinstance(tensor, Tensor):
             raise InvalidInput(f"{name} is a {type(tensor).__name__}; it must be a torch tensor.")
-        found = tensor.device
-        if device is None:
-            device = found
-        elif found is not device and found != device:
-            raise InvalidInput(f"{name} is on {found} and the other tensors on {device}; move it there.")
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if recording and tensor.requires_grad:
             raise Unsupported(
                 f"{name} requires a gradient, which this operation cannot give; call it under torch.no_grad() or pass "
                 f"{name}.detach()."
             )
-    if device is None:
+    if not arrays:
         raise InvalidInput(f"{call.name}: no tensor is given.")
-    return device
+    return next(iter(arrays.values())).device
 
 
 @lru_cache(maxsize=8192)
