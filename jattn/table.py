@@ -33,5 +33,5 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     for row in rows:
         grid.add_row(*map(Text, row))
     lines = io.StringIO()
-    Console(file=lines, width=_WIDTH, color_system=None, _environ={}).print(grid)
+    Console(file=lines, width=_WIDTH, color_system=None, force_jupyter=False, _environ={}).print(grid)
     return [line.rstrip() for line in lines.getvalue().splitlines()]

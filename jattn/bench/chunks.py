@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import math
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from jattn.bench import measure, mixed, peers
+from jattn.bench.batch import Batch, cold_batches, fa3, paged_call
+from jattn.bench.mixed import bound_us
 from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.session import Column, Session, in_graph
 from torch_core.attention.hopper.plan import hopper_launch
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.calls import PagedCall
@@ -20,7 +19,7 @@ from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
 from torch_core.run.launch import run_operation
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.specs import ArraySpec
 
 __all__ = ["CONTEXTS", "SHAPES", "plans", "run"]
 
@@ -49,37 +48,14 @@ def run(
     Raises:
         Unsupported: torch or JAX has no CUDA device.
     """
-    measure.require_cuda("prefill")
-    found = peers.load_peers(peers_directory)
-    copy, matmul = measure.copy_bytes_per_second(), measure.matmul_flops()
-    rows, notes = [], []
+    session = Session("prefill", peers_directory)
     for before in contexts:
         for seqs, new in shapes:
             parts = ((seqs, new, before),)
-            first = mixed.random_batch(parts)
-            batches = [first] + [mixed.random_batch(parts) for _ in range(measure.num_pools(first.kv_cache.nbytes) - 1)]
-            times: dict[str, float] = {}
-            for name, call in _columns(found, first).items():
-                try:
-                    times[name] = measure.graph_us([call(batch) for batch in batches])
-                except Exception as error:  # A kernel that fails is a note, not the end of the table.
-                    if name == OURS:
-                        raise
-                    times[name] = math.nan
-                    notes.append(f"{name} at {seqs} x {new} on {before}: {str(error).splitlines()[0][:160]}")
-            rows.append(Row(f"{seqs} x {new} on {before}", mixed.bound_us(parts, copy, matmul), times))
-            del first, batches
-            gc.collect()
-            torch.cuda.empty_cache()
-    return BenchReport(
-        name="chunks, us",
-        device=measure.device_name(),
-        versions=measure.versions(),
-        copy_bytes_per_second=copy,
-        matmul_flops=matmul,
-        rows=tuple(rows),
-        notes=tuple(notes),
-    )
+            batches = cold_batches(parts)
+            row = Row(f"{seqs} x {new} on {before}", bound_us(parts, session.copy, session.matmul), {})
+            session.add(row, _columns(session.peers, batches[0]), batches, required=(OURS,))
+    return session.report("chunks, us")
 
 
 def plans(call: PagedCall[ArraySpec]) -> dict[str, OperationPlan]:
@@ -94,27 +70,14 @@ def plans(call: PagedCall[ArraySpec]) -> dict[str, OperationPlan]:
     return {OURS: base, **forced}
 
 
-def _columns(found: Any, batch: mixed.Batch) -> dict[str, Callable[[mixed.Batch], Callable[[], Any]]]:
-    columns: dict[str, Callable[[mixed.Batch], Callable[[], Any]]] = {
-        name: lambda batch, plan=plan: _run(plan, batch) for name, plan in plans(_call(batch).map(array_spec)).items()
-    }
+def _columns(found: Any, batch: Batch) -> dict[str, Column]:
+    specs: Any = paged_call(batch).map(array_spec)
+    columns = {name: in_graph(functools.partial(_run, plan)) for name, plan in plans(specs).items()}
     if found is not None:
-        columns["FA3"] = lambda batch: mixed.fa3_call(found, batch)
+        columns["FA3"] = in_graph(lambda batch: fa3(found, batch))
     return columns
 
 
-def _run(plan: OperationPlan, batch: mixed.Batch) -> Callable[[], Any]:
-    arrays = _call(batch).arrays()
+def _run(plan: OperationPlan, batch: Batch) -> Callable[[], Any]:
+    arrays = paged_call(batch).arrays()
     return lambda: run_operation(plan, arrays, {"out": batch.out})
-
-
-def _call(batch: mixed.Batch) -> PagedCall[torch.Tensor]:
-    return PagedCall(
-        query=batch.query,
-        kv_cache=batch.kv_cache,
-        block_tables=batch.block_tables,
-        seq_lens=batch.seq_lens,
-        query_start_loc=batch.starts,
-        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
-        max_query_len=batch.max_query_len,
-    )

@@ -13,6 +13,7 @@ import torch
 from torch_core.errors import Unsupported
 
 __all__ = [
+    "chained_us",
     "copy_bytes_per_second",
     "device_name",
     "graph_us",
@@ -112,6 +113,36 @@ def jax_us(program: Callable[..., Any], arguments: Sequence[Any], *, calls: int,
         jax.block_until_ready(result)
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1e6 / (_RUNS_IN_FLIGHT * calls)
+
+
+def chained_us(
+    attend: Callable[..., Any],
+    query: torch.Tensor,
+    tensors: Sequence[Sequence[torch.Tensor]],
+    *,
+    rotations: int,
+    rounds: int = 9,
+) -> float:
+    """Returns microseconds of one JAX call, each on the result of the one before, so that nothing runs side by side.
+
+    Args:
+        attend: `attend(query, *arrays)` returns the next query.
+        query: the first one.
+        tensors: the other arrays of each call of one rotation.
+        rotations: how many of them one program has.
+        rounds: see `jax_us`.
+    """
+    import jax
+
+    from jattn.bridge import to_jax
+
+    def program(query: Any, arrays: Any) -> Any:
+        for array in arrays * rotations:
+            query = attend(query, *array)
+        return query
+
+    arrays = [tuple(to_jax(tensor) for tensor in group) for group in tensors]
+    return jax_us(jax.jit(program), (to_jax(query), arrays), calls=rotations * len(arrays), rounds=rounds)
 
 
 def kernels_us(call: Callable[[], Any]) -> float:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from jattn.bench import measure
+from jattn.bench.batch import BLOCK_SIZE, HEADS, KV_HEADS, random_batch
 from jattn.bench.report import BenchReport, Row
+from jattn.bench.session import Session
 from torch_core import ops as torch_ops
 from torch_core.specs import AttentionSpec
 
@@ -21,7 +23,7 @@ __all__ = ["main", "run"]
 
 _CHAIN = 64
 _RUNS = 20
-_HEADS, _KV_HEADS, _SIZE, _BLOCK = 32, 8, 128, 16
+_SIZE = 128
 _STEPS = 1000
 _WRITE_TOKENS = 8192
 
@@ -37,11 +39,11 @@ def run() -> BenchReport:
     Raises:
         Unsupported: torch or JAX has no CUDA device.
     """
-    measure.require_cuda("overhead")
-    copy = measure.copy_bytes_per_second()
+    session = Session("overhead")
+    copy = session.copy
     in_torch, in_jax, kernel_ratio, differing = _decode_both_ways()
     writes = _write_us()
-    moved = 2 * 2 * _WRITE_TOKENS * _KV_HEADS * _SIZE * 2
+    moved = 2 * 2 * _WRITE_TOKENS * KV_HEADS * _SIZE * 2
     values = {
         "native call us": _native_call_us(),
         "kernel in JAX / torch": kernel_ratio,
@@ -49,19 +51,11 @@ def run() -> BenchReport:
         **_steady_steps(),
         "write fraction of copy speed": moved / copy * 1e6 / writes,
     }
-    rows = (
-        Row("decode 32 x 4096", 32 * 4096 * 2 * _KV_HEADS * _SIZE * 2 / copy * 1e6, {"torch": in_torch, "JAX": in_jax}),
+    session.rows += [
+        Row("decode 32 x 4096", 32 * 4096 * 2 * KV_HEADS * _SIZE * 2 / copy * 1e6, {"torch": in_torch, "JAX": in_jax}),
         Row(f"write {_WRITE_TOKENS}", moved / copy * 1e6, {"torch": writes}),
-    )
-    return BenchReport(
-        name="overhead",
-        device=measure.device_name(),
-        versions=measure.versions(),
-        copy_bytes_per_second=copy,
-        matmul_flops=measure.matmul_flops(),
-        rows=rows,
-        values=values,
-    )
+    ]
+    return session.report("overhead", values=values)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,8 +81,8 @@ def _native_call_us() -> float:
         return kv_cache
 
     program = jax.jit(chain, donate_argnums=0)
-    key, slots = jnp.ones((1, _KV_HEADS, _SIZE), jnp.bfloat16), jnp.ones(1, jnp.int32)
-    kv_cache = jnp.zeros((4, 2, _BLOCK, _KV_HEADS, _SIZE), jnp.bfloat16)
+    key, slots = jnp.ones((1, KV_HEADS, _SIZE), jnp.bfloat16), jnp.ones(1, jnp.int32)
+    kv_cache = jnp.zeros((4, 2, BLOCK_SIZE, KV_HEADS, _SIZE), jnp.bfloat16)
     times = []
     # The first rounds compile and capture; the cache is donated as in a decode loop, so addresses stay.
     for _ in range(25):
@@ -107,15 +101,9 @@ def _decode_both_ways() -> tuple[float, float, float, int]:
     from jattn import ops
     from jattn.bridge import to_jax
 
-    num_seqs, tokens, repeats = 32, 4096, 64
-    blocks = num_seqs * tokens // _BLOCK
-    kv_cache = torch.randn(blocks, 2, _BLOCK, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(num_seqs, _HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
-    metadata = (
-        torch.randperm(blocks, device="cuda").to(torch.int32).reshape(num_seqs, -1),
-        torch.full((num_seqs,), tokens, device="cuda", dtype=torch.int32),
-        torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32),
-    )
+    repeats = 64
+    batch = random_batch(((32, 1, 4095),))
+    query, kv_cache, metadata = batch.query, batch.kv_cache, (batch.block_tables, batch.seq_lens, batch.starts)
     spec = AttentionSpec(scale=_SIZE**-0.5)
 
     def chain_in_torch() -> torch.Tensor:
@@ -153,18 +141,18 @@ def _steady_steps() -> dict[str, float]:
         traced.append(1)
         tables, seq_lens, starts, slots = metadata
         kv_cache = ops.write_kv_cache(key, key, kv_cache, slots, implementation="triton")
-        query = jnp.repeat(key, _HEADS // _KV_HEADS, axis=1)
+        query = jnp.repeat(key, HEADS // KV_HEADS, axis=1)
         out = ops.paged_attention(query, kv_cache, tables, seq_lens, starts, max_query_len=1, implementation="triton")
         return kv_cache, out
 
     jitted: Any = jax.jit(step, donate_argnums=0)
-    kv_cache = jnp.zeros((num_seqs * width + 1, 2, _BLOCK, _KV_HEADS, _SIZE), jnp.bfloat16)
-    key = jnp.ones((num_seqs, _KV_HEADS, _SIZE), jnp.bfloat16)
+    kv_cache = jnp.zeros((num_seqs * width + 1, 2, BLOCK_SIZE, KV_HEADS, _SIZE), jnp.bfloat16)
+    key = jnp.ones((num_seqs, KV_HEADS, _SIZE), jnp.bfloat16)
     tables = jnp.arange(1, num_seqs * width + 1, dtype=jnp.int32).reshape(num_seqs, width)
     addresses = set()
     for position in range(_STEPS):
-        tokens = position % (width * _BLOCK) + 1
-        slots = tables[:, (tokens - 1) // _BLOCK] * _BLOCK + (tokens - 1) % _BLOCK
+        tokens = position % (width * BLOCK_SIZE) + 1
+        slots = tables[:, (tokens - 1) // BLOCK_SIZE] * BLOCK_SIZE + (tokens - 1) % BLOCK_SIZE
         seq_lens = jnp.full((num_seqs,), tokens, jnp.int32)
         starts = jnp.arange(num_seqs + 1, dtype=jnp.int32)
         kv_cache, _ = jitted(kv_cache, key, (tables, seq_lens, starts, slots))
@@ -177,14 +165,14 @@ def _steady_steps() -> dict[str, float]:
 
 
 def _write_us() -> float:
-    blocks = _WRITE_TOKENS // _BLOCK
+    blocks = _WRITE_TOKENS // BLOCK_SIZE
 
     def pool() -> tuple[torch.Tensor, ...]:
-        key, value = torch.randn(2, _WRITE_TOKENS, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
-        cache = torch.zeros(2 * blocks, 2, _BLOCK, _KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
-        slots = (torch.randperm(2 * blocks, device="cuda")[:blocks, None] * _BLOCK).to(torch.int32)
-        slots = slots + torch.arange(_BLOCK, device="cuda", dtype=torch.int32)
+        key, value = torch.randn(2, _WRITE_TOKENS, KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+        cache = torch.zeros(2 * blocks, 2, BLOCK_SIZE, KV_HEADS, _SIZE, device="cuda", dtype=torch.bfloat16)
+        slots = (torch.randperm(2 * blocks, device="cuda")[:blocks, None] * BLOCK_SIZE).to(torch.int32)
+        slots = slots + torch.arange(BLOCK_SIZE, device="cuda", dtype=torch.int32)
         return key, value, cache, slots.flatten().contiguous()
 
-    pools = [pool() for _ in range(measure.num_pools(2 * _WRITE_TOKENS * _KV_HEADS * _SIZE * 2))]
+    pools = [pool() for _ in range(measure.num_pools(2 * _WRITE_TOKENS * KV_HEADS * _SIZE * 2))]
     return measure.graph_us([lambda p=p: torch_ops.write_kv_cache(*p) for p in pools])

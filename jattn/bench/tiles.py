@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure
 from jattn.bench.report import BenchReport, Row
+from jattn.bench.session import Session, in_graph
 from torch_core.attention.hopper.plan import hopper_launch
 from torch_core.attention.hopper.tiles import HopperTile
 from torch_core.calls import AttentionCall, DenseCall, PagedCall
@@ -69,32 +69,19 @@ def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> BenchReport:
     Raises:
         Unsupported: torch or JAX has no CUDA device.
     """
-    measure.require_cuda("tune")
+    session = Session("tune")
     _compile_together(head_size, lengths)
-    matmul = measure.matmul_flops()
-    rows, notes = [], []
     for length in lengths:
         operations = 2.0 * _TOKENS * length * _HEADS * head_size
         for paged in (False, True):
-            times: dict[str, float] = {}
-            for tile, plan in plans(head_size, length, paged=paged).items():
-                name = tile_name(tile)
-                try:
-                    times[name] = measure.graph_us([_call(plan, length) for _ in range(2)])
-                except Exception as error:  # A tile that does not fit is a note, not the end of the search.
-                    times[name] = math.nan
-                    notes.append(f"{name} at {length}: {str(error).splitlines()[0][:160]}")
+            columns = {
+                tile_name(tile): in_graph(functools.partial(_call, plan))
+                for tile, plan in plans(head_size, length, paged=paged).items()
+            }
             label = f"{length} {'paged' if paged else 'dense'}"
-            rows.append(Row(label, operations / matmul * 1e6, times, "TFLOP/s", operations))
-    return BenchReport(
-        name=f"tiles of the Hopper prefill kernel, heads of {head_size}, TFLOP/s",
-        device=measure.device_name(),
-        versions=measure.versions(),
-        copy_bytes_per_second=measure.copy_bytes_per_second(),
-        matmul_flops=matmul,
-        rows=tuple(rows),
-        notes=tuple(notes),
-    )
+            row = Row(label, operations / session.matmul * 1e6, {}, "TFLOP/s", operations)
+            session.add(row, columns, [length] * 2, place=str(length))
+    return session.report(f"tiles of the Hopper prefill kernel, heads of {head_size}, TFLOP/s")
 
 
 def plans(head_size: int, length: int, *, paged: bool) -> dict[HopperTile, OperationPlan]:

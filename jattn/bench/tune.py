@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 from jattn.bench import tiles
+from jattn.table import aligned
 from torch_core.errors import InvalidInput
 
 __all__ = ["PLACES", "compile_table", "main"]
@@ -22,13 +24,8 @@ def compile_table(path: Path) -> list[str]:
 
     rows = {label: measure(variant) for label, (variant, _) in variants_in_use().items()}
     write_table(rows, path)
-    width = max(len(label) for label in rows)
-    lines = [f"{'variant':<{width}}  registers  shared memory  spilled  warps"]
-    lines += [
-        f"{label:<{width}} {row.registers:>10} {row.shared_memory:>14} {row.spilled:>8} {row.num_warps:>6}"
-        for label, row in rows.items()
-    ]
-    return lines
+    cells = [(label, *map(str, astuple(row))) for label, row in rows.items()]
+    return aligned([("variant", "registers", "shared memory", "spilled", "warps"), *cells], right=range(1, 5))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ import torch
 from jax.core import Tracer
 
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import row_major_strides
 
 __all__ = ["to_jax", "to_torch"]
 
@@ -104,7 +105,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     if not tensor.is_contiguous():
         raise InvalidInput(
             f"tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}; the row-major strides "
-            f"{_contiguous_strides(tensor.shape)} are required. Call tensor.contiguous() if a copy is meant."
+            f"{row_major_strides(tuple(tensor.shape))} are required. Call tensor.contiguous() if a copy is meant."
         )
     alignment = _ALIGNMENT[tensor.device.type]
     if tensor.numel() and tensor.data_ptr() % alignment:
@@ -133,11 +134,3 @@ def _check_dtype(argument: str, name: str) -> None:
     raise Unsupported(
         f"{argument} has dtype {name}; torch and JAX share {', '.join(sorted(_SHARED_DTYPES))} without a copy.{hint}"
     )
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

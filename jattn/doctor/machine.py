@@ -205,9 +205,5 @@ def _kernel_cache() -> str:
 def _folder(path: Path) -> str:
     if not path.exists():
         return f"{path} (not made yet)"
-    sizes = _file_sizes(path)
+    sizes = [entry.stat().st_size for entry in path.rglob("*") if entry.is_file()]
     return f"{path} ({len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB)"
-
-
-def _file_sizes(path: Path) -> list[int]:
-    return [entry.stat().st_size for entry in path.rglob("*") if entry.is_file()]

@@ -157,23 +157,13 @@ def render_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     rendered = {
         "architectures": [architecture],
         "model_type": _MODEL_TYPES[architecture],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
         "rope_scaling": _render_rope(config.rope_scaling),
-        "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": dtype,
-        "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
     }
+    same = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "bos_token_id")
+    rendered |= {name: getattr(config, name) for name in (*_REQUIRED, *same)}
     if architecture == "LlamaForCausalLM":
         rendered |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     if architecture == "MistralForCausalLM":

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
@@ -229,16 +229,12 @@ def _logits_rows(
     run = PagedRun(decoder, sequences)
     for path, prefill_lens in (("prefill", [len(sequence) for sequence in sequences]), ("decode", prompt_lens)):
         logits = run.logits(prefill_lens)
-        deviation = measure(logits, truth)
         found = [each[length - 1 :].argmax(-1).tolist() for each, length in zip(logits, prompt_lens, strict=True)]
         difference, ties = compare_tokens(expected, found, truth, prompt_lens, free_running=False)
         yield CrosscheckRow(
             implementation=implementation,
             path=path,
-            max_abs=deviation.max_abs,
-            error=deviation.error,
-            cosine=deviation.cosine,
-            kl=deviation.kl,
+            **asdict(measure(logits, truth)),
             limit=truth.limit,
             first_difference=difference,
             ties=ties,

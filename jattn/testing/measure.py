@@ -7,26 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jattn.testing.report import TokenDifference
+from jattn.testing.report import Deviation, TokenDifference
 
-__all__ = ["Deviation", "Truth", "compare_tokens", "measure"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deviation:
-    """How far logits are from torch's and from the truth, at the worst of all positions; NaN if any of them is.
-
-    Attributes:
-        max_abs: largest absolute difference to torch.
-        error: largest absolute difference to the truth, divided by the truth's largest absolute value.
-        cosine: smallest cosine between a position's logits and torch's.
-        kl: largest KL(torch || found) of a position's distributions, in nats.
-    """
-
-    max_abs: float
-    error: float
-    cosine: float
-    kl: float
+__all__ = ["Truth", "compare_tokens", "measure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

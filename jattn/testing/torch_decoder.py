@@ -14,6 +14,7 @@ from torch import Tensor
 from jattn.load import parse_config
 from jattn.load.folder import check_folder, read_object
 from jattn.models import ModelConfig
+from torch_core.calls import DenseCall
 from torch_core.errors import InvalidInput
 from torch_core.reference import attention
 from torch_core.specs import AttentionSpec
@@ -104,14 +105,16 @@ class TorchDecoder:
         query, key = self._rotate(query, *angles), self._rotate(key, *angles)
         if past is not None:
             key, value = torch.cat([past[0], key]), torch.cat([past[1], value])
-        output = attention(
-            query,
-            key,
-            value,
-            torch.tensor([0, query.shape[0]]),
-            torch.tensor([0, key.shape[0]]),
+        call = DenseCall(
+            query=query,
+            key=key,
+            value=value,
+            query_start_loc=torch.tensor([0, query.shape[0]]),
+            key_start_loc=torch.tensor([0, key.shape[0]]),
             spec=self._spec,
+            max_query_len=query.shape[0],
         )
+        output, _ = attention(call)
         return self._linear(f"{prefix}o_proj", output.flatten(-2)), (key, value)
 
     def _feed_forward(self, prefix: str, x: Tensor) -> Tensor:

@@ -10,21 +10,26 @@ import jax
 import pytest
 import torch
 
-from jattn.bench import chunks, measure, mixed, prefill
+from jattn.bench import batch as batches
+from jattn.bench import chunks, measure, prefill
+from torch_core.calls import PagedCall
 from torch_core.errors import Unsupported
 from torch_core.plan.plan import OperationPlan
-from torch_core.specs import ArraySpec
+from torch_core.specs import ArraySpec, AttentionSpec
 
 
 def _plans(seqs: int, new: int, before: int) -> dict[str, OperationPlan]:
     blocks = math.ceil((before + new) / 16)
     return chunks.plans(
-        ArraySpec((seqs * new, 32, 128), "bfloat16"),
-        ArraySpec((seqs * blocks + 1, 2, 16, 8, 128), "bfloat16"),
-        ArraySpec((seqs, blocks), "int32"),
-        ArraySpec((seqs,), "int32"),
-        ArraySpec((seqs + 1,), "int32"),
-        max_query_len=new,
+        PagedCall(
+            query=ArraySpec((seqs * new, 32, 128), "bfloat16"),
+            kv_cache=ArraySpec((seqs * blocks + 1, 2, 16, 8, 128), "bfloat16"),
+            block_tables=ArraySpec((seqs, blocks), "int32"),
+            seq_lens=ArraySpec((seqs,), "int32"),
+            query_start_loc=ArraySpec((seqs + 1,), "int32"),
+            spec=AttentionSpec(scale=128**-0.5),
+            max_query_len=new,
+        )
     )
 
 
@@ -68,7 +73,7 @@ def test_a_row_times_every_kernel_and_notes_the_one_that_fails(monkeypatch):
         max_query_len=32,
     )
     monkeypatch.setattr(chunks, "run_operation", run_operation)
-    monkeypatch.setattr(mixed, "random_batch", lambda parts: batch)
+    monkeypatch.setattr(batches, "random_batch", lambda parts, **_: batch)
     monkeypatch.setattr(measure, "graph_us", lambda calls: [call() for call in calls] and 50.0)
     for name, result in (("require_cuda", None), ("matmul_flops", 1e15), ("copy_bytes_per_second", 1e12)):
         monkeypatch.setattr(measure, name, lambda *_, result=result: result)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
-import triton
+from triton import knobs
 
 from jattn.bridge.kernel_cache import KernelCache, default_directory
 from tests.support.sample_kernels import double_and_add
 from torch_core.errors import Unsupported
-from torch_core.plan.compile import compile_variant, kernel_variant
+from torch_core.plan.compile import KernelVariant, compile_variant, kernel_variant
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,45 @@ def variants():
 @pytest.fixture
 def directory(tmp_path):
     return tmp_path / "kernels"
+
+
+def _copy_kernel(folder: Path, fields: str) -> KernelVariant:
+    """A kernel of a module of its own that hands two pointers on as a tuple with the given fields."""
+    folder.mkdir()
+    (folder / "copying.py").write_text(
+        f"""
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+Places = namedtuple("Places", "{fields}")
+
+
+@triton.jit
+def _copy(places):
+    tl.store(places.to, tl.load(places.at))
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr):
+    _copy(Places(x_ptr, y_ptr))
+"""
+    )
+    spec = importlib.util.spec_from_file_location("copying", folder / "copying.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return KernelVariant(
+        kernel=module.copy_kernel,
+        signature=(("x_ptr", "*fp32"), ("y_ptr", "*fp32")),
+        constants=(),
+        divisible=(),
+        num_warps=1,
+        num_stages=1,
+        maxnreg=None,
+    )
 
 
 def test_a_kernel_is_compiled_once_in_a_process(variants):
@@ -64,10 +104,22 @@ def test_what_lies_in_tritons_own_cache_is_not_believed(variants, tmp_path, monk
 def test_a_compilation_leaves_tritons_settings_the_environment_and_no_files_behind(variants, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "tritons"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = dict(os.environ), dict(triton.knobs.cache.__dict__)
+    before = dict(os.environ), dict(knobs.cache.__dict__)
     KernelCache(None).get(variants[0], 90)
-    assert (dict(os.environ), dict(triton.knobs.cache.__dict__)) == before
+    assert (dict(os.environ), dict(knobs.cache.__dict__)) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kernel_is_compiled_again_when_the_fields_of_a_tuple_that_it_hands_on_change_places(tmp_path, directory):
+    kernels = [_copy_kernel(tmp_path / str(number), fields) for number, fields in enumerate(("to, at", "at, to"))]
+    assert len({variant.source().hash() for variant in kernels}) == 1  # Triton's own hash does not see it
+    caches = [KernelCache(directory) for _ in kernels]
+    codes = [cache.get(variant, 90).ptx for cache, variant in zip(caches, kernels, strict=True)]
+    assert [cache.num_compiled for cache in caches] == [1, 1]
+    assert codes[0] != codes[1]
+    again = KernelCache(directory)
+    assert [again.get(variant, 90).ptx for variant in kernels] == codes
+    assert again.num_compiled == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "no json", "other fields"])

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from tests.support.reference import copy_blocks, merge_states, write_kv_cache
 from torch_core.errors import InvalidInput
-from torch_core.reference import copy_blocks, merge_states, write_kv_cache
 from torch_core.reference.cache import largest_code
 from torch_core.specs import PAD_SLOT_ID
 
@@ -93,8 +93,12 @@ def test_key_and_value_caches_may_come_apart():
     ("slots", "options", "message"),
     [
         ([12], {}, r"slot_mapping\[0\] is 12; a cache of 3 blocks of 4 has slots 0 to 11"),
-        ([4, 5], {}, r"slot_mapping has 2 entries; key has 1 tokens and value 1"),
-        ([4], {"k_scale": 1.0, "k_scale_cache": torch.zeros(3, 4, 1)}, "are both given; pass one kind"),
+        ([4, 5], {}, r"slot_mapping has 2 entries and key 1 tokens; give at most one slot"),
+        (
+            [4],
+            {"k_scale": 1.0, "k_scale_cache": torch.zeros(3, 4, 1), "v_scale_cache": torch.zeros(3, 4, 1)},
+            "k_scale or v_scale is given beside k_scale_cache and v_scale_cache; pass one kind",
+        ),
     ],
 )
 def test_a_refused_write_changes_nothing(slots, options, message):

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from torch_core import reference
-from torch_core.calls import DenseCall, PagedCall, cache_fields
-from torch_core.reference import copy_blocks, merge_states, write_kv_cache
+from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall, cache_fields
 
 __all__ = [
     "attention",
@@ -48,3 +47,22 @@ def attention_with_lse(
 
 def attention(*args: Any, **options: Any) -> torch.Tensor:
     return attention_with_lse(*args, **options)[0]
+
+
+def write_kv_cache(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slot_mapping: torch.Tensor, **scales: Any
+) -> None:
+    reference.write_kv_cache(
+        WriteCall(key=key, value=value, **cache_fields(kv_cache), slot_mapping=slot_mapping, **scales)
+    )
+
+
+def copy_blocks(kv_caches: torch.Tensor | list[torch.Tensor], block_mapping: torch.Tensor) -> None:
+    for kv_cache in [kv_caches] if isinstance(kv_caches, torch.Tensor) else kv_caches:
+        reference.copy_blocks(CopyCall(kv_cache=kv_cache, block_mapping=block_mapping))
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.merge_states(MergeCall(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b))

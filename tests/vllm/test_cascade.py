@@ -68,6 +68,8 @@ def test_cascade_without_the_causal_mask_equals_plain_attention(rng, within_boun
 def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
     case = Case(rng, shared_prefix_rows(9, 3, new=6), num_seqs=12, num_tokens=72)
     metadata = metadata_of(case.step, prefix=3 * BLOCK)
+    assert metadata.cu_prefix_query_lens is not None
+    assert metadata.prefix_block_table is not None
     assert metadata.cu_prefix_query_lens.tolist() == [0, 32, 54, 54]
     assert metadata.shared_prefix.prefix_block_table.tolist() == [[1, 2, 3]] * 3
 

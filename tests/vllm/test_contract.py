@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,8 @@ def test_a_subclass_builds_with_the_given_class():
 
 
 def test_abstract_classes_cannot_be_made():
-    for cls in (AttentionImpl, MLAAttentionImpl, AttentionMetadataBuilder):
+    abstract: tuple[Any, ...] = (AttentionImpl, MLAAttentionImpl, AttentionMetadataBuilder)
+    for cls in abstract:
         with pytest.raises(TypeError, match="abstract"):
             cls()
 
@@ -179,7 +181,7 @@ def test_a_bare_builder_captures_and_drafts_like_any_step():
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False, *, arrays=None):
             return common_prefix_len, common_attn_metadata, fast_build, arrays
 
-    builder = Builder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+    builder: Any = Builder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
 
     assert builder.build_for_cudagraph_capture("batch", arrays={}) == (0, "batch", False, {})
     assert builder.build_for_drafting("batch", 2) == (0, "batch", True, None)
@@ -272,7 +274,7 @@ def test_a_builder_without_updates_says_so():
     class Plain(TritonAttentionMetadataBuilder):
         update_block_table = AttentionMetadataBuilder.update_block_table
 
-    builder = Plain(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+    builder: Any = Plain(SPEC, [], BuilderConfig(num_heads=4), "cpu")
     with refuses("Plain does not update block tables; call build for each cache group.", Unsupported):
         builder.update_block_table(None, None, None)
 
@@ -319,7 +321,7 @@ def test_layouts_have_names():
 
 
 def test_one_static_fp8_scale_can_be_fused_into_the_output():
-    impl = TritonAttentionImpl(4, 32, 0.5)
+    impl: Any = TritonAttentionImpl(4, 32, 0.5)
 
     assert impl.fused_output_quant_supported(FP8_STATIC_TENSOR)
     assert not impl.fused_output_quant_supported(QuantKey(dtype=torch.float8_e4m3fn, static=False, group="token"))
@@ -399,7 +401,7 @@ def test_metadata_can_be_extended():
 
 def test_a_fast_prefill_backend_keeps_the_queries_of_the_logits():
     backend = create_fast_prefill_custom_backend("FastPrefill", TorchAttentionBackend)
-    builder = backend.get_builder_cls()(SPEC, ["layer.0"], BuilderConfig(num_heads=4), "cpu")
+    builder: Any = backend.get_builder_cls()(SPEC, ["layer.0"], BuilderConfig(num_heads=4), "cpu")
     step = build_common_metadata([SequenceRow([3], 0, 3), SequenceRow([5], 2, 1)], block_size=4, num_blocks=8)
 
     metadata = builder.build(0, step, logits_indices=np.array([2, 3]))

@@ -82,6 +82,7 @@ def test_a_window_drops_the_slots_of_early_prompt_tokens_only():
     step = builder.build(cuda_graph_pad_size=1)
 
     assert step.slot_mapping.tolist() == [-1, 21, 22, 26, -1]
+    assert step.layout is not None
     assert step.layout["slot_mapping"].of(step.packed).tolist() == step.slot_mapping.tolist()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ def batch(seed):
     }
 
 
-def _unified(batch, *, causal=True, window=(-1, -1), softcap=0.0, descales=(None, None, None), out=None, **options):
+def _unified(
+    batch, *, causal: Any = True, window=(-1, -1), softcap=0.0, descales=(None, None, None), out=None, **options
+):
     key, value = batch["kv_cache"].unbind(1)
     out = torch.full_like(batch["q"], torch.nan) if out is None else out
     vllm_compat.unified_attention(
@@ -261,7 +264,8 @@ def test_reshape_and_cache_flash_writes_bytes_as_the_cache_dtype(kv_cache_dtype,
     expected = cache.clone()
     scales = (torch.tensor(0.5), torch.tensor(0.25))
     seen = cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
-    vllm_compat.triton_reshape_and_cache_flash(key, value, *seen.unbind(1), slots, kv_cache_dtype, *scales)
+    k_cache, v_cache = seen.unbind(1)
+    vllm_compat.triton_reshape_and_cache_flash(key, value, k_cache, v_cache, slots, kv_cache_dtype, *scales)
     used = {} if kv_cache_dtype == "auto" else {"k_scale": scales[0], "v_scale": scales[1]}
     reference.write_kv_cache(key, value, expected, slots, **used)
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
@@ -281,15 +285,17 @@ def test_reshape_and_cache_flash_diffkv_splits_the_last_axis(seed):
 
 def test_reshape_and_cache_flash_per_token_head_quant_writes_scales(seed):
     key, value = torch.randn(2, 3, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(seed))
-    caches = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=torch.int8)
-    scales = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS)
+    k_cache, v_cache = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=torch.int8)
+    k_scales, v_scales = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS)
     slots = torch.tensor([7, -1, 2])
-    vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(key, value, *caches, *scales, slots)
-    stored = caches[0, 1, 3].float() * scales[0, 1, 3][:, None]
+    vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(
+        key, value, k_cache, v_cache, k_scales, v_scales, slots
+    )
+    stored = k_cache[1, 3].float() * k_scales[1, 3][:, None]
     torch.testing.assert_close(stored, key[0], rtol=0, atol=float(key.abs().max()) / 127)
     with pytest.raises(Unsupported, match="caches are 8-bit or wider"):
         vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(
-            key, value, *caches, *scales, slots, _Mode.INT4_PER_TOKEN_HEAD
+            key, value, k_cache, v_cache, k_scales, v_scales, slots, _Mode.INT4_PER_TOKEN_HEAD
         )
 
 

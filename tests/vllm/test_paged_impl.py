@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,8 @@ def test_an_fp8_cache_is_written_and_read_with_the_layers_scales(name, dtype, st
     case = Case(rng, cache_dtype=dtype)
     layer = AttentionScales.of(k_scale=0.25, v_scale=0.5)
     impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, kv_cache_dtype=name)
-    spec, scales = AttentionSpec(scale=SCALE), {"k_scale": 0.25, "v_scale": 0.5}
+    spec = AttentionSpec(scale=SCALE)
+    scales: dict[str, Any] = {"k_scale": 0.25, "v_scale": 0.5}
 
     cache = case.cache.view(torch.uint8) if stored_as_bytes else case.cache
     found = case.run(impl, metadata_of(case.step), layer, cache=cache)

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
+from torch_core.calls import CopyCall, WriteCall, check_values
+from torch_core.reference.sequence import on_the_host
+from torch_core.specs import SMALLEST_SCALE
 
 __all__ = ["copy_blocks", "largest_code", "write_kv_cache"]
 
-#: A scale per token and head is never smaller, so that a row of zeros does not divide by zero. vLLM uses the same.
-SMALLEST_SCALE = 1e-6
 
-
-def write_kv_cache(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor | tuple[Tensor, Tensor],
-    slot_mapping: Tensor,
-    *,
-    k_scale: Tensor | float | None = None,
-    v_scale: Tensor | float | None = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
-) -> None:
+def write_kv_cache(call: WriteCall[Tensor]) -> None:
     """Stores new keys and values in the cache, in place.
 
     Token `t` goes to block `slot_mapping[t] // block_size`, offset `slot_mapping[t] % block_size`. A negative slot
@@ -36,89 +25,48 @@ def write_kv_cache(
     int8 type of the cache already is stored as it is. With `k_scale_cache` and `v_scale_cache` the scale is found per
     token and head, `max(absmax / largest, 1e-6)`, and stored there.
 
-    Args:
-        key: `[num_tokens, num_kv_heads, head_size]`.
-        value: `[num_tokens, num_kv_heads, value_head_size]`.
-        kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_size]`, or a pair of key and value caches
-            `[num_blocks, block_size, num_kv_heads, size]`. Written in place; the caller owns it.
-        slot_mapping: int `[rows]`, `rows <= num_tokens`; tokens after it are padding. No slot may occur twice.
-        k_scale: one scale for all keys; None for 1.
-        v_scale: one scale for all values; None for 1.
-        k_scale_cache: float32 `[num_blocks, block_size, num_kv_heads]`, written in place.
-        v_scale_cache: the same for values.
-
     Raises:
-        InvalidInput: a slot beyond the cache; more slots than tokens; both kinds of scale at once.
+        InvalidInput: the call does not hold together, or a slot lies beyond the cache.
 
     Example:
-        >>> cache = torch.zeros(2, 2, 4, 1, 1)
-        >>> write_kv_cache(torch.ones(2, 1, 1), torch.ones(2, 1, 1) * 2, cache, torch.tensor([5, -1]))
+        >>> cache, ones = torch.zeros(2, 2, 4, 1, 1), torch.ones(2, 1, 1)
+        >>> write_kv_cache(WriteCall(key=ones, value=ones * 2, kv_cache=cache, slot_mapping=torch.tensor([5, -1])))
         >>> cache[1, :, :, 0, 0]
         tensor([[0., 1., 0., 0.],
                 [0., 2., 0., 0.]])
     """
-    key_cache, value_cache = kv_cache.unbind(1) if isinstance(kv_cache, Tensor) else kv_cache
-    if (k_scale_cache is not None and k_scale is not None) or (v_scale_cache is not None and v_scale is not None):
-        raise InvalidInput("k_scale and k_scale_cache (or v_scale and v_scale_cache) are both given; pass one kind.")
-    num_blocks, block_size = key_cache.shape[:2]
-    slots = slot_mapping.tolist()
-    if len(slots) > min(key.shape[0], value.shape[0]):
-        raise InvalidInput(
-            f"slot_mapping has {len(slots)} entries; key has {key.shape[0]} tokens and value {value.shape[0]}; give at "
-            "most one slot per token."
-        )
-    for token, slot in enumerate(slots):
-        if slot >= num_blocks * block_size:
-            raise InvalidInput(
-                f"slot_mapping[{token}] is {slot}; a cache of {num_blocks} blocks of {block_size} has slots 0 to "
-                f"{num_blocks * block_size - 1}."
-            )
-    for token, slot in enumerate(slots):
-        if slot < 0:
-            continue
-        block, offset = divmod(slot, block_size)
-        _store(key[token], key_cache[block, offset], k_scale, k_scale_cache, block, offset)
-        _store(value[token], value_cache[block, offset], v_scale, v_scale_cache, block, offset)
+    call = on_the_host(call)
+    call.check()
+    check_values(call)
+    caches: Any = (call.key_cache, call.value_cache) if call.kv_cache is None else call.kv_cache.unbind(1)
+    for token, slot in enumerate(call.slot_mapping.tolist()):
+        if slot >= 0:
+            place = divmod(slot, call.block_size)
+            _store(call.key[token], caches[0], place, call.k_scale, call.k_scale_cache)
+            _store(call.value[token], caches[1], place, call.v_scale, call.v_scale_cache)
 
 
-def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> None:
-    """Copies whole blocks inside each cache array, in place: the copy of copy-on-write.
+def copy_blocks(call: CopyCall[Tensor]) -> None:
+    """Copies whole blocks inside an array, in place: the copy of copy-on-write.
 
-    Args:
-        kv_caches: an array whose first axis is the block (a KV cache, a key or value cache, a cache of scales), or
-            several, one per layer.
-        block_mapping: int `[num_pairs, 2]` of source and destination. A pair with a negative entry is padding and
-            copies nothing. A destination may occur once only and may not be the source of another pair: the order of
-            the copies is not defined.
+    A pair with a negative entry is padding and copies nothing. A destination may occur once only and may not be the
+    source of another pair: the order of the copies is not defined.
 
     Raises:
         InvalidInput: a block beyond the cache, or a destination that occurs twice or is a source.
 
     Example:
         >>> cache = torch.tensor([[0.0], [1.0], [2.0]])
-        >>> copy_blocks(cache, torch.tensor([[1, 2], [-1, -1]]))
+        >>> copy_blocks(CopyCall(kv_cache=cache, block_mapping=torch.tensor([[1, 2], [-1, -1]])))
         >>> cache.flatten().tolist()
         [0.0, 1.0, 1.0]
     """
-    pairs = [(index, *pair) for index, pair in enumerate(block_mapping.tolist()) if min(pair) >= 0]
-    sources = {source for _, source, _ in pairs}
-    caches = [kv_caches] if isinstance(kv_caches, Tensor) else kv_caches
-    num_blocks = min((cache.shape[0] for cache in caches), default=0)
-    seen: set[int] = set()
-    for index, source, destination in pairs:
-        if max(source, destination) >= num_blocks:
-            raise InvalidInput(
-                f"block_mapping[{index}] is ({source}, {destination}); the cache has blocks 0 to {num_blocks - 1}."
-            )
-        if destination in seen or (destination in sources and source != destination):
-            raise InvalidInput(
-                f"block_mapping[{index}] writes block {destination}, which another pair reads or writes; "
-                "give every destination once, and none that is a source."
-            )
-        seen.add(destination)
-    for cache in caches:
-        for _, source, destination in pairs:
-            cache[destination] = cache[source]
+    call = on_the_host(call)
+    call.check()
+    check_values(call)
+    for source, destination in call.block_mapping.tolist():
+        if min(source, destination) >= 0:
+            call.kv_cache[destination] = call.kv_cache[source]
 
 
 def largest_code(dtype: torch.dtype) -> float:
@@ -133,26 +81,23 @@ def largest_code(dtype: torch.dtype) -> float:
 
 def _store(
     real: Tensor,
-    place: Tensor,
+    cache: Tensor,
+    place: tuple[int, int],
     scale: Tensor | float | None,
     scale_cache: Tensor | None,
-    block: int,
-    offset: int,
 ) -> None:
     if scale_cache is not None:
-        largest = largest_code(place.dtype)
-        per_head = (real.float().abs().amax(dim=-1) / largest).clamp(min=SMALLEST_SCALE)
-        scale_cache[block, offset] = per_head
-        divisor: Tensor | None = per_head[:, None]
+        scale_cache[place] = (real.float().abs().amax(dim=-1) / largest_code(cache.dtype)).clamp(min=SMALLEST_SCALE)
+        divisor: Tensor | None = scale_cache[place][:, None]
     else:
         divisor = None if scale is None else torch.as_tensor(scale, dtype=torch.float32).to(real.device).reshape(())
-    if real.dtype == place.dtype and place.dtype.itemsize == 1:
-        place.copy_(real)
+    if real.dtype == cache.dtype and cache.dtype.itemsize == 1:
+        cache[place].copy_(real)
         return
     codes = real if divisor is None else real.float() / divisor
-    if place.dtype.itemsize == 1:
-        largest = largest_code(place.dtype)
+    if cache.dtype.itemsize == 1:
+        largest = largest_code(cache.dtype)
         codes = codes.float().clamp(-largest, largest)
-    if place.dtype == torch.int8:
+    if cache.dtype == torch.int8:
         codes = codes.round()
-    place.copy_(codes.to(place.dtype))
+    cache[place].copy_(codes.to(cache.dtype))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_core.calls import DenseCall
+from torch_core.calls import DenseCall, check_values
 from torch_core.errors import InvalidInput
-from torch_core.reference.sequence import attend, empty_results, start_offsets, store_output
+from torch_core.reference.sequence import attend, empty_results, on_the_host, store_output
 
 __all__ = ["attention"]
 
@@ -37,8 +37,9 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
         >>> attention(call)[0].round(decimals=4).flatten().tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    query_starts = start_offsets("query_start_loc", call.query_start_loc, call.num_tokens, call.max_query_len)
-    key_starts = start_offsets("key_start_loc", call.key_start_loc, call.key.shape[0], call.max_key_len)
+    call = on_the_host(call)
+    check_values(call)
+    query_starts, key_starts = call.query_start_loc.tolist(), call.key_start_loc.tolist()
     if len(query_starts) != len(key_starts):
         raise InvalidInput(
             f"key_start_loc has {len(key_starts)} entries and query_start_loc {len(query_starts)}; "

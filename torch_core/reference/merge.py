@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_core.calls import MergeCall
+
 __all__ = ["merge_states"]
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(call: MergeCall[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges two partial attention results (FlashDecoding; section 3.1 of FlashInfer, arXiv 2501.01005).
 
     The lse is `log(exp(lse_a) + exp(lse_b))`, the output `exp(lse_a - lse) out_a + exp(lse_b - lse) out_b`. A state
@@ -16,11 +18,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     for rows without keys. Two empty states give zeros and -inf. If both parts had the same sink, it counts twice:
     give it to one part only.
 
-    Args:
-        out_a: `[num_tokens, num_heads, head_size]`.
-        lse_a: `[num_tokens, num_heads]`, natural logarithm.
-        out_b: as `out_a`.
-        lse_b: as `lse_a`.
+    Only the four arrays of the call are read: a new output is made.
 
     Returns:
         The merged output in the dtype of `out_a` and the merged lse in the dtype of `lse_a`. The arithmetic is
@@ -28,9 +26,11 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
     Example:
         >>> one, two = torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0)
-        >>> merge_states(one, torch.zeros(1, 1), two, torch.zeros(1, 1))[0].item()
+        >>> lse = torch.zeros(1, 1)
+        >>> merge_states(MergeCall(out_a=one, lse_a=lse, out_b=two, lse_b=lse))[0].item()
         1.5
     """
+    out_a, lse_a, out_b, lse_b = call.out_a, call.lse_a, call.out_b, call.lse_b
     dtype = torch.float64 if torch.float64 in (out_a.dtype, out_b.dtype, lse_a.dtype, lse_b.dtype) else torch.float32
     parts = []
     for part_out, part_lse in ((out_a, lse_a), (out_b, lse_b)):

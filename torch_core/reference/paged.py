@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_core.calls import PagedCall
+from torch_core.calls import PagedCall, check_values
 from torch_core.errors import InvalidInput
-from torch_core.reference.sequence import attend, empty_results, start_offsets, store_output
+from torch_core.reference.sequence import attend, empty_results, on_the_host, store_output
 
 __all__ = ["paged_attention"]
 
@@ -45,17 +45,19 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
         >>> paged_attention(call)[0].round(decimals=4).tolist()
         [[[5.0, 5.0]]]
     """
-    key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
-    starts = start_offsets("query_start_loc", call.query_start_loc, call.num_tokens, call.max_query_len)
-    if call.seq_lens.shape[0] != len(starts) - 1:
+    call = on_the_host(call)
+    if call.seq_lens.shape[0] != call.num_seqs:
         raise InvalidInput(
-            f"seq_lens has {call.seq_lens.shape[0]} entries and query_start_loc {len(starts)}; they need num_seqs and "
-            "num_seqs + 1."
+            f"seq_lens has {call.seq_lens.shape[0]} entries and query_start_loc {call.num_seqs + 1}; they need "
+            "num_seqs and num_seqs + 1."
         )
+    check_values(call)
+    key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
+    starts = call.query_start_loc.tolist()
     output, lse, compute_dtype = empty_results(call, compute_dtype)
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
-        blocks = _blocks_in_use(seq, seq_len, call.block_tables, key_cache.shape[0], key_cache.shape[1])
+        blocks = call.block_tables[seq, : -(-seq_len // call.block_size)]
         output[rows], lse[rows] = attend(
             call,
             seq,
@@ -64,23 +66,6 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
             _gather(value_cache, blocks, seq_len, call.v_scale, call.v_scale_cache, compute_dtype),
         )
     return store_output(call, output), lse.to(call.query.device)
-
-
-def _blocks_in_use(seq: int, seq_len: int, block_tables: Tensor, num_blocks: int, block_size: int) -> Tensor:
-    used = -(-seq_len // block_size)
-    if seq_len < 0 or used > block_tables.shape[1]:
-        raise InvalidInput(
-            f"seq_lens[{seq}] is {seq_len}; a row of block_tables holds at most "
-            f"{block_tables.shape[1]} x {block_size} = {block_tables.shape[1] * block_size} tokens."
-        )
-    blocks = block_tables[seq, :used].cpu().long()
-    outside = ((blocks < 0) | (blocks >= num_blocks)).nonzero()
-    if outside.numel():
-        first = int(outside[0])
-        raise InvalidInput(
-            f"block_tables[{seq}, {first}] is {int(blocks[first])}; the cache has blocks 0 to {num_blocks - 1}."
-        )
-    return blocks
 
 
 def _gather(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from torch_core.calls import AttentionCall
-from torch_core.errors import InvalidInput
+from torch_core.calls import AttentionCall, Call
 from torch_core.reference.masks import score_bias, visible_keys
 from torch_core.specs import AttentionSpec
 
-__all__ = ["attend", "attend_sequence", "empty_results", "start_offsets", "store_output"]
+__all__ = ["attend", "attend_sequence", "empty_results", "on_the_host", "store_output"]
+
+C = TypeVar("C", bound=Call[Tensor])
 
 
 def attend(call: AttentionCall[Tensor], seq: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,22 +124,9 @@ def empty_results(call: AttentionCall[Tensor], compute_dtype: torch.dtype | None
     return output, torch.full((call.num_tokens, call.num_heads), -torch.inf, dtype=lse_dtype), compute_dtype
 
 
-def start_offsets(name: str, start_loc: Tensor, num_rows: int, max_len: int | None) -> list[int]:
-    """Returns cumulative offsets as a list after checking that they start at 0, never fall, and fit `num_rows`."""
-    starts = start_loc.tolist()
-    if not starts or starts[0] != 0:
-        raise InvalidInput(f"{name} starts with {starts[:1]}; it must hold num_seqs + 1 offsets, the first one 0.")
-    if starts[-1] > num_rows:
-        raise InvalidInput(f"{name}[-1] is {starts[-1]}; the tensor that it divides has only {num_rows} rows.")
-    for index in range(len(starts) - 1):
-        length = starts[index + 1] - starts[index]
-        if length < 0:
-            raise InvalidInput(
-                f"{name}[{index + 1}] is {starts[index + 1]}, less than {starts[index]} before it; offsets never fall."
-            )
-        if max_len is not None and length > max_len:
-            raise InvalidInput(f"sequence {index} has {length} rows in {name}; the stated maximum is {max_len}.")
-    return starts
+def on_the_host(call: C) -> C:
+    """Returns a call whose indices are int32 in the host's memory, where their values can be checked."""
+    return call.map(lambda x: x.cpu().int() if x.dtype in (torch.int32, torch.int64) else x)
 
 
 def store_output(call: AttentionCall[Tensor], output: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ class TritonAttentionBackend(PagedAttentionBackend):
     """Attention by this project's Triton and Gluon kernels."""
 
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
-    supported_head_sizes: ClassVar[range] = range(_MIN_HEAD_SIZE, 257)
-    min_capability: ClassVar[DeviceCapability] = DeviceCapability(8, 0)
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(_MIN_HEAD_SIZE, 257)
+    min_capability: ClassVar[DeviceCapability | None] = DeviceCapability(8, 0)
 
     @staticmethod
     def get_name() -> str:

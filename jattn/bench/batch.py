@@ -1,0 +1,157 @@
+"""Batches over a paged cache for the CUDA benchmarks, and the calls on them that several benchmarks time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from jattn.bench import measure
+from torch_core.calls import PagedCall
+from torch_core.run import run
+from torch_core.specs import AttentionSpec
+
+__all__ = [
+    "BLOCK_SIZE",
+    "HEADS",
+    "KV_HEADS",
+    "Batch",
+    "Parts",
+    "cold_batches",
+    "fa3",
+    "ours",
+    "packed",
+    "paged_call",
+    "random_batch",
+    "vllm_triton",
+]
+
+HEADS, KV_HEADS, BLOCK_SIZE = 32, 8, 16
+
+#: (sequences, new tokens of each, tokens before them) of each part of a batch.
+Parts = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step of a server over a paged cache: 32 query heads, 8 key/value heads, block 16.
+
+    Attributes:
+        query: [tokens, 32, head size].
+        kv_cache: [blocks, 2, 16, 8, head size]; no two sequences share a block, and block 0 is nobody's.
+        block_tables: int32 [sequences, blocks of the longest one].
+        seq_lens: int32 [sequences].
+        starts: query_start_loc, int32 [sequences + 1].
+        out: bfloat16, of the query's shape.
+        max_query_len: new tokens of the longest query.
+        max_key_len: tokens of the longest sequence.
+    """
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    out: torch.Tensor
+    max_query_len: int
+    max_key_len: int
+
+
+def random_batch(
+    parts: Parts,
+    *,
+    head_size: int = 128,
+    query_dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> Batch:
+    """Makes a batch of random numbers, its blocks in random order.
+
+    Args:
+        parts: (sequences, new tokens of each, tokens before them) of each part.
+        head_size: elements of a head.
+        query_dtype: of the queries.
+        cache_dtype: of the cache.
+    """
+    query_lens = [new for seqs, new, _ in parts for _ in range(seqs)]
+    key_lens = [new + before for seqs, new, before in parts for _ in range(seqs)]
+    blocks = [math.ceil(n / BLOCK_SIZE) for n in key_lens]
+    shape = (sum(blocks) + 1, 2, BLOCK_SIZE, KV_HEADS, head_size)
+    free = torch.randperm(sum(blocks), device="cuda").int() + 1
+    tables = torch.zeros(len(blocks), max(blocks), device="cuda", dtype=torch.int32)
+    for seq, part in enumerate(free.split(blocks)):
+        tables[seq, : len(part)] = part
+    query = torch.randn(sum(query_lens), HEADS, head_size, device="cuda", dtype=torch.bfloat16)
+    return Batch(
+        query=query.to(query_dtype),
+        kv_cache=torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(cache_dtype),
+        block_tables=tables,
+        seq_lens=torch.tensor(key_lens, dtype=torch.int32, device="cuda"),
+        starts=torch.tensor([0, *query_lens]).cumsum(0).int().cuda(),
+        out=torch.empty_like(query),
+        max_query_len=max(query_lens),
+        max_key_len=max(key_lens),
+    )
+
+
+def cold_batches(parts: Parts, *, cache_dtype: torch.dtype = torch.bfloat16) -> list[Batch]:
+    """Makes as many batches as it takes to find each one's cache cold when its turn comes; see `random_batch`."""
+    first = random_batch(parts, cache_dtype=cache_dtype)
+    others = range(1, measure.num_pools(first.kv_cache.nbytes))
+    return [first, *(random_batch(parts, cache_dtype=cache_dtype) for _ in others)]
+
+
+def packed(batch: Batch) -> list[torch.Tensor]:
+    """Returns the keys and the values one after the other, [tokens, 8, head size] each; of whole blocks only."""
+    blocks = batch.kv_cache[batch.block_tables.flatten()]
+    return [rows.flatten(0, 1).contiguous() for rows in blocks.unbind(1)]
+
+
+def paged_call(batch: Batch) -> PagedCall[torch.Tensor]:
+    """Returns the causal attention of a batch as a call with a new output."""
+    return PagedCall(
+        query=batch.query,
+        kv_cache=batch.kv_cache,
+        block_tables=batch.block_tables,
+        seq_lens=batch.seq_lens,
+        query_start_loc=batch.starts,
+        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
+        max_query_len=batch.max_query_len,
+    )
+
+
+def ours(batch: Batch, scale: torch.Tensor | None = None) -> Callable[[], Any]:
+    """Returns this project's call on a batch; `scale` is that of keys and values."""
+    call = replace(paged_call(batch), out=batch.out, k_scale=scale, v_scale=scale)
+    return lambda: run(call)
+
+
+def fa3(found: Any, batch: Batch) -> Callable[[], Any]:
+    """Returns the call of FlashAttention-3 on a batch; `found` is what `jattn.bench.peers.load_peers` returned."""
+    key, value = batch.kv_cache.unbind(1)
+    query, options = batch.query, _bounds(batch)
+    if key.dtype.itemsize == 1:
+        # FlashAttention-3 multiplies fp8 by fp8: its query is e4m3 when its cache is.
+        query = query.to(key.dtype)
+        ones = torch.ones(len(batch.seq_lens), KV_HEADS, device="cuda")
+        options |= {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+    return lambda: found.fa3(query, key, value, out=batch.out, **options)
+
+
+def vllm_triton(found: Any, batch: Batch, **options: Any) -> Callable[[], Any]:
+    """Returns the call of vLLM's Triton kernels on a batch, with options of their own; `found` as in `fa3`."""
+    key, value = batch.kv_cache.unbind(1)
+    options |= _bounds(batch)
+    return lambda: found.vllm_unified(batch.query, key, value, batch.out, **options)
+
+
+def _bounds(batch: Batch) -> dict[str, Any]:
+    return {
+        "cu_q": batch.starts,
+        "max_q": batch.max_query_len,
+        "max_k": batch.max_key_len,
+        "seq_lens": batch.seq_lens,
+        "block_table": batch.block_tables,
+    }

@@ -1,0 +1,98 @@
+"""A CUDA benchmark under way: the ceilings of the device, measured first, and the rows found so far."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from jattn.bench import measure, peers
+from jattn.bench.report import BenchReport, Row
+
+__all__ = ["Column", "Session", "in_graph"]
+
+#: Microseconds of one implementation's call on batches of one shape, each in memory of its own.
+Column: TypeAlias = Callable[[list[Any]], float]
+
+
+class Session:
+    """Times columns row by row and makes the report.
+
+    Args:
+        name: of the benchmark, for the error.
+        peers_directory: see `jattn.bench.peers.load_peers`.
+
+    Attributes:
+        peers: the module of the peers, or None.
+        copy: bytes per second of a large copy.
+        matmul: operations per second of a large bfloat16 matrix product.
+        rows: of the report.
+
+    Raises:
+        InvalidInput: the folder of the peers has no such module.
+        Unsupported: torch or JAX has no CUDA device.
+    """
+
+    def __init__(self, name: str, peers_directory: Path | None = None) -> None:
+        measure.require_cuda(name)
+        self.peers = peers.load_peers(peers_directory)
+        self.copy = measure.copy_bytes_per_second()
+        self.matmul = measure.matmul_flops()
+        self.rows: list[Row] = []
+        self._notes: list[str] = []
+
+    def add(
+        self,
+        row: Row,
+        columns: Mapping[str, Column],
+        batches: list[Any],
+        *,
+        required: Collection[str] = (),
+        place: str | None = None,
+    ) -> Row:
+        """Times every column and returns the row with its times; the batches are given up.
+
+        Args:
+            row: without times.
+            columns: by name; one that fails is a note, not the end of the table.
+            batches: what the columns take; emptied, so that their memory is free for the next row.
+            required: columns whose failure is raised.
+            place: the row's name in a note; its label when None.
+        """
+        times: dict[str, float] = {}
+        for name, timed in columns.items():
+            try:
+                times[name] = timed(batches)
+            except Exception as error:
+                if name in required:
+                    raise
+                times[name] = math.nan
+                self._notes.append(f"{name} at {place or row.label}: {str(error).splitlines()[0][:160]}")
+        batches.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.rows.append(replace(row, us=times))
+        return self.rows[-1]
+
+    def report(self, name: str, *, values: dict[str, float] | None = None) -> BenchReport:
+        """Returns the report of all rows; see `BenchReport` for the arguments."""
+        return BenchReport(
+            name=name,
+            device=measure.device_name(),
+            versions=measure.versions(),
+            copy_bytes_per_second=self.copy,
+            matmul_flops=self.matmul,
+            rows=tuple(self.rows),
+            notes=tuple(self._notes),
+            values=values or {},
+        )
+
+
+def in_graph(call: Callable[[Any], Callable[[], Any]]) -> Column:
+    """Returns the column of a call, made on each batch, under CUDA graph replay; see `measure.graph_us`."""
+    return lambda batches: measure.graph_us([call(batch) for batch in batches])
