@@ -69,7 +69,7 @@ def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
     case = Case(rng, shared_prefix_rows(9, 3, new=6), num_seqs=12, num_tokens=72)
     metadata = metadata_of(case.step, prefix=3 * BLOCK)
     assert metadata.cu_prefix_query_lens is not None
-    assert metadata.prefix_block_table is not None
+    assert metadata.shared_prefix is not None
     assert metadata.cu_prefix_query_lens.tolist() == [0, 32, 54, 54]
     assert metadata.shared_prefix.prefix_block_table.tolist() == [[1, 2, 3]] * 3
 
@@ -126,6 +126,7 @@ def test_a_captured_step_follows_the_lengths_and_tables_of_the_next_upload(rng):
     graphs, output, metadata = StepGraphs("cpu"), torch.empty_like(query), None
 
     def step():
+        assert metadata is not None
         metadata.update_shared_prefix()
         return impl.forward(ONES, query, None, None, cache, metadata, output)
 

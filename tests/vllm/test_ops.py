@@ -198,7 +198,7 @@ def test_context_attention_fwd_takes_padding_between_the_sequences(seed):
         full[live] = array
     out, alone = torch.full_like(padded[0], torch.nan), torch.empty_like(packed[0])
 
-    vllm_compat.context_attention_fwd(*padded, out, torch.tensor([1, 7, 12]), lens, 5)
+    vllm_compat.context_attention_fwd(padded[0], padded[1], padded[2], out, torch.tensor([1, 7, 12]), lens, 5)
 
     vllm_compat.context_attention_fwd(*packed[:3], alone, packed[3], lens, 5)
     _close(out[live], alone)

@@ -239,9 +239,10 @@ def test_encoders_follow_flags_and_spans_too(option, rng, within_bound):
         "seq_causal": torch.tensor([True, False]),
         "mm_prefix_range": torch.tensor([[[1, 3]], [[0, 4]]], dtype=torch.int32),
     }[option]
+    options: Any = {option: value}
     builder = TritonAttentionMetadataBuilder(SPEC, ["layer.0"], BuilderConfig(num_heads=HEADS), "cpu")
 
-    output = case.run(impl, builder.build(0, case.step, **{option: value}))
+    output = case.run(impl, builder.build(0, case.step, **options))
 
     side = None if window is None else window - 1
     starts = torch.from_numpy(case.step.query_start_loc.copy())

@@ -98,6 +98,11 @@ class AttentionImplBase(ABC):
         """Prepares what depends on the weights, once they are loaded; nothing by default."""
         del act_dtype  # For subclasses that absorb or convert weights.
 
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """Returns whether the output can be stored quantised in this way."""
+        del quant_key  # No kind by default.
+        return False
+
 
 class AttentionImpl(AttentionImplBase):
     """Multi-head attention over separate keys and values.
@@ -137,11 +142,6 @@ class AttentionImpl(AttentionImplBase):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Writes the step's keys and values to the cache, attends, writes `output` and returns it."""
-
-    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        """Returns whether `forward` can store its output quantised in this way."""
-        del quant_key  # No kind by default.
-        return False
 
 
 class MLAAttentionImpl(AttentionImplBase):
@@ -209,8 +209,3 @@ class MLAAttentionImpl(AttentionImplBase):
         k_scale: Tensor,
     ) -> None:
         """Writes the compressed vectors and rotary keys of the step to the cache."""
-
-    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        """Returns whether the output can be stored quantised in this way."""
-        del quant_key  # No kind by default.
-        return False

@@ -172,7 +172,7 @@ class PagedAttentionImpl(AttentionImpl):
             return output
         cache = self._checked_cache(kv_cache, attn_metadata)
         self._write(layer, key, value, cache, attn_metadata)
-        call = replace(self._call(layer, query, cache, attn_metadata), out=out, out_scale=output_scale)
+        call = self._call(layer, query, cache, attn_metadata, out=out, out_scale=output_scale)
         if attn_metadata.shared_prefix is None:
             ops.run(call)
         else:
@@ -212,7 +212,7 @@ class PagedAttentionImpl(AttentionImpl):
         query = query.view(-1, self.num_heads, self.head_size)
         cache = self._checked_cache(kv_cache, attn_metadata)
         self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
-        call = replace(self._call(layer, query, cache, attn_metadata), with_lse=True)
+        call = self._call(layer, query, cache, attn_metadata, with_lse=True)
         if self.context_parallel.dcp_world_size > 1:
             local_seq_lens = attn_metadata.dcp_local_seq_lens
             if local_seq_lens is None:
@@ -301,7 +301,7 @@ class PagedAttentionImpl(AttentionImpl):
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
     def _call(
-        self, layer: AttentionLayer, query: Tensor, cache: Tensor, metadata: PagedAttentionMetadata
+        self, layer: AttentionLayer, query: Tensor, cache: Tensor, metadata: PagedAttentionMetadata, **results: Any
     ) -> PagedCall[Tensor]:
         tables, seq_lens = metadata.block_table, metadata.seq_lens
         if self.attn_type is AttentionType.ENCODER_DECODER:
@@ -321,6 +321,7 @@ class PagedAttentionImpl(AttentionImpl):
             sinks=self.sinks,
             mm_prefix_range=metadata.mm_prefix_range,
             seq_causal=metadata.seq_causal,
+            **results,
         )
 
     def _spec_of(self, metadata: PagedAttentionMetadata) -> AttentionSpec:
