@@ -86,6 +86,8 @@ def generate(prompts: list[list[int]], model, config) -> tuple[list[list[int]], 
 def main() -> None:
     """Continues three prompts with the embedded model."""
     model, config, tokenizer = load_model(embedded_model_folder())
+    if tokenizer is None:
+        raise FileNotFoundError("the embedded model has lost its tokenizer.json")
     prompts = ["The for statement", "A class definition", "If the"]
     tokens, in_place = generate([tokenizer.encode(prompt) for prompt in prompts], model, config)
     for prompt, new in zip(prompts, tokens, strict=True):

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from torch_core.metadata import (
 from torch_core.ops import copy_blocks
 from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
+    AttentionImpl,
     AttentionScales,
     AttentionSelectorConfig,
     BuilderConfig,
@@ -68,7 +70,7 @@ class TorchDecoder:
             ),
             device,
         )
-        make_impl = self.backend.get_impl_cls()
+        make_impl = cast("type[AttentionImpl]", self.backend.get_impl_cls())
         self.attention = [
             make_impl(self.num_heads, self.head_size, self.head_size**-0.5, self.num_kv_heads)
             for _ in range(self.config["num_hidden_layers"])

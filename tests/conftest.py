@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture
-def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+def seed(request: pytest.FixtureRequest) -> int:
     """A seed that depends on the test's full name only: the same in any order and on any machine."""
     value = zlib.adler32(request.node.nodeid.encode())
     print(f"seed of {request.node.nodeid}: {value}")

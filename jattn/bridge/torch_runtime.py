@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import jax
 import torch
@@ -81,7 +81,7 @@ class _Compute:
     def __call__(self, *tensors: torch.Tensor) -> None:
         given = dict(zip((*self.inputs, *self.outputs), tensors, strict=True))
         known = {field.name for field in fields(self.specs)}
-        call = replace(self.specs, **{name: tensor for name, tensor in given.items() if name in known})
+        call = self.specs.with_arrays({name: tensor for name, tensor in given.items() if name in known})
         # Shapes and dtypes were checked when the program was traced, values when the metadata was built: checking
         # them again in every layer would cost a third of a decode step.
         try:

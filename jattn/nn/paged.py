@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import jax
 from flax import nnx
 
@@ -11,20 +13,29 @@ from torch_core.errors import InvalidInput
 
 __all__ = ["PagedAttention"]
 
+_Cache: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
+
 
 class PagedAttention(nnx.Module):
     """Writes a layer's new keys and values into its paged cache, then attends to the whole context.
 
     It has no parameters and keeps no cache: the cache goes in and comes out, so the module is valid in nnx's graph
-    and tree modes, under `jax.jit` with a donated cache, in `lax.scan` and in `lax.while_loop`.
+    and tree modes, under `jax.jit` with a donated cache, in `lax.scan` and in `lax.while_loop`. Arrays that a layer
+    learns or is given (sinks, slopes, scales) go in with each call.
 
     Args:
         num_heads: query heads.
         head_dim: elements of one head.
         num_kv_heads: key and value heads; num_heads by default, and it must divide num_heads.
+        value_head_dim: elements of one value head; head_dim by default. Others need a pair of caches.
         scale: factor on the scores; head_dim ** -0.5 by default.
-        sliding_window: tokens that stay visible, the query's own included; None for all.
+        causal: hide keys after the query.
+        sliding_window: tokens that stay visible, the query's own included, or a pair (left, right) of further tokens
+            to each side; None for all.
+        attention_chunk: a query sees its own chunk of this many positions only; None for all.
         logits_soft_cap: cap on the scores; None for off.
+        use_alibi_sqrt: the square-root form of ALiBi.
+        kv_chunk_size: see `jattn.paged_attention`.
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
 
     Raises:
@@ -49,25 +60,37 @@ class PagedAttention(nnx.Module):
         head_dim: int,
         *,
         num_kv_heads: int | None = None,
+        value_head_dim: int | None = None,
         scale: float | None = None,
-        sliding_window: int | None = None,
+        causal: bool = True,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        attention_chunk: int | None = None,
         logits_soft_cap: float | None = None,
+        use_alibi_sqrt: bool = False,
+        kv_chunk_size: int | None = None,
         implementation: str | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise InvalidInput(
                 f"num_heads is {num_heads} and num_kv_heads {num_kv_heads}; both must be positive and the first a "
                 "multiple of the second."
             )
-        if head_dim < 1:
-            raise InvalidInput(f"head_dim is {head_dim}; it must be at least 1.")
+        for name, size in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
+            if size < 1:
+                raise InvalidInput(f"{name} is {size}; it must be at least 1.")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.value_head_dim = value_head_dim
         self.scale = scale
+        self.causal = causal
         self.sliding_window = sliding_window
+        self.attention_chunk = attention_chunk
         self.logits_soft_cap = logits_soft_cap
+        self.use_alibi_sqrt = use_alibi_sqrt
+        self.kv_chunk_size = kv_chunk_size
         self.implementation = implementation
 
     def __call__(
@@ -75,39 +98,58 @@ class PagedAttention(nnx.Module):
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        kv_cache: jax.Array,
+        kv_cache: _Cache,
         metadata: AttentionMetadata,
-    ) -> tuple[jax.Array, jax.Array]:
+        *,
+        sinks: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
+        mm_prefix_range: jax.Array | None = None,
+        qq_bias: jax.Array | None = None,
+        seq_causal: jax.Array | None = None,
+        q_scale: float | jax.Array | None = None,
+        k_scale: float | jax.Array | None = None,
+        v_scale: float | jax.Array | None = None,
+        out_scale: float | jax.Array | None = None,
+        out_dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[jax.Array, _Cache]:
         """Returns the attention output and the cache with the new tokens in it.
 
         Args:
-            query: float[num_tokens, num_heads, head_dim], rotary embedding applied.
+            query: float[num_tokens, num_heads, head_dim], rotary embedding applied; fp8 with q_scale.
             key: float[num_tokens, num_kv_heads, head_dim], likewise.
-            value: float[num_tokens, num_kv_heads, head_dim].
-            kv_cache: this layer's cache array; consumed, use the returned one.
+            value: float[num_tokens, num_kv_heads, value_head_dim].
+            kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch.
+            sinks, alibi_slopes, mm_prefix_range, qq_bias, seq_causal, q_scale, out_scale, out_dtype: as in
+                `jattn.paged_attention`.
+            k_scale, v_scale: what a stored unit is worth, for a quantised cache: written and read with it.
 
         Returns:
-            float[num_tokens, num_heads, head_dim] and the updated cache.
+            float[num_tokens, num_heads, value_head_dim] and the updated cache.
 
         Raises:
             InvalidInput: shapes that do not fit the module or each other.
         """
-        kv_heads = self.num_kv_heads
-        for name, array, heads in (
-            ("query", query, self.num_heads),
-            ("key", key, kv_heads),
-            ("value", value, kv_heads),
+        for name, array, heads, size in (
+            ("query", query, self.num_heads, self.head_dim),
+            ("key", key, self.num_kv_heads, self.head_dim),
+            ("value", value, self.num_kv_heads, self.value_head_dim),
         ):
-            if array.ndim != 3 or array.shape[1:] != (heads, self.head_dim):
-                raise InvalidInput(
-                    f"{name} has shape {array.shape}; this module needs (num_tokens, {heads}, {self.head_dim})."
-                )
+            if array.ndim != 3 or array.shape[1:] != (heads, size):
+                raise InvalidInput(f"{name} has shape {array.shape}; this module needs (num_tokens, {heads}, {size}).")
         if query.shape[0] != key.shape[0]:
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
-        kv_cache = ops.write_kv_cache(key, value, kv_cache, metadata.slot_mapping, implementation=self.implementation)
+        kv_cache = ops.write_kv_cache(
+            key,
+            value,
+            kv_cache,
+            metadata.slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            implementation=self.implementation,
+        )
         output = ops.paged_attention(
             query,
             kv_cache,
@@ -116,8 +158,22 @@ class PagedAttention(nnx.Module):
             metadata.query_start_loc,
             max_query_len=metadata.max_query_len,
             scale=self.scale,
+            causal=self.causal,
             sliding_window=self.sliding_window,
+            attention_chunk=self.attention_chunk,
             logits_soft_cap=self.logits_soft_cap,
+            use_alibi_sqrt=self.use_alibi_sqrt,
+            kv_chunk_size=self.kv_chunk_size,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            mm_prefix_range=mm_prefix_range,
+            qq_bias=qq_bias,
+            seq_causal=seq_causal,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out_scale=out_scale,
+            out_dtype=out_dtype,
             implementation=self.implementation,
         )
         return output, kv_cache

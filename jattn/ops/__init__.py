@@ -2,6 +2,7 @@
 
 from jattn.ops.attention import attention, attention_with_lse, paged_attention, paged_attention_with_lse
 from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_token_head
+from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations
 from jattn.ops.run import run
 from torch_core.calls import IMPLEMENTATIONS
@@ -11,10 +12,12 @@ __all__ = [
     "attention",
     "attention_with_lse",
     "available_implementations",
+    "cascade_attention",
     "merge_states",
     "paged_attention",
     "paged_attention_with_lse",
     "run",
+    "shared_prefix",
     "write_kv_cache",
     "write_kv_cache_per_token_head",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -45,8 +44,13 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     runtime, served_by = runtime_of(chosen)
     refuse_unserved(call, served_by)
     _check_values(call)
-    compute = functools.partial(bridge.run, runtime=runtime)
-    return transforms.opaque(compute, call.name, chosen)(call.map(jnp.asarray))
+    # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
+    names, static = tuple(call.arrays()), call.map(lambda _: None)
+
+    def compute(*arrays: jax.Array) -> dict[str, jax.Array]:
+        return bridge.run(static.with_arrays(dict(zip(names, arrays, strict=True))), runtime)
+
+    return transforms.opaque(compute, call.name, chosen)(*map(jnp.asarray, call.arrays().values()))
 
 
 def _with_float32_scales(call: Call[jax.Array]) -> Call[jax.Array]:

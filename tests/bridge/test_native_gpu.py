@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,7 +150,7 @@ def test_a_donated_cache_keeps_its_address_over_a_thousand_steps_without_a_recom
         traces.append(1)
         return _decode(arrays, kv_cache, "triton", 1)[::2]
 
-    jitted = jax.jit(step, donate_argnums=1)
+    jitted: Any = jax.jit(step, donate_argnums=1)
     _, kv_cache = jitted(arrays, arrays["kv_cache"] + 0)
     address = kv_cache.unsafe_buffer_pointer()
     for _ in range(1000):
@@ -161,7 +163,7 @@ def test_a_donated_cache_keeps_its_address_over_a_thousand_steps_without_a_recom
 def test_no_copy_of_the_cache_is_compiled_in(seed):
     arrays = _step_arrays(seed, [1, 1, 1], [40, 7, 200])
     step = jax.jit(lambda a, c: _decode(a, c, "triton", 1)[::2], donate_argnums=1)
-    compiled = step.lower(arrays, arrays["kv_cache"]).compile()
+    compiled: Any = step.lower(arrays, arrays["kv_cache"]).compile()
     shape = f"bf16[{NUM_BLOCKS},2,{BLOCK_SIZE},{KV_HEADS},{SIZE}]"
     assert not [line for line in compiled.as_text().splitlines() if " copy(" in line and shape in line]
     assert compiled.memory_analysis().temp_size_in_bytes < arrays["kv_cache"].nbytes / 2

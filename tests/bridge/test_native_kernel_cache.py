@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import triton
+from triton import knobs
 
 from jattn.bridge.kernel_cache import KernelCache, default_directory
 from tests.support.sample_kernels import double_and_add
@@ -104,9 +104,9 @@ def test_what_lies_in_tritons_own_cache_is_not_believed(variants, tmp_path, monk
 def test_a_compilation_leaves_tritons_settings_the_environment_and_no_files_behind(variants, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "tritons"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = dict(os.environ), dict(triton.knobs.cache.__dict__)
+    before = dict(os.environ), dict(knobs.cache.__dict__)
     KernelCache(None).get(variants[0], 90)
-    assert (dict(os.environ), dict(triton.knobs.cache.__dict__)) == before
+    assert (dict(os.environ), dict(knobs.cache.__dict__)) == before
     assert list(tmp_path.iterdir()) == []
 
 

@@ -107,7 +107,6 @@ def test_captured_results_are_those_of_the_native_calls_bit_by_bit():
     kv_cache = jax.random.normal(jax.random.key(1), kv_cache.shape, kv_cache.dtype)
     expected = np.asarray(native_step(query, kv_cache)).view(np.uint16)
 
-    for _ in range(20):
-        found = torch_step(query, kv_cache)
+    found = [torch_step(query, kv_cache) for _ in range(20)][-1]
 
     np.testing.assert_array_equal(np.asarray(found).view(np.uint16), expected)

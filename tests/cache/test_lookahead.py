@@ -23,6 +23,12 @@ def started(**options) -> CacheManager:
     return cache
 
 
+def blocks_of(cache: CacheManager, seq_id: str) -> list[list[int]]:
+    table = cache._state.sequences[seq_id].table
+    assert table is not None
+    return table.blocks
+
+
 def test_a_step_reserves_slots_for_tokens_that_nobody_knows_yet():
     cache = started()
     step = cache.step([("a", 8)])
@@ -82,10 +88,10 @@ def test_a_slot_whose_token_was_rejected_is_never_published():
     # The slot of token 7 holds the rejected draft; the token that was drawn instead is known, but not computed.
     cache.append_tokens("a", [7, 8])
     cache.add("b", [*PROMPT, 6, 7, 8, 9])
-    assert cache._state.sequences["b"].table.blocks == [[1]]
+    assert blocks_of(cache, "b") == [[1]]
     cache.retire(cache.step([("a", 1)]).step_id)
     cache.add("c", [*PROMPT, 6, 7, 8, 9])
-    assert cache._state.sequences["c"].table.blocks == [[1, 2]]
+    assert blocks_of(cache, "c") == [[1, 2]]
 
 
 def test_a_sequence_that_stopped_early_publishes_only_what_is_known():
@@ -126,8 +132,7 @@ def test_every_group_gives_its_surplus_back():
     step = cache.step([("a", 8)])
     cache.retire(step.step_id, {"a": 1})
     cache.audit()
-    table = cache._state.sequences["a"].table
-    assert [len(column) for column in table.blocks] == [2, 2, 1]
+    assert [len(column) for column in blocks_of(cache, "a")] == [2, 2, 1]
     # One block slid out of the window meanwhile.
     assert cache.stats().used == before - 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -159,7 +160,7 @@ def test_the_numbers_of_a_request_that_never_fits_are_named():
 
 
 def test_a_window_admits_what_its_steps_can_hold():
-    config = {"num_blocks": 8, "block_size": 4, "sliding_window": 8}
+    config: dict[str, Any] = {"num_blocks": 8, "block_size": 4, "sliding_window": 8}
     with pytest.raises(RequestTooLong, match="needs 25 blocks"):
         CacheManager(CacheConfig(**config)).check_admission("a", 99, 1)
     cache = CacheManager(CacheConfig(**config, max_step_tokens=8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings, strategies
@@ -119,6 +120,7 @@ def run_trace(seed: int, moves: int) -> Model:
 
 def test_hypothesis_finds_no_trace_that_breaks_a_promise():
     CacheMachine.moves = 0
+    kinds: Any = HealthCheck
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
@@ -127,7 +129,7 @@ def test_hypothesis_finds_no_trace_that_breaks_a_promise():
             deadline=None,
             database=None,
             derandomize=True,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=list(kinds),
         ),
     )
     assert CacheMachine.moves >= 20_000

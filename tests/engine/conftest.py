@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from flax import nnx
 
 from jattn.models import Decoder, ModelConfig
 
 
-def tiny_decoder(**changes: object) -> Decoder:
+def tiny_decoder(**changes: Any) -> Decoder:
     sizes = {
         "vocab_size": 97,
         "hidden_size": 32,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
@@ -10,7 +12,7 @@ from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of
 from tests.support.tiny_models import byte_tokenizer
 
-SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,9 @@ def test_a_stop_string_drops_the_tokens_that_came_with_it(num_characters) -> Non
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(stop,))
 
     deltas = list(many.stream("stop here", params))
-    completion = deltas[-1].output.outputs[0]
+    output = deltas[-1].output
+    assert output is not None
+    completion = output.outputs[0]
 
     assert completion == one.generate("stop here", params)[0].outputs[0]
     assert tuple(token for delta in deltas for token in delta.token_ids) == completion.token_ids

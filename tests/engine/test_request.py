@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jattn.engine.request import Request, RequestMetrics, RequestState, SamplingParams
@@ -33,7 +35,7 @@ def test_sampling_parameters_out_of_range_are_named(arguments: dict, message: st
     assert str(error.value) == message
 
 
-def request_of(prompt: tuple[int, ...], **params: int) -> Request:
+def request_of(prompt: tuple[int, ...], **params: Any) -> Request:
     return Request("r", prompt, SamplingParams(**params), 0, frozenset(), RequestMetrics(0.0))
 
 

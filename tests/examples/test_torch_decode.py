@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_a_second_batch_reuses_the_cached_prefix_and_gives_the_same_tokens(tmp_p
 @pytest.mark.gpu
 def test_the_torch_loop_gives_the_same_tokens_with_graphs_on_the_gpu(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, 0, head_dim=32)
-    sizes = {"max_num_seqs": 4, "max_seq_len": 128, "num_blocks": 64}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_seq_len": 128, "num_blocks": 64}
     on_gpu = Generator(folder, device="cuda", **sizes).generate(PROMPTS, 12)
 
     assert on_gpu == Generator(folder, **sizes).generate(PROMPTS, 12)

@@ -27,7 +27,7 @@ _ALL_PAIRS = 1 << 16
 @triton.jit
 def _widen_kernel(pairs_ptr, low_ptr, high_ptr, ELEMENT: tl.constexpr, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
-    low, high = widened(tl.load(pairs_ptr + i), ELEMENT)
+    low, high = widened(tl.load(pairs_ptr + i), ELEMENT)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(low_ptr + i, low)
     tl.store(high_ptr + i, high)
 
@@ -56,7 +56,8 @@ def test_each_pair_of_bytes_is_widened_exactly_on_the_device(name):
     element, dtype = _ELEMENTS[name]
     pairs = torch.arange(_ALL_PAIRS, device="cuda").to(torch.int16)
     low, high = torch.empty(2, _ALL_PAIRS, dtype=torch.float16, device="cuda")
-    _widen_kernel[(_ALL_PAIRS // 1024,)](pairs, low, high, element, 1024)
+    kernel: Any = _widen_kernel
+    kernel[(_ALL_PAIRS // 1024,)](pairs, low, high, element, 1024)
     _assert_widened(pairs, low, high, dtype)
 
 

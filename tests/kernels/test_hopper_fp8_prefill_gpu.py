@@ -116,9 +116,16 @@ def test_a_row_that_sees_one_key_gives_its_value(head_size, seed):
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_scales_that_are_arrays_give_the_bits_of_equal_numbers(head_size, arrays, seed):
     """Powers of two: it does not matter whether the plan multiplies by them or the kernel."""
-    sizes = {**_SIZES, "seq_lens": [500, 200], "query_lens": [300, 200], "head_size": head_size, "k_scale": 2.0}
+    sizes: dict[str, Any] = {
+        **_SIZES,
+        "seq_lens": [500, 200],
+        "query_lens": [300, 200],
+        "head_size": head_size,
+        "k_scale": 2.0,
+    }
     numbers = _run(paged_case(seed, **sizes))
-    _assert_same(numbers, _run(paged_case(seed, **sizes | {name: np.full(1, sizes[name], "f4") for name in arrays})))
+    sizes |= {name: np.full(1, sizes[name], "f4") for name in arrays}
+    _assert_same(numbers, _run(paged_case(seed, **sizes)))
 
 
 def test_the_output_may_be_float16(seed):

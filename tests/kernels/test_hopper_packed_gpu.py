@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 _LONG = 700
 
 
-def _plan(case: AttentionCase) -> OperationPlan:
-    call = replace(case.call("cuda"), with_lse=True)
+def _plan(case: AttentionCase, **changes: Any) -> OperationPlan:
+    call = replace(case.call("cuda", **changes), with_lse=True)
     # Not from the cache of plans: tests change what the plan chooses.
     return plan_call.__wrapped__(call.map(array_spec), device_limits(torch.device("cuda", 0)))
 
@@ -36,7 +36,7 @@ def _packed(plan: OperationPlan) -> int:
 
 
 def _run(case: AttentionCase, pack: int) -> tuple[torch.Tensor, torch.Tensor]:
-    assert _packed(_plan(case, case.tensors("cuda"))) == pack
+    assert _packed(_plan(case)) == pack
     return case.run(paged_attention_with_lse if case.paged else attention_with_lse, device="cuda")
 
 
@@ -156,7 +156,7 @@ def test_a_query_inside_a_wider_array_and_an_output_with_strides(seed):
     wide[:, 8:16, :128] = query
     out = torch.full((100, 8, 256), 7.0, dtype=query.dtype, device="cuda")
     inside = wide[:, 8:16, :128]
-    assert _packed(_plan(case, {**case.tensors("cuda"), "query": inside})) == 4
+    assert _packed(_plan(case, query=inside)) == 4
     case.run(paged_attention, device="cuda", query=inside, out=out[..., 128:])
     assert_matches_reference(case, out[..., 128:].contiguous())
     assert (out[..., :128] == 7).all()
@@ -193,7 +193,7 @@ def test_neighbours_change_no_bit(seed):
 def test_a_captured_graph_follows_new_lengths_and_tables(seed):
     sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
     case = paged_case(seed, seq_lens=[_LONG, 3, 264, 0], query_lens=[127, 1, 90, 0], **sizes)
-    assert _packed(_plan(case, case.tensors("cuda"))) == 4
+    assert _packed(_plan(case)) == 4
     live = case.tensors("cuda")
     static = {name: tensor.clone() for name, tensor in live.items()}
     for name in ("block_tables", "seq_lens", "query_start_loc"):

@@ -32,7 +32,9 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
 def test_a_link_within_the_folder_is_followed(tmp_path):
     (tmp_path / "real").write_text("x")
     (tmp_path / "config.json").symlink_to("real")
-    assert read_text(member(tmp_path, "config.json")) == "x"
+    path = member(tmp_path, "config.json")
+    assert path is not None
+    assert read_text(path) == "x"
 
 
 @pytest.fixture
@@ -51,6 +53,7 @@ def test_a_snapshot_of_the_hub_may_link_into_its_cache(place, snapshot):
     blob.write_text("x")
     (snapshot / "config.json").symlink_to(os.path.relpath(blob, snapshot))
     path = member(snapshot, "config.json")
+    assert path is not None
     assert (path.name, read_text(path)) == ("config.json", "x")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from flax import nnx
 
 from jattn.load import TextTokenizer, load_model, load_tokenizer, save_model
 from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.errors import InvalidInput, JattnError, Unsupported
 
 
-def refused(folder, message, error=InvalidInput):
+def refused(folder, message, error: type[JattnError] = InvalidInput):
     with pytest.raises(error, match="^" + re.escape(message)):
         load_model(folder)
 
@@ -31,6 +32,7 @@ def test_a_saved_model_loads_bit_for_bit(changes, tmp_path, seed):
     loaded, loaded_config, tokenizer = load_model(tmp_path)
     assert loaded_config == config
     jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
 
 
@@ -148,8 +150,9 @@ def test_an_interrupt_while_a_text_is_encoded_stays_an_interrupt():
         def encode(self, *_, **__):
             raise KeyboardInterrupt
 
+    interrupted: Any = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        TextTokenizer(Interrupted()).encode("abc")
+        TextTokenizer(interrupted).encode("abc")
 
 
 def test_a_snapshot_of_the_hub_is_read(tmp_path, seed):
@@ -161,7 +164,9 @@ def test_a_snapshot_of_the_hub_is_read(tmp_path, seed):
     for number, file in enumerate(written.iterdir()):
         file.rename(cache / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    assert load_model(snapshot)[2].encode("a") == [load_tokenizer(snapshot).tokenizer.token_to_id("a")]
+    tokenizer = load_model(snapshot)[2]
+    assert tokenizer is not None
+    assert tokenizer.encode("a") == [load_tokenizer(snapshot).tokenizer.token_to_id("a")]
     (cache / "blobs" / "0").write_bytes(b"")
     with pytest.raises(InvalidInput, match=r"^\w+\.(json|safetensors)|^tokenizer"):
         load_model(snapshot)

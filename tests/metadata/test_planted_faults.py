@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from torch_core.metadata import SequenceRow, StagingRing, build_common_metadata,
 from torch_core.metadata import build as build_module
 
 ROWS = [SequenceRow([5, 6], 3, 3), SequenceRow([9, 7], 4, 1)]
-SIZES = {"block_size": 4, "num_blocks": 16, "num_seqs": 4, "num_tokens": 8, "max_blocks": 3}
+SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 16, "num_seqs": 4, "num_tokens": 8, "max_blocks": 3}
 
 
 def test_fault_16_a_table_without_its_last_column_is_caught_while_building(monkeypatch):
@@ -28,6 +30,9 @@ def test_fault_16_a_table_without_its_last_column_is_caught_while_building(monke
 
 def test_fault_17_a_running_sum_that_ends_before_the_padding_is_caught():
     step = build_common_metadata(ROWS, **SIZES)
+    assert step.layout is not None
+    assert step.packed is not None
+    assert step.query_start_loc.base is not None
     step.query_start_loc.base.setflags(write=True)
     layout = step.layout["query_start_loc"]
     step.packed[layout.offset + 3 : layout.offset + 5] = 0

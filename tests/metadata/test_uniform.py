@@ -74,6 +74,8 @@ def test_the_short_way_equals_the_general_way(kind, window_left, general_way, se
         short = build_common_metadata(rows, **options, table_cache=caches[0] if kind == "cached" else None)
         general = general_way(rows, **options, table_cache=caches[1] if kind == "cached" else None)
 
+        assert short.packed is not None
+        assert general.packed is not None
         assert np.array_equal(short.packed, general.packed)
         for name in FIELDS:
             assert np.array_equal(getattr(short, name), getattr(general, name)), name

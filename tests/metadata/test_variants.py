@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,13 @@ from torch_core.metadata import (
     use_cascade_attention,
 )
 
-SHAPE = {"num_query_heads": 32, "num_kv_heads": 8, "head_size": 128, "bytes_per_element": 2, "num_sms": 132}
+SHAPE: dict[str, Any] = {
+    "num_query_heads": 32,
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "bytes_per_element": 2,
+    "num_sms": 132,
+}
 
 
 def refuses(message: str, error: type[Exception] = InvalidInput):
@@ -176,6 +183,8 @@ def test_encoder_fields_say_what_is_read_and_what_is_written():
     step = build([EncoderRow([11, 12], 6, 6), EncoderRow([13], 4)])
 
     encoder = step.encoder
+    assert encoder is not None
+    assert step.packed is not None
     assert encoder.encoder_seq_lens.tolist() == [6, 4, 0]
     assert encoder.cross_block_tables.tolist() == [[11, 12], [13, 0], [0, 0]]
     assert encoder.cross_slot_mapping.tolist() == [44, 45, 46, 47, 48, 49]
@@ -195,8 +204,10 @@ def test_encoder_fields_are_padded_to_their_layout():
 
     step = build([EncoderRow([11, 12], 6, 2), EncoderRow([13], 4)], layout=layout)
 
+    assert step.encoder is not None
     assert step.encoder.cross_slot_mapping.tolist() == [48, 49, -1, -1, -1, -1, -1, -1]
     plain = step.unpadded().encoder
+    assert plain is not None
     assert plain.cross_slot_mapping.tolist() == [48, 49]
     assert plain.encoder_seq_lens.tolist() == [6, 4]
 
@@ -275,7 +286,7 @@ def test_every_token_lives_on_exactly_one_rank(world, interleave):
         for rank in range(world)
     ]
 
-    assert (sum(by_rank) == lens).all()
+    assert (np.sum(by_rank, axis=0) == lens).all()
     for rank, local in enumerate(by_rank):
         assert local.dtype == np.int32
         assert local.tolist() == [sum(t // interleave % world == rank for t in range(n)) for n in lens]

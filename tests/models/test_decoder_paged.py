@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -88,6 +90,8 @@ def test_a_step_changes_no_attribute_of_the_model(seed):
 def test_a_donated_cache_is_updated_in_place(seed):
     run = PagedRun(tiny_model(tiny_config(num_hidden_layers=1), seed), 1, 8)
     arguments = run.arguments(random_tokens(seed, 4), 8, None)
-    step = jax.jit(paged_step.__wrapped__, static_argnums=0, donate_argnums=4)
+    undonated: Any = paged_step
+    step = jax.jit(undonated.__wrapped__, static_argnums=0, donate_argnums=4)
     compiled = step.lower(run.graph, run.state, *arguments).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(cache.nbytes for cache in run.caches)
+    memory: Any = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(cache.nbytes for cache in run.caches)

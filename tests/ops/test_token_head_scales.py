@@ -46,7 +46,7 @@ def empty_caches(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def written(implementation: str, key: np.ndarray, value: np.ndarray, dtype: str) -> tuple[jax.Array, ...]:
     step = jax.jit(
         lambda caches, key, value, slots: ops.write_kv_cache_per_token_head(
-            key, value, *caches, slots, implementation=implementation
+            key, value, caches[0], caches[1], caches[2], slots, implementation=implementation
         ),
         donate_argnums=0,
     )
@@ -171,7 +171,7 @@ def test_scale_caches_that_do_not_fit_are_refused(changes, message) -> None:
 
 def test_a_row_that_is_quantised_already_has_no_scale_to_find() -> None:
     key = jnp.ones((1, KV_HEADS, SIZE), jnp.int8)
-    caches = tuple(map(jnp.array, empty_caches("int8")))
+    cache, k_scales, v_scales = map(jnp.array, empty_caches("int8"))
 
     with pytest.raises(InvalidInput, match=r"key is int8 and the cache int8; give .* to be quantised"):
-        ops.write_kv_cache_per_token_head(key, key, *caches, jnp.ones(1, jnp.int32))
+        ops.write_kv_cache_per_token_head(key, key, cache, k_scales, v_scales, jnp.ones(1, jnp.int32))

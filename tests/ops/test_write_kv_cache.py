@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ SLOTS = [7, -1, 16, 4, -1, 19]
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def step(implementation: str, **options: Any) -> Callable[..., jax.Array]:
+def step(implementation: str, **options: Any) -> Any:
     return jax.jit(
         lambda key, value, cache, slots: ops.write_kv_cache(
             key, value, cache, slots, implementation=implementation, **options

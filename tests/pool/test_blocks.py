@@ -17,9 +17,9 @@ SPEC = KVCacheSpec(num_kv_heads=1, head_size=4, block_size=2, dtype="float32")
 @pytest.fixture
 def pool() -> KVPool:
     pool = KVPool(SPEC, num_layers=2, num_blocks=8)
-    for layer, view in enumerate(pool.as_torch()):
-        view += torch.arange(8).reshape(8, 1, 1, 1, 1) + 100 * layer
-    del view
+    views = pool.as_torch()
+    for layer in range(2):
+        views[layer].add_(torch.arange(8).reshape(8, 1, 1, 1, 1) + 100 * layer)
     return pool
 
 

@@ -150,9 +150,10 @@ def test_a_view_that_cannot_be_tracked_is_found_out_and_the_pool_stays_whole() -
 
 def test_what_torch_writes_through_a_view_is_what_the_next_step_reads() -> None:
     pool = make_pool()
-    for layer, view in enumerate(pool.as_torch()):
-        view[3, 0, 1] = layer + 1
-    del view
+    views = pool.as_torch()
+    for layer in range(2):
+        views[layer][3, 0, 1] = layer + 1
+    del views
     assert pool.run(read_step).tolist() == [8, 16]
 
 
@@ -309,9 +310,10 @@ def test_copy_blocks_copies_keys_and_values_in_every_layer() -> None:
     pool = make_pool()
     rng = np.random.default_rng(0)
     before = [rng.normal(size=SHAPE).astype(np.float32) for _ in range(2)]
-    for view, array in zip(pool.as_torch(), before, strict=True):
-        view.copy_(torch.from_numpy(array))
-    del view
+    views = pool.as_torch()
+    for layer in range(2):
+        views[layer].copy_(torch.from_numpy(before[layer]))
+    del views
     pool.copy_blocks([(1, 5), (2, 6), (1, 7)])
     for view, array in zip(pool.as_torch(), before, strict=True):
         assert np.array_equal(view.numpy(), array[[0, 1, 2, 3, 4, 1, 2, 1]])

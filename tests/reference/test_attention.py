@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def one_score(*scores: float) -> dict[str, torch.Tensor]:
+def one_score(*scores: float) -> dict[str, Any]:
     """One query and head whose scores at scale 1 are `scores`, and values that are the unit vectors."""
     keys = len(scores)
     return {
@@ -37,8 +38,8 @@ def test_plain_attention_is_torchs(num_heads, num_kv_heads, causal, seed):
     query = random(7, num_heads, 16, seed=seed)
     key, value = random(2, 7, num_kv_heads, 16, seed=seed + 1)
     output, _ = attend_sequence(query, key, value, spec=AttentionSpec(scale=0.3, causal=causal))
-    heads = (x.transpose(0, 1)[None] for x in (query, key, value))
-    expected = F.scaled_dot_product_attention(*heads, is_causal=causal, scale=0.3, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(output, expected[0].transpose(0, 1))
 
 
@@ -173,7 +174,7 @@ def test_scales_of_tokens_and_heads_multiply_what_is_stored():
     cache = case.tensors()["kv_cache"].double()
     scales = torch.rand(2, *cache.shape[:1], *cache.shape[2:4], dtype=torch.float64)
     real = torch.stack([cache[:, 0] * scales[0, ..., None], cache[:, 1] * scales[1, ..., None]], dim=1)
-    options = {"compute_dtype": torch.float64}
+    options: dict[str, Any] = {"compute_dtype": torch.float64}
     output = case.run(reference.paged_attention, k_scale_cache=scales[0], v_scale_cache=scales[1], **options)
     torch.testing.assert_close(output, case.run(reference.paged_attention, kv_cache=real, **options))
 
@@ -248,7 +249,7 @@ def test_an_fp8_output_is_divided_by_its_scale_and_saturates():
 )
 def test_paged_arguments_that_do_not_fit_are_named(changes, message):
     case = paged_case(1, seq_lens=[3], query_lens=[2])
-    tensors = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in changes.items()}
+    tensors: dict[str, Any] = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in changes.items()}
     with pytest.raises(InvalidInput, match=message):
         case.run(reference.paged_attention, **tensors)
 

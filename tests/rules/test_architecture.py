@@ -249,9 +249,10 @@ def forbidden(tree: ast.AST, *, may_print: bool) -> list[str]:
             found.append(f"assert in line {node.lineno}")
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             found.append(f"bare except in line {node.lineno}")
-        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-        if called in FORBIDDEN_CALLS or (called == "print" and not may_print):
-            found.append(f"{called} in line {node.lineno}")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called = node.func.id
+            if called in FORBIDDEN_CALLS or (called == "print" and not may_print):
+                found.append(f"{called} in line {node.lineno}")
         if isinstance(node, ast.Import) and any(alias.name == "pickle" for alias in node.names):
             found.append(f"pickle in line {node.lineno}")
     return found

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from torch_core.calls import serves_table
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = sorted(
@@ -43,6 +45,10 @@ def test_the_readme_is_what_a_stranger_reads() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
 
+def test_the_limits_are_the_table_that_the_code_reads() -> None:
+    assert serves_table() in (ROOT / "docs" / "limits.md").read_text()
+
+
 def test_ci_runs_the_very_test_command_of_the_readme() -> None:
     commands = re.findall(r"^pip install .*&& (?:jattn|pytest).*$", README.read_text(), re.MULTILINE)
 
@@ -59,7 +65,9 @@ def test_constraints_pin_every_dependency_inside_the_window() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
-    outside = [str(want) for want in wanted if want.name != "jattn" and pinned.get(want.name) not in want.specifier]
+    outside = [
+        str(want) for want in wanted if want.name != "jattn" and pinned.get(want.name, "none") not in want.specifier
+    ]
 
     assert outside == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,7 +225,10 @@ def test_merged_halves_of_the_keys_are_the_whole():
     parts = []
     for pieces in ([slice(0, 5), slice(20, 40)], [slice(5, 20), slice(40, 50)]):
         lens = torch.tensor([0, *(piece.stop - piece.start for piece in pieces)]).cumsum(0).int()
-        chosen = {"key": torch.cat([key[p] for p in pieces]), "value": torch.cat([value[p] for p in pieces])}
+        chosen: dict[str, Any] = {
+            "key": torch.cat([key[p] for p in pieces]),
+            "value": torch.cat([value[p] for p in pieces]),
+        }
         parts += case.run(ops.attention_with_lse, key_start_loc=lens, **chosen)
     output, lse = ops.merge_states(*parts)
     exact, exact_lse = case.expected()
@@ -260,7 +264,7 @@ def test_numpy_and_torch_gather_the_same(monkeypatch):
 def test_operands_are_not_changed():
     case = random_paged_case(12)
     tensors = case.tensors()
-    before = {name: x.clone() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    before: dict[str, Any] = {name: x.clone() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
     case.run(ops.paged_attention, **before)
     for name, x in before.items():
         assert to_bytes(x) == to_bytes(tensors[name]), name

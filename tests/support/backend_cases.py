@@ -60,8 +60,8 @@ class Case:
         for row in rows:
             slots = [row.block_ids[t // BLOCK] * BLOCK + t % BLOCK for t in range(row.num_computed_tokens)]
             if slots:
-                past = [normal(len(slots), KV_HEADS, HEAD) for _ in "kv"]
-                write_kv_cache(*past, self.cache, torch.tensor(slots, dtype=torch.int32))
+                key, value = (normal(len(slots), KV_HEADS, HEAD) for _ in "kv")
+                write_kv_cache(key, value, self.cache, torch.tensor(slots, dtype=torch.int32))
 
     def run(self, impl, metadata, layer=ONES, **changes):
         cache, query = changes.pop("cache", self.cache).clone(), changes.pop("query", self.query)

@@ -219,8 +219,10 @@ def test_nothing_global_is_left_changed(folder: Path) -> None:
     ],
 )
 def test_bad_input_is_refused(folder: Path, prompts: Any, options: dict, error: type, message: str) -> None:
+    arguments: dict[str, Any] = {"max_tokens": 4, **options}
+
     with pytest.raises(error) as caught:
-        compare_with_torch(folder, prompts, **({"max_tokens": 4} | options))
+        compare_with_torch(folder, prompts, **arguments)
 
     assert message in str(caught.value)
 

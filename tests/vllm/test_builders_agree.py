@@ -108,6 +108,7 @@ def test_three_builders_hold_equal_arrays(kind, rng):
 
         arrays = buffers.upload(number)
         torch_side = builder.build(0, host, arrays=arrays)
+        assert host.packed is not None
         jax_side, jax_rest = unpack_in_jax(host.packed.copy(), layout=layout, max_query_len=host.max_query_len)
 
         for ours, theirs in (("block_tables", "block_table"), ("seq_lens",) * 2, ("query_start_loc",) * 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,8 @@ def test_a_subclass_builds_with_the_given_class():
 
 
 def test_abstract_classes_cannot_be_made():
-    for cls in (AttentionImpl, MLAAttentionImpl, AttentionMetadataBuilder):
+    abstract: tuple[Any, ...] = (AttentionImpl, MLAAttentionImpl, AttentionMetadataBuilder)
+    for cls in abstract:
         with pytest.raises(TypeError, match="abstract"):
             cls()
 
@@ -179,7 +181,7 @@ def test_a_bare_builder_captures_and_drafts_like_any_step():
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False, *, arrays=None):
             return common_prefix_len, common_attn_metadata, fast_build, arrays
 
-    builder = Builder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+    builder: Any = Builder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
 
     assert builder.build_for_cudagraph_capture("batch", arrays={}) == (0, "batch", False, {})
     assert builder.build_for_drafting("batch", 2) == (0, "batch", True, None)
@@ -202,6 +204,12 @@ def test_a_verified_draft_counts_as_a_decode():
     assert builder.reorder_batch_threshold == 16
 
 
+def test_a_builder_that_takes_any_order_has_no_longest_decode():
+    builder = make_builder(num_speculative_tokens=3)
+    builder._init_reorder_batch_threshold(None, True, False)
+    assert builder.reorder_batch_threshold is None
+
+
 def test_ranks_that_share_sequences_decode_single_tokens():
     builder = make_builder(num_speculative_tokens=3, context_parallel=ContextParallel(dcp_world_size=2))
     builder._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
@@ -209,6 +217,36 @@ def test_ranks_that_share_sequences_decode_single_tokens():
 
     builder._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
     assert builder.reorder_batch_threshold == 4
+
+
+def test_a_layer_is_alone_unless_it_is_given_a_place():
+    class Layer(AttentionImpl):
+        def __init__(self):
+            self.num_heads = 1
+
+        def forward(self, *args):
+            raise NotImplementedError
+
+    assert Layer().context_parallel == ContextParallel()
+    assert not Layer().need_to_return_lse_for_decode
+
+
+def test_lengths_of_ranks_that_share_sequences_are_not_captured():
+    place = ContextParallel(dcp_world_size=2)
+    config = BuilderConfig(num_heads=4, context_parallel=place)
+    assert TritonAttentionMetadataBuilder.get_cudagraph_support(config, SPEC) is AttentionCGSupport.NEVER
+    assert TritonAttentionMetadataBuilder.get_cudagraph_support(BuilderConfig(num_heads=4), SPEC) is (
+        AttentionCGSupport.ALWAYS
+    )
+
+
+def test_prompts_that_are_spread_over_ranks_are_refused():
+    place = ContextParallel(pcp_world_size=2)
+    message = "pcp_world_size is 2; prompts that are spread over ranks are not served: use 1."
+    with refuses(message, Unsupported):
+        make_builder(context_parallel=place)
+    with refuses(message, Unsupported):
+        TorchAttentionImpl(4, 32, 1.0, context_parallel=place)
 
 
 def test_the_paged_builders_take_any_order():
@@ -236,7 +274,7 @@ def test_a_builder_without_updates_says_so():
     class Plain(TritonAttentionMetadataBuilder):
         update_block_table = AttentionMetadataBuilder.update_block_table
 
-    builder = Plain(SPEC, [], BuilderConfig(num_heads=4), "cpu")
+    builder: Any = Plain(SPEC, [], BuilderConfig(num_heads=4), "cpu")
     with refuses("Plain does not update block tables; call build for each cache group.", Unsupported):
         builder.update_block_table(None, None, None)
 
@@ -262,10 +300,14 @@ def test_cascade_follows_the_layers_masks():
     assert not choice(batch_invariant=True)
 
 
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", "nvfp4"])
+def test_a_cache_dtype_that_is_not_served_counts_as_quantised(name):
+    # Code that asks before it reads raw bytes must not take them for real values.
+    assert is_quantized_kv_cache(name)
+
+
 def test_cache_dtypes_have_names():
-    assert [is_quantized_kv_cache(name) for name in ("auto", "bfloat16", "fp8", "int8", "other")] == [
-        False, False, True, True, False,
-    ]  # fmt: skip
+    assert [is_quantized_kv_cache(name) for name in ("auto", "bfloat16", "fp8", "int8")] == [False, False, True, True]
     assert kv_cache_torch_dtype("auto", torch.float16) is torch.float16
     assert kv_cache_torch_dtype("fp8_e5m2", torch.float16) is torch.float8_e5m2
     with refuses(
@@ -279,7 +321,7 @@ def test_layouts_have_names():
 
 
 def test_one_static_fp8_scale_can_be_fused_into_the_output():
-    impl = TritonAttentionImpl(4, 32, 0.5)
+    impl: Any = TritonAttentionImpl(4, 32, 0.5)
 
     assert impl.fused_output_quant_supported(FP8_STATIC_TENSOR)
     assert not impl.fused_output_quant_supported(QuantKey(dtype=torch.float8_e4m3fn, static=False, group="token"))
@@ -359,7 +401,7 @@ def test_metadata_can_be_extended():
 
 def test_a_fast_prefill_backend_keeps_the_queries_of_the_logits():
     backend = create_fast_prefill_custom_backend("FastPrefill", TorchAttentionBackend)
-    builder = backend.get_builder_cls()(SPEC, ["layer.0"], BuilderConfig(num_heads=4), "cpu")
+    builder: Any = backend.get_builder_cls()(SPEC, ["layer.0"], BuilderConfig(num_heads=4), "cpu")
     step = build_common_metadata([SequenceRow([3], 0, 3), SequenceRow([5], 2, 1)], block_size=4, num_blocks=8)
 
     metadata = builder.build(0, step, logits_indices=np.array([2, 3]))

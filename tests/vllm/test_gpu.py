@@ -85,7 +85,8 @@ def test_500_replays_with_changing_tables_and_lengths_equal_eager_steps_bit_for_
         output = torch.empty_like(tensors[0])
 
         def step(tensors=tensors, metadata=metadata, output=output):
-            return impl.forward(scales, *tensors, cache, metadata, output)
+            query, key, value = tensors
+            return impl.forward(scales, query, key, value, cache, metadata, output)
 
         graphs.capture(size, step)
         static[size] = (buffers, tensors, output)
@@ -102,7 +103,8 @@ def test_500_replays_with_changing_tables_and_lengths_equal_eager_steps_bit_for_
             rows, block_size=BLOCK, num_blocks=num_blocks, num_seqs=size, num_tokens=size, max_blocks=max_blocks,
             max_query_len=1, layout=buffers.layout, buffer=buffers.host_buffer(number),
         )  # fmt: skip
-        eager = impl.forward(scales, *tensors, eager_cache, builder.build(0, common), torch.empty_like(tensors[0]))
+        query, key, value = tensors
+        eager = impl.forward(scales, query, key, value, eager_cache, builder.build(0, common), torch.empty_like(query))
         buffers.upload(number)
         graphs.replay(size)
 
@@ -137,7 +139,9 @@ def test_a_step_makes_one_host_to_device_copy():
             step(number)
         torch.cuda.synchronize()
 
-    copies = [event.name for event in profile.events() if event.name.startswith("Memcpy")]
+    events = profile.events()
+    assert events is not None
+    copies = [event.name for event in events if event.name.startswith("Memcpy")]
     assert len(copies) == 10
     assert all("HtoD" in name for name in copies)
 

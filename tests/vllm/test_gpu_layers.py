@@ -63,7 +63,9 @@ def run(name: str, device: str) -> torch.Tensor:
 
     query = query.to(case.get("query", torch.bfloat16)).to(device)
     output = torch.empty(query.shape, dtype=case.get("output", torch.bfloat16), device=device)
-    moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+    moved: dict[str, Any] = {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in arguments.items()
+    }
     impl = TritonAttentionImpl(HEADS, HEAD, HEAD**-0.5, KV_HEADS, device=device, **moved)
     config = BuilderConfig(num_heads=HEADS, attn_type=kind)
     spans = case.get("spans")

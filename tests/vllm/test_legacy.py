@@ -82,6 +82,7 @@ def test_a_window_drops_the_slots_of_early_prompt_tokens_only():
     step = builder.build(cuda_graph_pad_size=1)
 
     assert step.slot_mapping.tolist() == [-1, 21, 22, 26, -1]
+    assert step.layout is not None
     assert step.layout["slot_mapping"].of(step.packed).tolist() == step.slot_mapping.tolist()
 
 
@@ -97,10 +98,16 @@ def test_encoder_fields_are_known_when_they_are_set():
 def test_each_kind_of_attention_reads_its_own_lengths_and_tables():
     step = metadata(cross=True)
 
-    assert get_seq_len_block_table_args(step, "decoder") == (step.seq_lens, 3, step.block_table)
-    assert get_seq_len_block_table_args(step, AttentionType.ENCODER_ONLY) == (step.seq_lens, 3, None)
-    assert get_seq_len_block_table_args(step, AttentionType.ENCODER) == (step.encoder_seq_lens, 6, None)
-    assert get_seq_len_block_table_args(step, "encoder_decoder") == (step.encoder_seq_lens, 6, step.cross_block_tables)
+    for is_prompt in (False, True):
+        found = get_seq_len_block_table_args(step, is_prompt, "decoder")
+        assert found == (step.seq_lens, 3, step.block_table)
+    assert get_seq_len_block_table_args(step, False, AttentionType.ENCODER_ONLY) == (step.seq_lens, 3, None)
+    assert get_seq_len_block_table_args(step, False, AttentionType.ENCODER) == (step.encoder_seq_lens, 6, None)
+    assert get_seq_len_block_table_args(step, False, "encoder_decoder") == (
+        step.encoder_seq_lens,
+        6,
+        step.cross_block_tables,
+    )
 
 
 def test_each_kind_of_attention_counts_its_own_tokens():
@@ -115,10 +122,10 @@ def test_each_kind_of_attention_counts_its_own_tokens():
 def test_missing_encoder_fields_are_refused():
     step = metadata(cross=False)
     with refuses("the metadata has no encoder fields, which encoder_decoder attention needs."):
-        get_seq_len_block_table_args(step, "encoder_decoder")
+        get_seq_len_block_table_args(step, False, "encoder_decoder")
     with refuses("num_encoder_tokens of the metadata is None; encoder attention needs it."):
         get_num_prefill_decode_query_kv_tokens(step, "encoder")
     with refuses("attn_type is 'prefix'; it must be one of decoder, encoder, encoder_only, encoder_decoder."):
-        get_seq_len_block_table_args(step, "prefix")
+        get_seq_len_block_table_args(step, False, "prefix")
     with refuses("attn_type is 'prefix'; it must be one of decoder, encoder, encoder_only, encoder_decoder."):
         get_num_prefill_decode_query_kv_tokens(step, "prefix")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ def batch(seed):
     }
 
 
-def _unified(batch, *, causal=True, window=(-1, -1), softcap=0.0, descales=(None, None, None), out=None, **options):
+def _unified(
+    batch, *, causal: Any = True, window=(-1, -1), softcap=0.0, descales=(None, None, None), out=None, **options
+):
     key, value = batch["kv_cache"].unbind(1)
     out = torch.full_like(batch["q"], torch.nan) if out is None else out
     vllm_compat.unified_attention(
@@ -98,10 +101,15 @@ def test_unified_attention_passes_the_arrays_on(batch):
 
 
 def test_a_descale_may_be_a_number_one_element_or_a_repeated_view(batch):
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
     expected = _expected(batch, k_scale=0.5, v_scale=2.0)
     repeated = torch.tensor(0.5).expand(len(SEQ_LENS), KV_HEADS)
     for k_descale in (0.5, torch.tensor([0.5]), torch.tensor(0.5), repeated):
         _close(_unified(batch, descales=(None, k_descale, 2.0)), expected)
+
+
+def test_a_cache_of_real_values_has_no_descale_as_its_write_has_no_scale(batch):
+    _close(_unified(batch, descales=(None, 0.5, torch.ones(3, 2))), _expected(batch))
 
 
 def test_scales_per_token_and_head_replace_the_descales(batch):
@@ -135,10 +143,20 @@ class _Mode(enum.Enum):
             {"window": (3, 0), "mm_prefix_range": torch.zeros(3, 1, 2), "mm_prefix_clamp_sliding_window": True},
             "prefix ranges always reach past the window",
         ),
+        (
+            {
+                "window": (3, 0),
+                "chunk_lookback": 0,
+                "mm_prefix_range": torch.zeros(3, 1, 2),
+                "mm_prefix_clamp_sliding_window": True,
+            },
+            "prefix ranges always reach past the window",
+        ),
         ({"descales": (None, torch.ones(3, 2), None)}, r"k_descale has shape \[3, 2\]; one scale per tensor is served"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(batch, options, message):
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
     with pytest.raises(Unsupported, match=message):
         _unified(batch, **options)
 
@@ -172,10 +190,33 @@ def test_context_attention_fwd_is_dense_attention(options, spec, seed):
     _close(out, reference.attention(query, key, value, offsets, offsets, spec=spec, sinks=sinks, **bounds))
 
 
-def test_context_attention_fwd_refuses_gaps_and_a_sink_on_key_0(seed):
+def test_context_attention_fwd_takes_padding_between_the_sequences(seed):
+    packed, lens = _packed(seed), torch.tensor([3, 1, 5], dtype=torch.int32)
+    padded = [torch.full((20, *array.shape[1:]), torch.nan) for array in packed[:3]]
+    live = torch.cat([torch.arange(start, start + length) for start, length in ((1, 3), (7, 1), (12, 5))])
+    for array, full in zip(packed, padded, strict=False):
+        full[live] = array
+    out, alone = torch.full_like(padded[0], torch.nan), torch.empty_like(packed[0])
+
+    vllm_compat.context_attention_fwd(*padded, out, torch.tensor([1, 7, 12]), lens, 5)
+
+    vllm_compat.context_attention_fwd(*packed[:3], alone, packed[3], lens, 5)
+    _close(out[live], alone)
+    out[live] = 0
+    assert (out == 0).all()
+
+
+def test_context_attention_fwd_takes_no_sequence(seed):
     query, key, value, starts, lens = _packed(seed)
-    with pytest.raises(InvalidInput, match="b_start_loc leaves gaps between the sequences"):
-        vllm_compat.context_attention_fwd(query, key, value, query, starts + torch.tensor([0, 0, 1]), lens, 5)
+    out = torch.full_like(query, torch.nan)
+    vllm_compat.context_attention_fwd(query, key, value, out, starts[:0], lens[:0], 5)
+    assert (out == 0).all()
+
+
+def test_context_attention_fwd_refuses_overlaps_and_a_sink_on_key_0(seed):
+    query, key, value, starts, lens = _packed(seed)
+    with pytest.raises(InvalidInput, match=r"query_start_loc\[\d\] is 2, less than 3 before it; offsets never fall"):
+        vllm_compat.context_attention_fwd(query, key, value, query, starts - torch.tensor([0, 1, 0]), lens, 5)
     with pytest.raises(Unsupported, match="sinks_bias_key0: a sink is a logit without a value"):
         vllm_compat.context_attention_fwd(
             query, key, value, query, starts, lens, 5, sinks=torch.ones(4), sinks_bias_key0=True
@@ -223,7 +264,8 @@ def test_reshape_and_cache_flash_writes_bytes_as_the_cache_dtype(kv_cache_dtype,
     expected = cache.clone()
     scales = (torch.tensor(0.5), torch.tensor(0.25))
     seen = cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
-    vllm_compat.triton_reshape_and_cache_flash(key, value, *seen.unbind(1), slots, kv_cache_dtype, *scales)
+    k_cache, v_cache = seen.unbind(1)
+    vllm_compat.triton_reshape_and_cache_flash(key, value, k_cache, v_cache, slots, kv_cache_dtype, *scales)
     used = {} if kv_cache_dtype == "auto" else {"k_scale": scales[0], "v_scale": scales[1]}
     reference.write_kv_cache(key, value, expected, slots, **used)
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
@@ -243,15 +285,17 @@ def test_reshape_and_cache_flash_diffkv_splits_the_last_axis(seed):
 
 def test_reshape_and_cache_flash_per_token_head_quant_writes_scales(seed):
     key, value = torch.randn(2, 3, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(seed))
-    caches = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=torch.int8)
-    scales = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS)
+    k_cache, v_cache = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=torch.int8)
+    k_scales, v_scales = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS)
     slots = torch.tensor([7, -1, 2])
-    vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(key, value, *caches, *scales, slots)
-    stored = caches[0, 1, 3].float() * scales[0, 1, 3][:, None]
+    vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(
+        key, value, k_cache, v_cache, k_scales, v_scales, slots
+    )
+    stored = k_cache[1, 3].float() * k_scales[1, 3][:, None]
     torch.testing.assert_close(stored, key[0], rtol=0, atol=float(key.abs().max()) / 127)
     with pytest.raises(Unsupported, match="caches are 8-bit or wider"):
         vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(
-            key, value, *caches, *scales, slots, _Mode.INT4_PER_TOKEN_HEAD
+            key, value, k_cache, v_cache, k_scales, v_scales, slots, _Mode.INT4_PER_TOKEN_HEAD
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,8 @@ def test_an_fp8_cache_is_written_and_read_with_the_layers_scales(name, dtype, st
     case = Case(rng, cache_dtype=dtype)
     layer = AttentionScales.of(k_scale=0.25, v_scale=0.5)
     impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, kv_cache_dtype=name)
-    spec, scales = AttentionSpec(scale=SCALE), {"k_scale": 0.25, "v_scale": 0.5}
+    spec = AttentionSpec(scale=SCALE)
+    scales: dict[str, Any] = {"k_scale": 0.25, "v_scale": 0.5}
 
     cache = case.cache.view(torch.uint8) if stored_as_bytes else case.cache
     found = case.run(impl, metadata_of(case.step), layer, cache=cache)
@@ -227,6 +229,28 @@ def test_encoders_attend_to_all_of_their_input_without_a_cache(attn_type, window
     assert (output[10:] == 0).all()
 
 
+@pytest.mark.parametrize("option", ["seq_causal", "mm_prefix_range"])
+def test_encoders_follow_flags_and_spans_too(option, rng, within_bound):
+    # With spans an encoder is no plain one: a window bounds what else it sees.
+    window = None if option == "seq_causal" else 1
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder", sliding_window=window)
+    case = Case(rng, [SequenceRow([5, 6], 0, 5), SequenceRow([7, 8], 0, 6)])
+    value = {
+        "seq_causal": torch.tensor([True, False]),
+        "mm_prefix_range": torch.tensor([[[1, 3]], [[0, 4]]], dtype=torch.int32),
+    }[option]
+    builder = TritonAttentionMetadataBuilder(SPEC, ["layer.0"], BuilderConfig(num_heads=HEADS), "cpu")
+
+    output = case.run(impl, builder.build(0, case.step, **{option: value}))
+
+    side = None if window is None else window - 1
+    starts = torch.from_numpy(case.step.query_start_loc.copy())
+    arguments = {"spec": AttentionSpec(scale=SCALE, causal=False, window_left=side, window_right=side), option: value}
+    inputs = (case.query, case.key, case.value, starts, starts)
+    exact = reference.attention(*inputs, **arguments, max_query_len=6, compute_dtype=torch.float64)
+    within_bound(output, reference.attention(*inputs, **arguments, max_query_len=6), exact)
+
+
 def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_afterwards(rng, within_bound):
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
     impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder_decoder")
@@ -287,21 +311,40 @@ def test_ranks_that_share_sequences_merge_to_the_whole(world, sinks, rng, within
     within_bound(out, whole.expected(spec, None, sinks=sinks), whole.expected(spec, sinks=sinks))
 
 
+def test_slots_that_are_not_the_ranks_own_are_refused(rng):
+    step = Case(rng).step
+    for rank, slot in ((0, "24"), (1, "-1")):
+        with refuses(
+            f"slot_mapping[0] is 28; the slot of that token on rank {rank} of 2 is {slot}. The slots of a batch are "
+            "those of one cache that holds all tokens: give each rank its own (mask_slots_of_other_ranks)."
+        ):
+            metadata_of(step, context_parallel=ContextParallel(dcp_world_size=2, dcp_rank=rank))
+
+
 def test_spread_sequences_are_refused_where_they_are_not_served(rng):
     case = Case(rng)
     place = ContextParallel(dcp_world_size=2, dcp_rank=0)
     impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, context_parallel=place)
+    metadata = metadata_of(case.step)
+    metadata = replace(metadata, dcp_local_seq_lens=metadata.seq_lens)
     with refuses(
         "this layer holds 1 of 2 parts of each sequence; call forward_with_lse and merge the parts.", Unsupported
     ):
-        case.run(impl, metadata_of(case.step, context_parallel=place))
+        case.run(impl, metadata)
     arguments = (ONES, case.query, case.key, case.value, case.cache)
     with refuses(
-        "sequences are spread over ranks, where only single new tokens without a window or ALiBi are served; "
+        "sequences are spread over ranks, where only single new tokens without a window, chunk or ALiBi are served; "
         "max_query_len is 7.",
         Unsupported,
     ):
-        impl.forward_with_lse(*arguments, metadata_of(case.step, context_parallel=place))
+        impl.forward_with_lse(*arguments, metadata)
+    chunked = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attention_chunk=4, context_parallel=place)
+    with refuses(
+        "sequences are spread over ranks, where only single new tokens without a window, chunk or ALiBi are served; "
+        "max_query_len is 1.",
+        Unsupported,
+    ):
+        chunked.forward_with_lse(*arguments, replace(metadata, max_query_len=1))
     with refuses("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks."):
         impl.forward_with_lse(*arguments, metadata_of(case.step))
     encoder = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder")

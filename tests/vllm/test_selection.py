@@ -210,4 +210,4 @@ def test_demands_are_frozen(make_config):
 
     assert isinstance(config, AttentionSelectorConfig)
     with pytest.raises(AttributeError):
-        config.head_size = 64
+        setattr(config, "head_size", 64)  # noqa: B010

@@ -8,6 +8,7 @@ implementation takes the call whole, so that nothing is lost on the way and a ne
 from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, cache_fields
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
+from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, shared_prefix
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 from torch_core.calls.values import check_values
@@ -21,10 +22,14 @@ __all__ = [
     "DenseCall",
     "MergeCall",
     "PagedCall",
+    "SharedPrefix",
     "WriteCall",
     "cache_fields",
+    "cascade_attention",
+    "cascade_calls",
     "check_values",
     "dtype_name",
     "refuse_unserved",
     "serves_table",
+    "shared_prefix",
 ]

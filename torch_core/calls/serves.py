@@ -9,7 +9,7 @@ from torch_core.calls.attention import AttentionCall, PagedCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.merge import MergeCall
 from torch_core.errors import Unsupported
-from torch_core.specs import FP8_DTYPES, QUERY_DTYPES
+from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
 
 __all__ = ["IMPLEMENTATIONS", "SERVES", "Served", "refuse_unserved", "serves_table"]
 
@@ -18,7 +18,7 @@ IMPLEMENTATIONS = ("triton", "torch", "xla")
 _MAX_HEAD_SIZE = 256
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = ("alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "seq_causal", "slot_mapping", "block_mapping")
-_ALL = dict.fromkeys(IMPLEMENTATIONS, "yes")
+_ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
 
 class Served(NamedTuple):
@@ -102,15 +102,16 @@ def _strides(call: Call[Any], implementation: str) -> str | None:
     if implementation != "triton":
         return None
     for name, spec in call.arrays().items():
-        strides = getattr(spec, "strides", None)
-        if not isinstance(strides, tuple) or not spec.size:
+        strides = spec.strides if isinstance(spec, ArraySpec) and spec.size else None
+        if strides is None:
             continue
         free = call.name == "copy_blocks" or name.startswith("lse") or name.endswith("scale_cache")
         if name in _CONTIGUOUS or (strides[-1] != 1 and not free):
             wanted = "all axes contiguous" if name in _CONTIGUOUS else "a last stride of 1"
             return f"{name} has strides {strides} and not {wanted}"
     scales = [getattr(call, name, None) for name in ("k_scale_cache", "v_scale_cache")]
-    if isinstance(call, PagedCall) and scales[0] is not None and scales[0].element_strides != scales[1].element_strides:
+    layouts = {scale.element_strides for scale in scales if isinstance(scale, ArraySpec)}
+    if isinstance(call, PagedCall) and len(layouts) > 1:
         return "k_scale_cache and v_scale_cache have different strides"
     return None
 

@@ -9,11 +9,13 @@ from torch_core.ops.attention import (
     paged_call,
 )
 from torch_core.ops.cache import copy_blocks, merge_states, write_kv_cache
+from torch_core.ops.cascade import cascade_attention
 from torch_core.run import run
 
 __all__ = [
     "attention",
     "attention_with_lse",
+    "cascade_attention",
     "copy_blocks",
     "dense_call",
     "merge_states",

@@ -33,7 +33,7 @@ def run(call: Call[Tensor]) -> dict[str, Tensor]:
         Unsupported: a gradient is wanted; a device or a combination without an implementation.
     """
     arrays = call.arrays()
-    device = _common_device(call, arrays)
+    device = _device(call, arrays)
     if device.type == "cuda":
         # Imported here: nothing on the CPU's way imports Triton.
         return import_module("torch_core.run.launch").run_planned(call, arrays, device)
@@ -44,7 +44,7 @@ def run(call: Call[Tensor]) -> dict[str, Tensor]:
 def run_all(calls: Sequence[Call[Tensor]]) -> None:
     """Runs several calls whose results are what they write; all are checked before the first one runs."""
     for call in calls:
-        device = _common_device(call, call.arrays())
+        device = _device(call, call.arrays())
         if device.type != "cuda":
             _check_on_cpu(call, device)
     for call in calls:
@@ -58,15 +58,17 @@ def _check_on_cpu(call: Call[Tensor], device: torch.device) -> None:
     check_values(call)
 
 
-def _common_device(call: Call[Tensor], arrays: dict[str, Tensor]) -> torch.device:
+def _device(call: Call[Tensor], arrays: dict[str, Tensor]) -> torch.device:
+    """Returns the device of all tensors, none of which may want a gradient."""
     device = None
     for name, tensor in arrays.items():
         if not isinstance(tensor, Tensor):
             raise InvalidInput(f"{name} is a {type(tensor).__name__}; it must be a torch tensor.")
+        found = tensor.device
         if device is None:
-            device = tensor.device
-        elif tensor.device != device:
-            raise InvalidInput(f"{name} is on {tensor.device} and the other tensors on {device}; move it there.")
+            device = found
+        elif found is not device and found != device:
+            raise InvalidInput(f"{name} is on {found} and the other tensors on {device}; move it there.")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise Unsupported(
                 f"{name} requires a gradient, which this operation cannot give; call it under torch.no_grad() or pass "

@@ -50,10 +50,14 @@ class AttentionMetadataBuilder(ABC):
         self.layer_names = tuple(layer_names)
         self.config = config
         self.device = torch.device(device)
+        config.context_parallel.refuse_spread_prompts()
 
     @classmethod
-    def get_cudagraph_support(cls) -> AttentionCGSupport:
-        """Returns which batches can be replayed from a CUDA graph."""
+    def get_cudagraph_support(
+        cls, config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
+    ) -> AttentionCGSupport:
+        """Returns which batches can be replayed from a CUDA graph, by a builder with this configuration."""
+        del config, kv_cache_spec  # For builders whose answer depends on them.
         return cls.cudagraph_support
 
     @abstractmethod
@@ -112,18 +116,18 @@ class AttentionMetadataBuilder(ABC):
 
     def _init_reorder_batch_threshold(
         self,
-        reorder_batch_threshold: int = 1,
-        *,
+        reorder_batch_threshold: int | None = 1,
         supports_spec_as_decode: bool = False,
         supports_dcp_with_varlen: bool = False,
     ) -> None:
         """Sets the longest decode: a verified draft is one too when the kernels allow it.
 
         A decode of a step that verifies `n` drafted tokens has `1 + n` of them, `1 + 2 n` when drafts are made in
-        parallel. Ranks that share sequences align only single tokens with their part of the cache.
+        parallel. Ranks that share sequences align only single tokens with their part of the cache. None, for a
+        builder that takes any order, stays None but on such ranks.
         """
         threshold = reorder_batch_threshold
-        if supports_spec_as_decode:
+        if threshold is not None and supports_spec_as_decode:
             drafted = self.config.num_speculative_tokens * (2 if self.config.parallel_drafting else 1)
             threshold = max(threshold, 1 + drafted)
         if self.config.context_parallel.dcp_world_size > 1 and not supports_dcp_with_varlen:

@@ -16,11 +16,9 @@ from torch_core.metadata import (
     build_common_metadata,
 )
 from torch_core.vllm.builder import AttentionMetadataBuilder
-from torch_core.vllm.upload import StepBuffers
+from torch_core.vllm.upload import ENCODER_FIELDS, StepBuffers
 
 __all__ = ["CommonAttentionState", "StepGraphs"]
-
-_ENCODER_INPUTS = ("encoder_seq_lens", "cross_slot_mapping", "cross_block_tables")
 
 
 class CommonAttentionState:
@@ -86,7 +84,7 @@ class CommonAttentionState:
         """
         self._check_capturing(batch_size)
         layout = self._layout_for(batch_size)
-        if is_encoder_decoder_model and any(name not in layout for name in _ENCODER_INPUTS):
+        if is_encoder_decoder_model and any(name not in layout for name in ENCODER_FIELDS):
             raise InvalidInput("The layout has no encoder fields; add those of encoder_layout for cross attention.")
         if batch_size not in self._buffers:
             self._buffers[batch_size] = StepBuffers(layout, self._device)
@@ -114,7 +112,7 @@ class CommonAttentionState:
             InvalidInput: the size was not captured.
         """
         names = ["slot_mapping", "seq_lens", "query_start_loc", "block_tables"]
-        names += _ENCODER_INPUTS if is_encoder_decoder_model else []
+        names += ENCODER_FIELDS if is_encoder_decoder_model else []
         arrays = self._captured(batch_size).arrays
         return {name: arrays[name] for name in names}
 

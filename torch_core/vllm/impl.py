@@ -21,12 +21,18 @@ class AttentionLayer(Protocol):
     times `_k_scale` is the real key, and so on.
     """
 
-    _q_scale: Tensor
-    _k_scale: Tensor
-    _v_scale: Tensor
-    _q_scale_float: float
-    _k_scale_float: float
-    _v_scale_float: float
+    @property
+    def _q_scale(self) -> Tensor: ...
+    @property
+    def _k_scale(self) -> Tensor: ...
+    @property
+    def _v_scale(self) -> Tensor: ...
+    @property
+    def _q_scale_float(self) -> float: ...
+    @property
+    def _k_scale_float(self) -> float: ...
+    @property
+    def _v_scale_float(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class AttentionImplBase(ABC):
     num_heads: int
     head_size: int
     scale: float
-    context_parallel: ContextParallel
+    context_parallel: ContextParallel = ContextParallel()
     can_return_lse_for_decode: ClassVar[bool] = False
     supports_pcp: ClassVar[bool] = False
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = False

@@ -126,7 +126,7 @@ def create_fast_prefill_custom_backend(
     class FastPrefillAttentionBuilder(underlying_attn_backend.get_builder_cls()):  # type: ignore[misc]
         """Builds the metadata of the chosen query tokens."""
 
-        def build(
+        def build(  # pyright: ignore[reportIncompatibleMethodOverride]
             self,
             common_prefix_len: int,
             common_attn_metadata: CommonAttentionMetadata,

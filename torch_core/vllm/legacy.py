@@ -145,16 +145,18 @@ def is_all_cross_attn_metadata_set(attn_metadata: Any) -> bool:
 
 
 def get_seq_len_block_table_args(
-    attn_metadata: Any, attn_type: AttentionType | str
+    attn_metadata: Any, is_prompt: bool, attn_type: AttentionType | str
 ) -> tuple[Tensor, int, Tensor | None]:
     """Returns the key lengths, their bound and the block tables that a kind of attention reads.
 
-    Decoders read their own, cross attention the encoder's lengths and the cross tables, encoders have no tables.
+    Decoders read their own, cross attention the encoder's lengths and the cross tables, encoders have no tables. One
+    batch holds prompts and decodes, so `is_prompt` changes nothing.
 
     Raises:
         InvalidInput: the metadata lacks the encoder's fields, or the kind is unknown.
     """
-    kind = _kind(attn_type)
+    del is_prompt
+    kind = AttentionType(attn_type)
     if kind is AttentionType.DECODER:
         return attn_metadata.seq_lens, attn_metadata.max_seq_len, attn_metadata.block_table
     if kind is AttentionType.ENCODER_ONLY:
@@ -176,7 +178,7 @@ def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: Attent
     Raises:
         InvalidInput: the metadata does not count encoder tokens and the kind needs it, or the kind is unknown.
     """
-    kind = _kind(attn_type)
+    kind = AttentionType(attn_type)
     if kind in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
         prefill = attn_metadata.num_prefill_tokens
         return prefill, prefill, attn_metadata.num_decode_tokens
@@ -186,11 +188,3 @@ def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: Attent
     if kind is AttentionType.ENCODER:
         return encoder, encoder, 0
     return attn_metadata.num_prefill_tokens, encoder, attn_metadata.num_decode_tokens
-
-
-def _kind(attn_type: AttentionType | str) -> AttentionType:
-    try:
-        return AttentionType(attn_type)
-    except ValueError:
-        known = ", ".join(kind.value for kind in AttentionType)
-        raise InvalidInput(f"attn_type is {attn_type!r}; it must be one of {known}.") from None

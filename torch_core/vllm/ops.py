@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core import ops
+from torch_core.calls import DenseCall, MergeCall, PagedCall, WriteCall
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.ops import run
 from torch_core.specs import AttentionSpec
+from torch_core.vllm.types import CACHE_DTYPES
 
 __all__ = [
     "context_attention_fwd",
@@ -24,9 +26,6 @@ __all__ = [
     "triton_reshape_and_cache_flash_per_token_head_quant",
     "unified_attention",
 ]
-
-_FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_PLAIN_CACHES = ("auto", "bfloat16", "float16", "half", "float", "float32")
 
 
 def unified_attention(
@@ -87,7 +86,7 @@ def unified_attention(
         block_table: int32 [num_seqs, max_blocks].
         softcap: soft cap on the scores; 0 for none.
         q_descale: what one unit of an fp8 query is worth: a number, one element, or a view that repeats one.
-        k_descale: the same for keys.
+        k_descale: the same for keys of an 8-bit cache.
         v_descale: the same for values.
         alibi_slopes: float [num_heads].
         output_scale: what one unit of an fp8 output is worth.
@@ -108,32 +107,34 @@ def unified_attention(
         raise Unsupported(
             "rswa_window and rswa_prefix_lens: a prefix that escapes the window is not served; pass None."
         )
-    if "INT4" in str(getattr(kv_quant_mode, "name", kv_quant_mode)):
-        raise Unsupported(f"kv_quant_mode is {kv_quant_mode}; caches are 8-bit or wider: use int8 or fp8.")
+    _refuse_4_bits(kv_quant_mode)
     left, right, chunk = _window(window_size, causal, chunk_lookback)
-    if mm_prefix_range is not None and mm_prefix_clamp_sliding_window and left is not None:
+    if mm_prefix_range is not None and mm_prefix_clamp_sliding_window and (left is not None or chunk is not None):
         raise Unsupported("mm_prefix_clamp_sliding_window: prefix ranges always reach past the window; pass False.")
-    ops.paged_attention(
-        q,
-        (k, v),
-        block_table,
-        seqused_k,
-        cu_seqlens_q,
-        spec=AttentionSpec(
-            scale=float(softmax_scale),
-            causal=causal if isinstance(causal, bool) else True,
-            window_left=left,
-            window_right=right,
-            logits_soft_cap=float(softcap) if softcap else None,
-            attention_chunk=chunk,
-            use_alibi_sqrt=use_alibi_sqrt,
-        ),
-        max_query_len=int(max_seqlen_q),
-        out=out,
-        **_given(
+    # A cache of 16 bits or more holds the real values: its write has no scale either.
+    scaled = k.dtype.itemsize == 1 and k_scale_cache is None
+    run(
+        PagedCall(
+            query=q,
+            key_cache=k,
+            value_cache=v,
+            block_tables=block_table,
+            seq_lens=seqused_k,
+            query_start_loc=cu_seqlens_q,
+            spec=AttentionSpec(
+                scale=float(softmax_scale),
+                causal=causal if isinstance(causal, bool) else True,
+                window_left=left,
+                window_right=right,
+                logits_soft_cap=float(softcap) if softcap else None,
+                attention_chunk=chunk,
+                use_alibi_sqrt=use_alibi_sqrt,
+            ),
+            max_query_len=int(max_seqlen_q),
+            out=out,
             q_scale=_one_scale("q_descale", q_descale),
-            k_scale=None if k_scale_cache is not None else _one_scale("k_descale", k_descale),
-            v_scale=None if v_scale_cache is not None else _one_scale("v_descale", v_descale),
+            k_scale=_one_scale("k_descale", k_descale) if scaled else None,
+            v_scale=_one_scale("v_descale", v_descale) if scaled else None,
             out_scale=_one_scale("output_scale", output_scale),
             alibi_slopes=alibi_slopes,
             sinks=sinks,
@@ -142,7 +143,7 @@ def unified_attention(
             seq_causal=causal if isinstance(causal, Tensor) else None,
             k_scale_cache=k_scale_cache,
             v_scale_cache=v_scale_cache,
-        ),
+        )
     )
 
 
@@ -168,7 +169,8 @@ def context_attention_fwd(
         k: [num_tokens, num_kv_heads, head_size].
         v: the same.
         o: like q; written.
-        b_start_loc: int32 [num_seqs] or longer, first token of each sequence; the sequences follow one another.
+        b_start_loc: int32 [num_seqs] or longer, first token of each sequence; they rise, and rows between two sequences
+            are padding.
         b_seq_len: int32 [num_seqs].
         max_input_len: upper bound on b_seq_len.
         is_causal: hide keys after the query.
@@ -179,35 +181,39 @@ def context_attention_fwd(
         sinks_bias_key0: must be False.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit; on the CPU also gaps between the sequences.
+        InvalidInput: shapes or dtypes do not fit; on the CPU also sequences that overlap.
         Unsupported: sinks_bias_key0.
     """
     if sinks is not None and sinks_bias_key0:
         raise Unsupported("sinks_bias_key0: a sink is a logit without a value here, not a bias on key 0; pass False.")
-    num_seqs = b_seq_len.shape[0]
-    starts = b_start_loc[:num_seqs]
-    if q.device.type == "cpu" and not torch.equal(starts[1:], (starts + b_seq_len)[:-1]):
-        raise InvalidInput("b_start_loc leaves gaps between the sequences; pack them one after the other.")
-    if num_seqs:
-        starts = torch.cat([starts, starts[-1:] + b_seq_len[-1:]]).to(torch.int32)
-    else:
-        starts = torch.zeros(1, dtype=torch.int32, device=q.device)
-    ops.attention(
-        q,
-        k,
-        v,
-        starts,
-        starts,
-        spec=AttentionSpec(
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-            causal=is_causal,
-            window_left=sliding_window_q or None,
-            window_right=sliding_window_k or None,
-        ),
-        max_query_len=int(max_input_len),
-        max_key_len=int(max_input_len),
-        out=o,
-        sinks=sinks,
+    starts = b_start_loc[: b_seq_len.shape[0]].to(torch.int32)
+    ends = starts + b_seq_len.to(torch.int32)
+    zero = ends.new_zeros(1)
+    before = torch.cat([zero, ends])[:-1]
+    # What lies between two sequences is two more of them: queries without keys, whose rows become 0, and keys without
+    # queries.
+    query_starts = torch.cat([zero, torch.stack([starts, starts, ends], 1).flatten()])
+    key_starts = torch.cat([zero, torch.stack([before, starts, ends], 1).flatten()])
+    # Where values are checked, the gaps are held to the bound too.
+    bound = int(max_input_len) if q.device.type == "cuda" else max(int(max_input_len), q.shape[0])
+    run(
+        DenseCall(
+            query=q,
+            key=k,
+            value=v,
+            query_start_loc=query_starts,
+            key_start_loc=key_starts,
+            spec=AttentionSpec(
+                scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+                causal=is_causal,
+                window_left=sliding_window_q or None,
+                window_right=sliding_window_k or None,
+            ),
+            max_query_len=bound,
+            max_key_len=bound,
+            out=o,
+            sinks=sinks,
+        )
     )
 
 
@@ -236,29 +242,18 @@ def merge_attn_states(
     Raises:
         InvalidInput: shapes or dtypes do not fit.
     """
-    states = (prefix_output, prefix_lse.T, suffix_output, suffix_lse.T)
-    if output.device.type == "cuda":
-        from torch_core.run.cuda_cache import merge_states
-
-        merge_states(
-            *states,
+    run(
+        MergeCall(
+            out_a=prefix_output,
+            lse_a=prefix_lse.T,
+            out_b=suffix_output,
+            lse_b=suffix_lse.T,
             out=output,
             lse=None if output_lse is None else output_lse.T,
-            out_scale=output_scale,
+            out_scale=_one_scale("output_scale", output_scale),
             num_tokens_a=prefill_tokens_with_context,
         )
-        return
-    if prefill_tokens_with_context is not None:
-        prefix_lse = prefix_lse.clone()
-        prefix_lse[:, prefill_tokens_with_context:] = -torch.inf
-        states = (prefix_output, prefix_lse.T, suffix_output, suffix_lse.T)
-    merged, lse = ops.merge_states(*(state.contiguous() for state in states))
-    if output_scale is not None:
-        largest = torch.finfo(output.dtype).max
-        merged = (merged.float() / output_scale).clamp(-largest, largest)
-    output.copy_(merged)
-    if output_lse is not None:
-        output_lse.copy_(lse.T)
+    )
 
 
 def triton_reshape_and_cache_flash(
@@ -280,7 +275,7 @@ def triton_reshape_and_cache_flash(
         key_cache: [num_blocks, block_size, num_kv_heads, head_size]; uint8 memory is taken as kv_cache_dtype.
         value_cache: the same.
         slot_mapping: int32 or int64 [num_tokens]; negative ones are skipped.
-        kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
+        kv_cache_dtype: a name of `CACHE_DTYPES` but "int8"; "half" and "float" too.
         k_scale: one element; used by fp8 caches only.
         v_scale: the same.
         interleaved_v_pack_factor: must be 1.
@@ -298,18 +293,11 @@ def triton_reshape_and_cache_flash(
             raise Unsupported(
                 f"{name} has {cache.ndim} axes; only [num_blocks, block_size, num_kv_heads, head_size] is served."
             )
-    quantized = _stored_dtype(kv_cache_dtype)
-    if quantized is None:
-        ops.write_kv_cache(key, value, (key_cache, value_cache), _slots(slot_mapping))
-        return
-    ops.write_kv_cache(
-        key,
-        value,
-        (key_cache.view(quantized), value_cache.view(quantized)),
-        _slots(slot_mapping),
-        k_scale=_one_scale("k_scale", k_scale),
-        v_scale=_one_scale("v_scale", v_scale),
-    )
+    quantized, scales = _stored_dtype(kv_cache_dtype), {}
+    if quantized is not None:
+        key_cache, value_cache = key_cache.view(quantized), value_cache.view(quantized)
+        scales = {"k_scale": _one_scale("k_scale", k_scale), "v_scale": _one_scale("v_scale", v_scale)}
+    _write(key, value, key_cache, value_cache, slot_mapping, **scales)
 
 
 def triton_reshape_and_cache_flash_diffkv(
@@ -369,16 +357,21 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
         InvalidInput: shapes or dtypes do not fit.
         Unsupported: a 4-bit mode, or caches that are neither int8 nor fp8.
     """
+    _refuse_4_bits(kv_quant_mode)
+    _write(key, value, key_cache, value_cache, slot_mapping, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
+
+
+def _write(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **scales: Any
+) -> None:
+    # vLLM's slots are int64, and this project's int32.
+    slots = slot_mapping.to(torch.int32)
+    run(WriteCall(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots, **scales))
+
+
+def _refuse_4_bits(kv_quant_mode: Any) -> None:
     if "INT4" in str(getattr(kv_quant_mode, "name", kv_quant_mode)):
         raise Unsupported(f"kv_quant_mode is {kv_quant_mode}; caches are 8-bit or wider: use int8 or fp8.")
-    ops.write_kv_cache(
-        key,
-        value,
-        (key_cache, value_cache),
-        _slots(slot_mapping),
-        k_scale_cache=k_scale_cache,
-        v_scale_cache=v_scale_cache,
-    )
 
 
 def _window(
@@ -395,11 +388,6 @@ def _window(
     return left, None if causal is True else left, None
 
 
-def _slots(slot_mapping: Tensor) -> Tensor:
-    # vLLM's slots are int64. The kernels read them as they are; the CPU operations take this project's int32.
-    return slot_mapping if slot_mapping.device.type == "cuda" else slot_mapping.to(torch.int32)
-
-
 def _one_scale(name: str, scale: Tensor | float | None) -> Tensor | float | None:
     if not isinstance(scale, Tensor):
         return scale
@@ -412,15 +400,12 @@ def _one_scale(name: str, scale: Tensor | float | None) -> Tensor | float | None
 
 
 def _stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    if kv_cache_dtype in _PLAIN_CACHES:
-        return None
-    if kv_cache_dtype not in _FP8_CACHES:
+    """Returns the fp8 type of a cache's bytes; None when its elements are the real values."""
+    names = {**CACHE_DTYPES, "half": torch.float16, "float": torch.float32}
+    del names["int8"]
+    if kv_cache_dtype not in names:
         raise Unsupported(
-            f"kv_cache_dtype is {kv_cache_dtype!r}; use one of {', '.join((*_PLAIN_CACHES, *_FP8_CACHES))}, or the "
-            "per-token-head operation."
+            f"kv_cache_dtype is {kv_cache_dtype!r}; use one of {', '.join(names)}, or the per-token-head operation."
         )
-    return _FP8_CACHES[kv_cache_dtype]
-
-
-def _given(**options: Tensor | float | None) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+    dtype = names[kv_cache_dtype]
+    return dtype if dtype is not None and dtype.itemsize == 1 else None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_core import ops
+from torch_core.calls import DenseCall, PagedCall, WriteCall
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
-from torch_core.vllm.cascade import cascade_attention
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.types import (
@@ -81,11 +81,12 @@ class PagedAttentionImpl(AttentionImpl):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.attn_type = _attention_type(attn_type)
+        self.attn_type = AttentionType(attn_type)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.alibi_slopes = None
         self.context_parallel = context_parallel or ContextParallel()
+        self.context_parallel.refuse_spread_prompts()
         self.cache_group = cache_group
         self.supports_quant_query_input = True
         if head_size < self.min_head_size:
@@ -171,23 +172,11 @@ class PagedAttentionImpl(AttentionImpl):
             return output
         cache = self._checked_cache(kv_cache, attn_metadata)
         self._write(layer, key, value, cache, attn_metadata)
-        options = self._options(layer, query, attn_metadata)
-        if attn_metadata.use_cascade:
-            cascade_attention(query, cache, attn_metadata, spec=self.spec, out=out, out_scale=output_scale, **options)
-            return output
-        tables, seq_lens = self._keys_of(attn_metadata)
-        ops.paged_attention(
-            query,
-            cache,
-            tables,
-            seq_lens,
-            attn_metadata.query_start_loc,
-            spec=self._spec_of(attn_metadata),
-            max_query_len=attn_metadata.max_query_len,
-            out=out,
-            out_scale=output_scale,
-            **options,
-        )
+        call = replace(self._call(layer, query, cache, attn_metadata), out=out, out_scale=output_scale)
+        if attn_metadata.shared_prefix is None:
+            ops.run(call)
+        else:
+            ops.cascade_attention(call, attn_metadata.shared_prefix)
         return output
 
     def forward_with_lse(
@@ -223,28 +212,21 @@ class PagedAttentionImpl(AttentionImpl):
         query = query.view(-1, self.num_heads, self.head_size)
         cache = self._checked_cache(kv_cache, attn_metadata)
         self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
-        seq_lens, options = attn_metadata.seq_lens, self._options(layer, query, attn_metadata)
+        call = replace(self._call(layer, query, cache, attn_metadata), with_lse=True)
         if self.context_parallel.dcp_world_size > 1:
-            if attn_metadata.dcp_local_seq_lens is None:
+            local_seq_lens = attn_metadata.dcp_local_seq_lens
+            if local_seq_lens is None:
                 raise InvalidInput("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks.")
-            if attn_metadata.max_query_len > 1 or self.spec.window_left is not None or self.alibi_slopes is not None:
+            near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes)
+            if attn_metadata.max_query_len > 1 or any(option is not None for option in near):
                 raise Unsupported(
-                    "sequences are spread over ranks, where only single new tokens without a window or ALiBi are "
-                    f"served; max_query_len is {attn_metadata.max_query_len}."
+                    "sequences are spread over ranks, where only single new tokens without a window, chunk or "
+                    f"ALiBi are served; max_query_len is {attn_metadata.max_query_len}."
                 )
-            seq_lens = attn_metadata.dcp_local_seq_lens
-            if self.context_parallel.dcp_rank:
-                options["sinks"] = None
-        return ops.paged_attention_with_lse(
-            query,
-            cache,
-            attn_metadata.block_table,
-            seq_lens,
-            attn_metadata.query_start_loc,
-            spec=self._spec_of(attn_metadata),
-            max_query_len=attn_metadata.max_query_len,
-            **options,
-        )
+            sinks = None if self.context_parallel.dcp_rank else self.sinks
+            call = replace(call, seq_lens=local_seq_lens, sinks=sinks)
+        results = ops.run(call)
+        return results["out"], results["lse"]
 
     def _attend_dense(
         self,
@@ -259,19 +241,23 @@ class PagedAttentionImpl(AttentionImpl):
             raise InvalidInput(
                 f"key or value is None; {self.attn_type.value} attention has no cache to read them from."
             )
-        ops.attention(
-            query,
-            key,
-            value,
-            metadata.query_start_loc,
-            metadata.query_start_loc,
-            spec=self.spec,
-            max_query_len=metadata.max_query_len,
-            max_key_len=metadata.max_query_len,
-            out=out,
-            out_scale=out_scale,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
+        ops.run(
+            DenseCall(
+                query=query,
+                key=key,
+                value=value,
+                query_start_loc=metadata.query_start_loc,
+                key_start_loc=metadata.query_start_loc,
+                spec=self.spec,
+                max_query_len=metadata.max_query_len,
+                max_key_len=metadata.max_query_len,
+                out=out,
+                out_scale=out_scale,
+                alibi_slopes=self.alibi_slopes,
+                sinks=self.sinks,
+                mm_prefix_range=metadata.mm_prefix_range,
+                seq_causal=metadata.seq_causal,
+            )
         )
 
     def _as_heads(self, tensor: Tensor | None) -> Tensor | None:
@@ -307,43 +293,39 @@ class PagedAttentionImpl(AttentionImpl):
         slots = metadata.slot_mapping
         if self.attn_type is AttentionType.ENCODER_DECODER:
             slots = _needed(metadata.cross_slot_mapping, "cross_slot_mapping")
-        ops.write_kv_cache(key, value, cache, slots, **self._cache_scales(layer))
+        ops.run(WriteCall(key=key, value=value, kv_cache=cache, slot_mapping=slots, **self._cache_scales(layer)))
 
-    def _cache_scales(self, layer: AttentionLayer) -> dict[str, Tensor | None]:
+    def _cache_scales(self, layer: AttentionLayer) -> dict[str, Any]:
         if not is_quantized_kv_cache(self.kv_cache_dtype):
-            return {"k_scale": None, "v_scale": None}
+            return {}
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
-    def _options(
-        self, layer: AttentionLayer, query: Tensor, metadata: PagedAttentionMetadata
-    ) -> dict[str, Tensor | None]:
-        options = self._cache_scales(layer)
-        options.update(alibi_slopes=self.alibi_slopes, sinks=self.sinks)
-        if query.dtype.itemsize == 1:
-            options["q_scale"] = layer._q_scale
-        if metadata.mm_prefix_range is not None:
-            options["mm_prefix_range"] = metadata.mm_prefix_range
-        if metadata.seq_causal is not None:
-            options["seq_causal"] = metadata.seq_causal
-        return options
-
-    def _keys_of(self, metadata: PagedAttentionMetadata) -> tuple[Tensor, Tensor]:
+    def _call(
+        self, layer: AttentionLayer, query: Tensor, cache: Tensor, metadata: PagedAttentionMetadata
+    ) -> PagedCall[Tensor]:
+        tables, seq_lens = metadata.block_table, metadata.seq_lens
         if self.attn_type is AttentionType.ENCODER_DECODER:
             tables = _needed(metadata.cross_block_tables, "cross_block_tables")
-            return tables, _needed(metadata.encoder_seq_lens, "encoder_seq_lens")
-        return metadata.block_table, metadata.seq_lens
+            seq_lens = _needed(metadata.encoder_seq_lens, "encoder_seq_lens")
+        return PagedCall(
+            query=query,
+            kv_cache=cache,
+            block_tables=tables,
+            seq_lens=seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            spec=self._spec_of(metadata),
+            max_query_len=metadata.max_query_len,
+            q_scale=layer._q_scale if query.dtype.itemsize == 1 else None,
+            **self._cache_scales(layer),
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            mm_prefix_range=metadata.mm_prefix_range,
+            seq_causal=metadata.seq_causal,
+        )
 
     def _spec_of(self, metadata: PagedAttentionMetadata) -> AttentionSpec:
         # A decoder layer without the causal mask is asked for batch by batch (diffusion drafts, bidirectional models).
         return self.spec if metadata.causal == self.spec.causal else replace(self.spec, causal=metadata.causal)
-
-
-def _attention_type(value: AttentionType | str) -> AttentionType:
-    try:
-        return AttentionType(value)
-    except ValueError:
-        known = ", ".join(kind.value for kind in AttentionType)
-        raise InvalidInput(f"attn_type is {value!r}; it must be one of {known}.") from None
 
 
 def _needed(tensor: Tensor | None, name: str) -> Tensor:

@@ -1,30 +1,15 @@
-"""The metadata that the paged implementations read, and its builder."""
+"""The metadata that the paged implementations read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
-from torch_core.metadata import (
-    CommonAttentionMetadata,
-    get_dcp_local_seq_lens,
-    prefix_piece_tokens,
-    use_cascade_attention,
-)
-from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID
-from torch_core.vllm.builder import AttentionMetadataBuilder
-from torch_core.vllm.types import AttentionCGSupport, AttentionType
-from torch_core.vllm.upload import upload
+from torch_core.calls import SharedPrefix, shared_prefix
 
-__all__ = ["PagedAttentionMetadata", "PagedAttentionMetadataBuilder"]
-
-_CACHED = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+__all__ = ["PagedAttentionMetadata"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,14 +33,8 @@ class PagedAttentionMetadata:
         num_decode_tokens: their tokens.
         num_prefills: the other rows.
         num_prefill_tokens: their tokens.
-        use_cascade: the shared prefix is attended once.
-        common_prefix_len: its tokens.
-        max_prefix_query_len: bound on the queries that attend to the prefix as one sequence.
-        cu_prefix_query_lens: [pieces + 1]; all queries, in pieces of that many.
-        prefix_kv_lens: [pieces]; the prefix for each.
-        prefix_block_table: [pieces, prefix blocks]; views of one row.
-        suffix_kv_lens: [num_seqs]; what follows the prefix.
-        suffix_block_table: [num_seqs, max_blocks - prefix blocks].
+        common_prefix_len: tokens of a prefix that is attended once for all sequences; 0 for none.
+        shared_prefix: the batch split at that prefix.
         encoder_seq_lens: [num_seqs]; keys of cross attention.
         max_encoder_seq_len: bound on them.
         cross_block_tables: [num_seqs, max_encoder_blocks].
@@ -82,14 +61,8 @@ class PagedAttentionMetadata:
     num_decode_tokens: int = 0
     num_prefills: int = 0
     num_prefill_tokens: int = 0
-    use_cascade: bool = False
     common_prefix_len: int = 0
-    max_prefix_query_len: int = 0
-    cu_prefix_query_lens: Tensor | None = None
-    prefix_kv_lens: Tensor | None = None
-    prefix_block_table: Tensor | None = None
-    suffix_kv_lens: Tensor | None = None
-    suffix_block_table: Tensor | None = None
+    shared_prefix: SharedPrefix[Tensor] | None = None
     encoder_seq_lens: Tensor | None = None
     max_encoder_seq_len: int | None = None
     cross_block_tables: Tensor | None = None
@@ -101,184 +74,55 @@ class PagedAttentionMetadata:
     scheduler_metadata: None = None
     prefix_scheduler_metadata: None = None
 
+    @property
+    def use_cascade(self) -> bool:
+        """A shared prefix is attended once."""
+        return self.shared_prefix is not None
 
-class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
-    """Builds `PagedAttentionMetadata`; the layers' kernels take any mix of rows, so the order is free."""
+    @property
+    def cu_prefix_query_lens(self) -> Tensor | None:
+        """See `SharedPrefix`; None without one."""
+        return None if self.shared_prefix is None else self.shared_prefix.cu_prefix_query_lens
 
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    supports_update_block_table: ClassVar[bool] = True
+    def update_shared_prefix(self) -> None:
+        """Splits the batch anew, in place, after other lengths and tables were uploaded into the same tensors.
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-        *,
-        arrays: Mapping[str, Tensor] | None = None,
-        mm_prefix_range: Tensor | None = None,
-        seq_causal: Tensor | None = None,
-    ) -> PagedAttentionMetadata:
-        """See `AttentionMetadataBuilder.build`; the build is always fast.
-
-        Args:
-            common_prefix_len: as there.
-            common_attn_metadata: as there.
-            fast_build: as there.
-            arrays: as there.
-            mm_prefix_range: int32 [num_seqs, ranges, 2] on the device; bidirectional spans.
-            seq_causal: bool [num_seqs] on the device; overrides the batch's `causal` for each sequence.
-
-        Raises:
-            InvalidInput: the batch is for another block size or cache group, lacks the encoder's fields, or shares no
-                such prefix.
+        A step that is captured in a graph calls this first; otherwise its replays attend with the split of the step
+        that was captured. The prefix stays as long as it is. Without a shared prefix nothing happens.
         """
-        del fast_build  # There is no slower build that would attend faster.
-        common = common_attn_metadata
-        self._check(common, common_prefix_len)
-        on_device = upload(common, self.device) if arrays is None else arrays
-        query_lens = common.query_lens[: common.num_reqs]
-        num_decodes = int(np.count_nonzero(query_lens == 1))
-        parallel = self.config.context_parallel
-        local_seq_lens = None
-        if parallel.dcp_world_size > 1:
-            local_seq_lens = get_dcp_local_seq_lens(
-                on_device["seq_lens"],
-                dcp_world_size=parallel.dcp_world_size,
-                dcp_rank=parallel.dcp_rank,
-                interleave_size=parallel.interleave_size,
-            )
-        encoder = common.encoder
-        metadata = PagedAttentionMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=on_device["query_start_loc"],
-            max_seq_len=common.max_seq_len,
-            seq_lens=on_device["seq_lens"],
-            block_table=on_device["block_tables"],
-            slot_mapping=on_device["slot_mapping"],
-            block_size=common.block_size,
-            cache_group=common.cache_group,
-            causal=common.causal and self.config.attn_type is AttentionType.DECODER,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decodes,
-            num_prefills=common.num_reqs - num_decodes,
-            num_prefill_tokens=common.num_actual_tokens - num_decodes,
-            encoder_seq_lens=on_device.get("encoder_seq_lens"),
-            max_encoder_seq_len=None if encoder is None else encoder.max_encoder_seq_len,
-            cross_block_tables=on_device.get("cross_block_tables"),
-            cross_slot_mapping=on_device.get("cross_slot_mapping"),
-            num_encoder_tokens=None if encoder is None else encoder.num_encoder_tokens,
-            dcp_local_seq_lens=local_seq_lens,
-            mm_prefix_range=mm_prefix_range,
-            seq_causal=seq_causal,
-        )
-        return self._with_cascade(metadata, common_prefix_len) if common_prefix_len else metadata
+        if self.shared_prefix is not None:
+            # The prefix's own tables are a view of the first row, and its lengths constant.
+            fresh = _split(self, self.shared_prefix.max_prefix_query_len)
+            for name in ("cu_prefix_query_lens", "suffix_block_table", "suffix_kv_lens"):
+                getattr(self.shared_prefix, name).copy_(getattr(fresh, name))
 
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
-    ) -> PagedAttentionMetadata:
-        """Returns metadata whose sequences are all empty: a capture must neither take long nor write to the cache."""
-        metadata = self.build(0, common_attn_metadata, arrays=arrays)
-        metadata.seq_lens.zero_()
-        metadata.query_start_loc.zero_()
-        metadata.slot_mapping.fill_(PAD_SLOT_ID)
-        for tensor, empty in ((metadata.encoder_seq_lens, 0), (metadata.cross_slot_mapping, PAD_SLOT_ID)):
-            if tensor is not None:
-                tensor.fill_(empty)
-        return metadata
+    @property
+    def prefix_kv_lens(self) -> Tensor | None:
+        """See `SharedPrefix`; None without one."""
+        return None if self.shared_prefix is None else self.shared_prefix.prefix_kv_lens
 
-    def update_block_table(
-        self, metadata: PagedAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
-    ) -> PagedAttentionMetadata:
-        """Returns the metadata with the tables and slots of this builder's cache group; cascade fields are dropped."""
-        return replace(
-            metadata,
-            block_table=blk_table,
-            slot_mapping=slot_mapping,
-            block_size=self.kv_cache_spec.block_size,
-            cache_group=self.config.cache_group,
-            use_cascade=False,
-            common_prefix_len=0,
-            max_prefix_query_len=0,
-            cu_prefix_query_lens=None,
-            prefix_kv_lens=None,
-            prefix_block_table=None,
-            suffix_kv_lens=None,
-            suffix_block_table=None,
-        )
+    @property
+    def suffix_kv_lens(self) -> Tensor | None:
+        """See `SharedPrefix`; None without one."""
+        return None if self.shared_prefix is None else self.shared_prefix.suffix_kv_lens
 
-    def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
-        """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`.
-
-        Never where results must not depend on the batch: whether a prefix is shared does.
-        """
-        spec, config = self.kv_cache_spec, self.config
-        return not config.batch_invariant and use_cascade_attention(
-            common_prefix_len,
-            query_lens,
-            num_query_heads=config.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            bytes_per_element=DTYPE_BYTES[spec.dtype],
-            num_sms=num_sms,
-            use_alibi=config.use_alibi,
-            use_sliding_window=config.sliding_window is not None,
-            use_local_attention=config.attention_chunk is not None,
-            dcp_world_size=config.context_parallel.dcp_world_size,
-            costs=config.cascade_costs,
-        )
-
-    def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
-        kind, block_size = self.config.attn_type, self.kv_cache_spec.block_size
-        if kind in _CACHED and common.block_size != block_size:
-            raise InvalidInput(
-                f"the metadata is for blocks of {common.block_size} tokens; the cache of {self._layers()} has blocks "
-                f"of {block_size}. Build it with block_size={block_size}."
-            )
-        if kind in _CACHED and common.cache_group != self.config.cache_group:
-            raise InvalidInput(
-                f"the metadata is for cache group {common.cache_group}; {self._layers()} are in group "
-                f"{self.config.cache_group}. Build it with cache_group={self.config.cache_group}."
-            )
-        if kind is AttentionType.ENCODER_DECODER and common.encoder is None:
-            raise InvalidInput(
-                f"the metadata has no encoder fields, which cross attention of {self._layers()} needs. Build it with "
-                "encoder_rows."
-            )
-        shared = common_prefix_len
-        if shared < 0 or shared % block_size or (shared and shared > _shortest_context(common)):
-            raise InvalidInput(
-                f"common_prefix_len is {shared}; it must be a multiple of the block size, {block_size}, and at most "
-                f"the shortest context of the batch, {_shortest_context(common)}."
-            )
-
-    def _layers(self) -> str:
-        names = ", ".join(self.layer_names[:3]) or "these layers"
-        return names if len(self.layer_names) <= 3 else f"{names} and {len(self.layer_names) - 3} more layers"
-
-    def _with_cascade(self, metadata: PagedAttentionMetadata, prefix: int) -> PagedAttentionMetadata:
-        blocks = prefix // metadata.block_size
-        starts = metadata.query_start_loc
-        num_tokens = metadata.slot_mapping.shape[0]
-        tokens = prefix_piece_tokens(
-            num_tokens, num_query_heads=self.config.num_heads, num_kv_heads=self.kv_cache_spec.num_kv_heads
-        )
-        pieces = -(-num_tokens // tokens)
-        # Made on the device from what is there: a second upload would cost more than these small kernels.
-        ends = torch.arange(pieces + 1, dtype=torch.int32, device=starts.device) * tokens
-        return replace(
-            metadata,
-            use_cascade=True,
-            common_prefix_len=prefix,
-            max_prefix_query_len=tokens,
-            cu_prefix_query_lens=torch.minimum(ends, starts[-1]),
-            prefix_kv_lens=torch.full((pieces,), prefix, dtype=torch.int32, device=starts.device),
-            prefix_block_table=metadata.block_table[:1, :blocks].expand(pieces, -1),
-            suffix_kv_lens=(metadata.seq_lens - prefix).clamp(min=0),
-            suffix_block_table=metadata.block_table[:, blocks:].contiguous(),
-        )
+    def with_shared_prefix(self, common_prefix_len: int, piece_tokens: int) -> PagedAttentionMetadata:
+        """Returns the same with a prefix that is attended once, in pieces of so many queries."""
+        metadata = replace(self, common_prefix_len=common_prefix_len)
+        return replace(metadata, shared_prefix=_split(metadata, piece_tokens))
 
 
-def _shortest_context(common: CommonAttentionMetadata) -> int:
-    context = common.compute_num_computed_tokens()[: common.num_reqs]
-    return int(context.min()) if context.size else 0
+def _split(metadata: PagedAttentionMetadata, piece_tokens: int) -> SharedPrefix[Tensor]:
+    # Made on the device from what is there: a second upload would cost more than these small kernels.
+    split = shared_prefix(
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        num_tokens=metadata.slot_mapping.shape[0],
+        block_size=metadata.block_size,
+        common_prefix_len=metadata.common_prefix_len,
+        piece_tokens=piece_tokens,
+        library=torch,
+        device=metadata.seq_lens.device,
+    )
+    return replace(split, suffix_block_table=split.suffix_block_table.contiguous())

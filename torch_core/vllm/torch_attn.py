@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from torch_core.vllm.backend import AttentionBackend
+from torch_core.vllm.paged_backend import PagedAttentionBackend
+from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
-from torch_core.vllm.paged_metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
-from torch_core.vllm.types import CACHE_DTYPES, AttentionType
+from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 
 __all__ = [
     "TorchAttentionBackend",
@@ -34,12 +34,10 @@ class TorchAttentionImpl(PagedAttentionImpl):
     """One layer's attention by plain torch; arguments as for `PagedAttentionImpl`."""
 
 
-class TorchAttentionBackend(AttentionBackend):
+class TorchAttentionBackend(PagedAttentionBackend):
     """Attention by plain torch operations on the CPU."""
 
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = tuple(CACHE_DTYPES)
-    supported_attn_types: ClassVar[tuple[AttentionType, ...]] = tuple(AttentionType)
     device_type: ClassVar[str] = "cpu"
 
     @staticmethod
@@ -56,23 +54,3 @@ class TorchAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[TorchAttentionMetadataBuilder]:
         """Returns `TorchAttentionMetadataBuilder`."""
         return TorchAttentionMetadataBuilder
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Returns True."""
-        return True

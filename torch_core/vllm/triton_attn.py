@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import torch
 
-from torch_core.vllm.backend import AttentionBackend
 from torch_core.vllm.config import AttentionSelectorConfig
+from torch_core.vllm.paged_backend import PagedAttentionBackend
+from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
-from torch_core.vllm.paged_metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     AttentionCGSupport,
-    AttentionType,
     DeviceCapability,
     DeviceInfo,
 )
@@ -43,14 +43,12 @@ class TritonAttentionImpl(PagedAttentionImpl):
     min_head_size: ClassVar[int] = _MIN_HEAD_SIZE
 
 
-class TritonAttentionBackend(AttentionBackend):
+class TritonAttentionBackend(PagedAttentionBackend):
     """Attention by this project's Triton and Gluon kernels."""
 
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = tuple(CACHE_DTYPES)
-    supported_attn_types: ClassVar[tuple[AttentionType, ...]] = tuple(AttentionType)
-    supported_head_sizes: ClassVar[range] = range(_MIN_HEAD_SIZE, 257)
-    min_capability: ClassVar[DeviceCapability] = DeviceCapability(8, 0)
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(_MIN_HEAD_SIZE, 257)
+    min_capability: ClassVar[DeviceCapability | None] = DeviceCapability(8, 0)
 
     @staticmethod
     def get_name() -> str:
@@ -66,26 +64,6 @@ class TritonAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
         """Returns `TritonAttentionMetadataBuilder`."""
         return TritonAttentionMetadataBuilder
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Returns True."""
-        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -54,6 +54,10 @@ class AttentionType(StrEnum):
     ENCODER_ONLY = "encoder_only"
     ENCODER_DECODER = "encoder_decoder"
 
+    @classmethod
+    def _missing_(cls, value: object) -> AttentionType:
+        raise InvalidInput(f"attn_type is {value!r}; it must be one of {', '.join(kind.value for kind in cls)}.")
+
 
 class AttentionCGSupport(Enum):
     """Which batches a backend can replay from a CUDA graph; a larger value includes the smaller ones."""
@@ -153,6 +157,13 @@ class ContextParallel:
         if self.interleave_size < 1:
             raise InvalidInput(f"interleave_size is {self.interleave_size}; it must be at least 1.")
 
+    def refuse_spread_prompts(self) -> None:
+        """Raises Unsupported when ranks share the tokens of a prompt, which nothing here computes."""
+        if self.pcp_world_size > 1:
+            raise Unsupported(
+                f"pcp_world_size is {self.pcp_world_size}; prompts that are spread over ranks are not served: use 1."
+            )
+
     @property
     def total_cp_world_size(self) -> int:
         """Ranks of both kinds together."""
@@ -184,13 +195,15 @@ FP8_STATIC_TENSOR = QuantKey(dtype=torch.float8_e4m3fn, static=True, group="tens
 
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
-    """Returns whether a cache of this dtype holds scaled 8-bit numbers.
+    """Returns whether a cache of this dtype holds scaled numbers rather than the real values.
+
+    A name that is not in `CACHE_DTYPES` does: whoever asks must not read such bytes as they are.
 
     Example:
         >>> is_quantized_kv_cache("fp8_e5m2"), is_quantized_kv_cache("auto")
         (True, False)
     """
-    dtype = CACHE_DTYPES.get(kv_cache_dtype)
+    dtype = CACHE_DTYPES.get(kv_cache_dtype, torch.int8)
     return dtype is not None and dtype.itemsize == 1
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch_core.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout, StagingRing
 
-__all__ = ["StepBuffers", "upload"]
+__all__ = ["ENCODER_FIELDS", "StepBuffers", "upload"]
 
-_ENCODER_FIELDS = ("encoder_seq_lens", "cross_block_tables", "cross_slot_mapping")
+#: The arrays of a step that cross attention adds.
+ENCODER_FIELDS = ("encoder_seq_lens", "cross_block_tables", "cross_slot_mapping")
 _FIELDS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
 
 
@@ -35,7 +36,7 @@ def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dic
         return metadata.layout.unpack(_copied(metadata.packed, device))
     arrays = {name: _copied(getattr(metadata, name), device) for name in _FIELDS}
     if metadata.encoder is not None:
-        arrays.update({name: _copied(getattr(metadata.encoder, name), device) for name in _ENCODER_FIELDS})
+        arrays.update({name: _copied(getattr(metadata.encoder, name), device) for name in ENCODER_FIELDS})
     return arrays
 
 

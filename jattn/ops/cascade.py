@@ -1,0 +1,58 @@
+"""Cascade attention on JAX arrays: a prefix that all sequences share is attended once."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.run import run
+from torch_core import calls
+from torch_core.calls import PagedCall, SharedPrefix
+
+__all__ = ["cascade_attention", "shared_prefix"]
+
+
+def shared_prefix(call: PagedCall[jax.Array], common_prefix_len: int, *, piece_tokens: int) -> SharedPrefix[jax.Array]:
+    """Splits the sequences of a call at a prefix that all of them share, for `cascade_attention`.
+
+    Args:
+        call: of the whole sequences, every query behind the prefix.
+        common_prefix_len: static; tokens of the prefix in whole blocks, from
+            `torch_core.metadata.common_prefix_length`.
+        piece_tokens: static; queries that attend to the prefix as one sequence, from
+            `torch_core.metadata.prefix_piece_tokens`.
+    """
+    return calls.shared_prefix(
+        jnp.asarray(call.block_tables),
+        jnp.asarray(call.seq_lens),
+        jnp.asarray(call.query_start_loc),
+        num_tokens=call.num_tokens,
+        block_size=call.block_size,
+        common_prefix_len=common_prefix_len,
+        piece_tokens=piece_tokens,
+        library=jnp,
+    )
+
+
+def cascade_attention(
+    call: PagedCall[jax.Array], prefix: SharedPrefix[jax.Array], implementation: str | None = None
+) -> dict[str, jax.Array]:
+    """Computes what `run(call)` would, within rounding, reading a shared prefix once for all sequences.
+
+    That pays for many sequences with a long prefix: `torch_core.metadata.use_cascade_attention` says when.
+
+    Args:
+        call: of the whole sequences; no window, chunk, ALiBi or bidirectional range.
+        prefix: the same sequences, split by `shared_prefix`.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        `out`, and `lse` where the call wants it; see `paged_attention`.
+
+    Raises:
+        InvalidInput: the call or the prefix does not hold together.
+        Unsupported: the implementation cannot run here, or the mask depends on the distance to the prefix.
+    """
+    return calls.cascade_attention(call, prefix, functools.partial(run, implementation=implementation))

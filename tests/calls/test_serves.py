@@ -1,0 +1,92 @@
+"""The table of what each implementation serves: every limit refuses what it says, and names who does serve it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.attention_plans import dense_call, paged_call
+from torch_core.calls import IMPLEMENTATIONS, SERVES, MergeCall, WriteCall, refuse_unserved, serves_table
+from torch_core.errors import Unsupported
+from torch_core.specs import ArraySpec
+
+
+def _wide(*shape: int) -> ArraySpec:
+    return ArraySpec(shape, "float64")
+
+
+def _paged(dtype: str, cache: str, *, head_size: int = 128, block_size: int = 16, **changes):
+    return paged_call(
+        query=ArraySpec((4, 8, head_size), dtype),
+        kv_cache=ArraySpec((64, 2, block_size, 2, head_size), cache),
+        **changes,
+    )
+
+
+#: (row of the table, a call beyond a limit, who serves it all the same).
+BEYOND = [
+    ("query dtype", _paged("float64", "float64"), {"xla"}),
+    ("query dtype", dense_call(query=_wide(300, 8, 128), key=_wide(300, 2, 128), value=_wide(300, 2, 128)), {"xla"}),
+    (
+        "query dtype",
+        dense_call(
+            **{
+                name: ArraySpec((300, heads, 128), "float8_e4m3fn")
+                for name, heads in (("query", 8), ("key", 2), ("value", 2))
+            }
+        ),
+        set(),
+    ),
+    (
+        "query dtype",
+        MergeCall(out_a=_wide(3, 2, 8), lse_a=_wide(3, 2), out_b=_wide(3, 2, 8), lse_b=_wide(3, 2)),
+        {"xla"},
+    ),
+    (
+        "key/value dtype",
+        WriteCall(
+            key=_wide(3, 2, 8),
+            value=_wide(3, 2, 8),
+            slot_mapping=ArraySpec((3,), "int32"),
+            kv_cache=_wide(4, 2, 4, 2, 8),
+        ),
+        {"xla"},
+    ),
+    ("key/value dtype", _paged("float8_e4m3fn", "float32"), {"torch", "xla"}),
+    ("head size", _paged("bfloat16", "bfloat16", head_size=288), {"torch", "xla"}),
+    ("block size", _paged("bfloat16", "bfloat16", block_size=512), {"torch", "xla"}),
+    ("strides", paged_call(query=ArraySpec((4, 8, 128), "bfloat16", (1, 4, 32))), {"torch", "xla"}),
+    ("strides", paged_call(sinks=ArraySpec((8,), "float32", (2,))), {"torch", "xla"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("feature", "call", "served_by"), BEYOND, ids=[f"{row[0]}-{i}" for i, row in enumerate(BEYOND)]
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_limit_refuses_what_is_beyond_it_and_says_who_serves_it(feature, call, served_by, implementation):
+    call.check()
+    if implementation in served_by:
+        refuse_unserved(call, implementation)
+        return
+    with pytest.raises(Unsupported) as error:
+        refuse_unserved(call, implementation)
+    text = str(error.value)
+    assert f"implementation {implementation!r} does not serve" in text
+    assert all(f"{other!r}" in text for other in served_by)
+    assert served_by or "no implementation does" in text
+
+
+def test_every_row_with_a_limit_is_walked():
+    limited = {row.feature for row in SERVES if row.limit is not SERVES[-1].limit}
+    assert limited == {feature for feature, _, _ in BEYOND}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_ordinary_call_is_served_by_everybody(implementation):
+    refuse_unserved(paged_call(), implementation)
+    refuse_unserved(dense_call(), implementation)
+
+
+def test_the_table_has_a_cell_for_each_implementation():
+    assert all(set(row.text) == set(IMPLEMENTATIONS) and all(row.text.values()) for row in SERVES)
+    assert serves_table().count("\n") == len(SERVES) + 2

@@ -1,0 +1,226 @@
+"""The builder of the metadata that the paged implementations read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from torch_core.errors import InvalidInput
+from torch_core.metadata import (
+    CommonAttentionMetadata,
+    get_dcp_local_seq_lens,
+    mask_slots_of_other_ranks,
+    prefix_piece_tokens,
+    use_cascade_attention,
+)
+from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec
+from torch_core.vllm.builder import AttentionMetadataBuilder
+from torch_core.vllm.config import BuilderConfig
+from torch_core.vllm.paged_metadata import PagedAttentionMetadata
+from torch_core.vllm.types import AttentionCGSupport, AttentionType, ContextParallel
+from torch_core.vllm.upload import upload
+
+__all__ = ["PagedAttentionMetadataBuilder"]
+
+_CACHED = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
+    """Builds `PagedAttentionMetadata`; the layers' kernels take any mix of rows, so the order is free."""
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    supports_update_block_table: ClassVar[bool] = True
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
+    ) -> AttentionCGSupport:
+        """Returns never for ranks that share sequences, whose lengths `build` derives from the batch's."""
+        if config is not None and config.context_parallel.dcp_world_size > 1:
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(config, kv_cache_spec)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        *,
+        arrays: Mapping[str, Tensor] | None = None,
+        mm_prefix_range: Tensor | None = None,
+        seq_causal: Tensor | None = None,
+    ) -> PagedAttentionMetadata:
+        """See `AttentionMetadataBuilder.build`; the build is always fast.
+
+        Args:
+            common_prefix_len: as there.
+            common_attn_metadata: as there.
+            fast_build: as there.
+            arrays: as there.
+            mm_prefix_range: int32 [num_seqs, ranges, 2] on the device; bidirectional spans.
+            seq_causal: bool [num_seqs] on the device; overrides the batch's `causal` for each sequence.
+
+        Raises:
+            InvalidInput: the batch is for another block size or cache group, lacks the encoder's fields, or shares no
+                such prefix.
+        """
+        del fast_build  # There is no slower build that would attend faster.
+        common = common_attn_metadata
+        self._check(common, common_prefix_len)
+        on_device = upload(common, self.device) if arrays is None else arrays
+        query_lens = common.query_lens[: common.num_reqs]
+        num_decodes = int(np.count_nonzero(query_lens == 1))
+        parallel = self.config.context_parallel
+        local_seq_lens = None
+        if parallel.dcp_world_size > 1:
+            _check_local_slots(common, parallel)
+            local_seq_lens = get_dcp_local_seq_lens(
+                on_device["seq_lens"],
+                dcp_world_size=parallel.dcp_world_size,
+                dcp_rank=parallel.dcp_rank,
+                interleave_size=parallel.interleave_size,
+            )
+        encoder = common.encoder
+        metadata = PagedAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=on_device["query_start_loc"],
+            max_seq_len=common.max_seq_len,
+            seq_lens=on_device["seq_lens"],
+            block_table=on_device["block_tables"],
+            slot_mapping=on_device["slot_mapping"],
+            block_size=common.block_size,
+            cache_group=common.cache_group,
+            causal=common.causal and self.config.attn_type is AttentionType.DECODER,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
+            num_prefills=common.num_reqs - num_decodes,
+            num_prefill_tokens=common.num_actual_tokens - num_decodes,
+            encoder_seq_lens=on_device.get("encoder_seq_lens"),
+            max_encoder_seq_len=None if encoder is None else encoder.max_encoder_seq_len,
+            cross_block_tables=on_device.get("cross_block_tables"),
+            cross_slot_mapping=on_device.get("cross_slot_mapping"),
+            num_encoder_tokens=None if encoder is None else encoder.num_encoder_tokens,
+            dcp_local_seq_lens=local_seq_lens,
+            mm_prefix_range=mm_prefix_range,
+            seq_causal=seq_causal,
+        )
+        if not common_prefix_len:
+            return metadata
+        heads, kv_heads, rows = self.config.num_heads, self.kv_cache_spec.num_kv_heads, metadata.slot_mapping.shape[0]
+        piece_tokens = prefix_piece_tokens(rows, num_query_heads=heads, num_kv_heads=kv_heads)
+        return metadata.with_shared_prefix(common_prefix_len, piece_tokens)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
+    ) -> PagedAttentionMetadata:
+        """Returns metadata whose sequences are all empty: a capture must neither take long nor write to the cache."""
+        metadata = self.build(0, common_attn_metadata, arrays=arrays)
+        metadata.seq_lens.zero_()
+        metadata.query_start_loc.zero_()
+        metadata.slot_mapping.fill_(PAD_SLOT_ID)
+        for tensor, empty in ((metadata.encoder_seq_lens, 0), (metadata.cross_slot_mapping, PAD_SLOT_ID)):
+            if tensor is not None:
+                tensor.fill_(empty)
+        return metadata
+
+    def update_block_table(
+        self, metadata: PagedAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> PagedAttentionMetadata:
+        """Returns the metadata with the tables and slots of this builder's cache group; cascade fields are dropped."""
+        return replace(
+            metadata,
+            block_table=blk_table,
+            slot_mapping=slot_mapping,
+            block_size=self.kv_cache_spec.block_size,
+            cache_group=self.config.cache_group,
+            common_prefix_len=0,
+            shared_prefix=None,
+        )
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
+        """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`.
+
+        Never where results must not depend on the batch: whether a prefix is shared does. Nor where the keys are not
+        the batch's own.
+        """
+        spec, config = self.kv_cache_spec, self.config
+        if config.batch_invariant or config.attn_type is not AttentionType.DECODER:
+            return False
+        return use_cascade_attention(
+            common_prefix_len,
+            query_lens,
+            num_query_heads=config.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            bytes_per_element=DTYPE_BYTES[spec.dtype],
+            num_sms=num_sms,
+            use_alibi=config.use_alibi,
+            use_sliding_window=config.sliding_window is not None,
+            use_local_attention=config.attention_chunk is not None,
+            dcp_world_size=config.context_parallel.dcp_world_size,
+            costs=config.cascade_costs,
+        )
+
+    def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
+        kind, block_size = self.config.attn_type, self.kv_cache_spec.block_size
+        if kind in _CACHED and common.block_size != block_size:
+            raise InvalidInput(
+                f"the metadata is for blocks of {common.block_size} tokens; the cache of {self._layers()} has blocks "
+                f"of {block_size}. Build it with block_size={block_size}."
+            )
+        if kind in _CACHED and common.cache_group != self.config.cache_group:
+            raise InvalidInput(
+                f"the metadata is for cache group {common.cache_group}; {self._layers()} are in group "
+                f"{self.config.cache_group}. Build it with cache_group={self.config.cache_group}."
+            )
+        if kind is AttentionType.ENCODER_DECODER and common.encoder is None:
+            raise InvalidInput(
+                f"the metadata has no encoder fields, which cross attention of {self._layers()} needs. Build it with "
+                "encoder_rows."
+            )
+        shared = common_prefix_len
+        if shared and kind is not AttentionType.DECODER:
+            raise InvalidInput(
+                f"common_prefix_len is {shared}; {kind.value} attention does not read the cache of the prefix: use 0."
+            )
+        if shared < 0 or shared % block_size or (shared and shared > _shortest_context(common)):
+            raise InvalidInput(
+                f"common_prefix_len is {shared}; it must be a multiple of the block size, {block_size}, and at most "
+                f"the shortest context of the batch, {_shortest_context(common)}."
+            )
+
+    def _layers(self) -> str:
+        names = ", ".join(self.layer_names[:3]) or "these layers"
+        return names if len(self.layer_names) <= 3 else f"{names} and {len(self.layer_names) - 3} more layers"
+
+
+def _check_local_slots(common: CommonAttentionMetadata, place: ContextParallel) -> None:
+    """Refuses slots that are not this rank's: keys would be written where no rank reads them."""
+    ranks = {
+        "dcp_world_size": place.dcp_world_size,
+        "dcp_rank": place.dcp_rank,
+        "interleave_size": place.interleave_size,
+    }
+    num_tokens, block_size = common.num_actual_tokens, common.block_size
+    positions, slots = common.positions[:num_tokens], common.slot_mapping[:num_tokens]
+    before = get_dcp_local_seq_lens(positions, **ranks)
+    rows = np.repeat(np.arange(common.num_reqs), common.query_lens[: common.num_reqs])
+    own = common.block_tables[rows, before // block_size] * block_size + before % block_size
+    wanted = mask_slots_of_other_ranks(own, positions, **ranks)
+    if (slots != wanted).any():
+        first = int((slots != wanted).argmax())
+        raise InvalidInput(
+            f"slot_mapping[{first}] is {slots[first]}; the slot of that token on rank {place.dcp_rank} of "
+            f"{place.dcp_world_size} is {wanted[first]}. The slots of a batch are those of one cache that holds all "
+            "tokens: give each rank its own (mask_slots_of_other_ranks)."
+        )
+
+
+def _shortest_context(common: CommonAttentionMetadata) -> int:
+    context = common.compute_num_computed_tokens()[: common.num_reqs]
+    return int(context.min()) if context.size else 0
