@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jattn.engine.checks import check_bool, check_int
 from jattn.pool import PoolPlan, plan_pool
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec
 
 __all__ = ["EngineConfig", "plan_engine_pool"]
 
+_MAX_SIZE = (1 << 31) - 1
+_MAX_BYTES = (1 << 63) - 1
 _SIZES = (
     "block_size",
     "max_num_seqs",
     "max_num_batched_tokens",
-    "kv_cache_bytes",
     "num_scheduler_steps",
     "steps_in_flight",
 )
@@ -70,11 +72,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            _check_size(name, getattr(self, name), 1)
-        _check_size("num_host_blocks", self.num_host_blocks, 0)
+            check_int(name, getattr(self, name), 1, _MAX_SIZE)
+        check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES)
+        check_int("num_host_blocks", self.num_host_blocks, 0, _MAX_SIZE)
         for name, low in (("max_model_len", 1), ("num_blocks", 2)):
             if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name), low)
+                check_int(name, getattr(self, name), low, _MAX_SIZE, also=", or None")
+        for name in ("enable_prefix_caching", "scrub_on_free", "batch_invariant"):
+            check_bool(name, getattr(self, name))
         if self.steps_in_flight > 2:
             raise InvalidInput(
                 f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "
@@ -90,8 +95,7 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 32:
-            raise InvalidInput(f"seed is {self.seed!r}; it must be an int from 0 to {(1 << 32) - 1}.")
+        check_int("seed", self.seed, 0, (1 << 32) - 1)
 
 
 def plan_engine_pool(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:
@@ -104,15 +108,16 @@ def plan_engine_pool(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int
         max_model_len: tokens of one sequence at most.
 
     Raises:
-        InvalidInput: the byte budget does not hold one sequence of full length.
+        InvalidInput: the byte budget does not hold one sequence of full length, or there are more slots than an int32
+            counts.
     """
     if config.num_blocks is not None:
+        if config.num_blocks * spec.block_size > _MAX_SIZE:
+            raise InvalidInput(
+                f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most "
+                f"{_MAX_SIZE // spec.block_size}, because slots are int32."
+            )
         return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks)
     plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)
-    enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
+    enough = min(config.max_num_seqs * -(-max_model_len // spec.block_size) + 1, _MAX_SIZE // spec.block_size)
     return replace(plan, num_blocks=min(plan.num_blocks, enough))
-
-
-def _check_size(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidInput(f"{name} is {value!r}; it must be an int of at least {low}.")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenizers.decoders import DecodeStream
+
 from jattn.load import TextTokenizer
 
 __all__ = ["Detokenizer"]
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
     """Decodes one request's output incrementally.
 
-    Each new token is decoded together with the few before it, as a token's text can depend on its neighbours and a
-    character can span tokens; the method of transformers' streamer and vLLM's detokenizer. Text that might still turn
-    out to be the start of a stop string is held back.
+    The library's `DecodeStream` does it, but for two things that it has no answer to: what is left of a broken
+    character at the end, and bytes that can never become one, at which it raises. Text that might still turn out to be
+    the start of a stop string is held back.
 
     Args:
         tokenizer: of the model.
@@ -30,9 +30,11 @@ class Detokenizer:
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._token_ids: list[int] = []
-        self._prefix = 0
-        self._read = 0
+        self._stream = DecodeStream(skip_special_tokens=True)
+        # The last token that gave text, and those since then.
+        self._unread: list[int] = []
+        self._has_context = False
+        self._num_tokens = 0
         self._handed_out = 0
         self.text = ""
         self.stopped = False
@@ -40,7 +42,7 @@ class Detokenizer:
     @property
     def num_tokens(self) -> int:
         """Tokens read so far; those behind a stop string are not."""
-        return len(self._token_ids)
+        return self._num_tokens
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Adds tokens and returns the text that is now certain and was not returned before.
@@ -64,13 +66,28 @@ class Detokenizer:
         return new
 
     def _decode(self, token_ids: Sequence[int], finished: bool) -> None:
-        self._token_ids += token_ids
-        before = self._tokenizer.decode(self._token_ids[self._prefix : self._read])
-        now = self._tokenizer.decode(self._token_ids[self._prefix :])
-        if finished or (len(now) > len(before) and not now.endswith(_REPLACEMENT)):
-            self.text += now[len(before) :]
-            self._prefix = self._read
-            self._read = len(self._token_ids)
+        tokenizer = self._tokenizer.tokenizer
+        for token in token_ids:
+            self._num_tokens += 1
+            self._unread.append(token)
+            try:
+                new = self._stream.step(tokenizer, token)
+            except Exception:
+                # The library's own class is plain Exception. The bytes before this token can become no character.
+                new = self._rest()
+                self._stream = DecodeStream(skip_special_tokens=True)
+                self._stream.step(tokenizer, token)
+            if new is not None:
+                self.text += new
+                self._unread = [token]
+                self._has_context = True
+        if finished:
+            self.text += self._rest()
+
+    def _rest(self) -> str:
+        """Decodes what the stream has not given out; the token before decides about a space between."""
+        known = self._tokenizer.decode(self._unread[: self._has_context])
+        return self._tokenizer.decode(self._unread)[len(known) :]
 
     def _cut(self) -> None:
         found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
+from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig
-from jattn.engine.detokenize import Detokenizer
+from jattn.engine.delivery import Outbox
 from jattn.engine.engine import Engine
-from jattn.engine.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jattn.engine.request import Request, RequestOutput, SamplingParams
+from jattn.engine.stream import TextStream
 from jattn.load import TextTokenizer, embedded_model_folder, load_model
 from jattn.models import Decoder
 from torch_core.errors import InvalidInput
 
-__all__ = ["LLM", "TextDelta", "generate"]
+__all__ = ["LLM", "generate"]
 
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What one step brought for one prompt.
-
-    Attributes:
-        index: the prompt's place in the list.
-        text: new text; empty while a character or a possible stop string is incomplete.
-        token_ids: new tokens.
-        output: the finished request; None while it runs.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    output: RequestOutput | None
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate, for any number of threads and of open streams at once.
+
+    As a context manager it closes its engine at the end.
 
     Args:
-        model: a Hugging Face folder of a Llama-family model, a `Decoder`, or None for the embedded model.
+        model: a Hugging Face folder of a Llama-family model, a `Decoder`, or None for the embedded model. The weights
+            are captured now; see `Engine`.
         tokenizer: for a `Decoder`; a folder brings its own. Without one, prompts are lists of token ids.
         dtype: see `jattn.load.load_model`; not for a `Decoder`.
         implementation: of the attention ops, None for the fastest that runs here; not for a `Decoder`.
@@ -83,6 +72,18 @@ class LLM:
         self.tokenizer = tokenizer
         self.engine = Engine(model, config)
 
+    def close(self) -> None:
+        """Cancels what has not finished and gives the memory of the cache back now."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -91,72 +92,43 @@ class LLM:
         """Generates for all prompts at once and returns their results in order.
 
         Args:
-            prompts: a string, a list of token ids, or a list of either.
+            prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
+                of those.
             sampling_params: one for all, or one for each prompt.
 
         Raises:
             InvalidInput: an empty prompt, a token outside the vocabulary, or lists of unequal length.
             RequestTooLong: a prompt that can never fit; no prompt has been started.
         """
-        finished = {
-            delta.index: delta.output for delta in self.stream(prompts, sampling_params) if delta.output is not None
-        }
+        with contextlib.closing(self.stream(prompts, sampling_params)) as stream:
+            finished = {delta.index: delta.output for delta in stream if delta.output is not None}
         return [finished[index] for index in sorted(finished)]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[TextDelta]:
+    ) -> TextStream:
         """Does what `generate` does, and yields the text of each prompt as it comes.
 
-        Prompts are checked and queued before the first item is asked for. Closing the iterator early cancels what
+        Prompts are checked and queued before the first item is asked for. Closing or dropping the stream cancels what
         has not finished.
         """
         listed = _as_list(prompts)
         params = _as_params(sampling_params, len(listed))
-        requests: list[Request] = []
+        outbox = Outbox()
         try:
-            for prompt, each in zip(listed, params, strict=True):
-                requests.append(self._add(prompt, each))
+            requests = [self._add(prompt, each, outbox) for prompt, each in zip(listed, params, strict=True)]
+            return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
-            self._cancel(requests)
+            self.engine.abandon(outbox)
             raise
-        return self._deltas(requests)
 
-    def _deltas(self, requests: list[Request]) -> Iterator[TextDelta]:
-        index_of = {request.request_id: index for index, request in enumerate(requests)}
-        detokenizers = [
-            None if self.tokenizer is None else Detokenizer(self.tokenizer, request.params.stop) for request in requests
-        ]
-        unfinished = len(requests)
-        try:
-            while unfinished:
-                for delta in self.engine.step():
-                    index = index_of.get(delta.request_id)
-                    if index is None:
-                        continue
-                    request, detokenizer = requests[index], detokenizers[index]
-                    token_ids, text = delta.token_ids, ""
-                    if detokenizer is not None:
-                        # The token that ended the text is no part of it.
-                        shown = token_ids[:-1] if delta.finish_reason == "stop" else token_ids
-                        text = detokenizer.push(shown, finished=delta.finish_reason is not None)
-                        if detokenizer.stopped:
-                            behind = len(request.output_token_ids) - detokenizer.num_tokens
-                            token_ids = token_ids[: len(token_ids) - behind]
-                            self.engine.stop(request, detokenizer.num_tokens)
-                    output = None
-                    if request.finish_reason is not None:
-                        unfinished -= 1
-                        output = _output(request, detokenizer)
-                    yield TextDelta(index, text, token_ids, output)
-        finally:
-            self._cancel(requests)
-
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _add(self, prompt: Prompt, params: SamplingParams, outbox: Outbox) -> Request:
+        if isinstance(prompt, Mapping):
+            prompt = _unwrapped(prompt)
         if not isinstance(prompt, str):
-            return self.engine.add(prompt, params)
+            return self.engine.add(prompt, params, outbox=outbox)
         if not prompt:
             raise InvalidInput(
                 "a prompt is an empty string; give it at least one character, or pass token ids (the model's "
@@ -164,12 +136,14 @@ class LLM:
             )
         if self.tokenizer is None:
             raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
-        return self.engine.add(self.tokenizer.encode(prompt), params, prompt=prompt)
-
-    def _cancel(self, requests: list[Request]) -> None:
-        for request in requests:
-            if request.finish_reason is None:
-                self.engine.cancel(request.request_id)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInput(
+                f"character {error.start} of a prompt is a lone surrogate, U+{ord(prompt[error.start]):04X}; text must "
+                "be what UTF-8 can encode."
+            ) from None
+        return self.engine.add(self.tokenizer.encode(prompt), params, prompt=prompt, outbox=outbox)
 
 
 def generate(
@@ -208,16 +182,33 @@ def generate(
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed = list(prompts)
+    try:
+        listed = list(prompts)
+    except TypeError:
+        raise InvalidInput(f"prompts is a {type(prompts).__name__}; pass a prompt or a list of them.") from None
     if not listed:
         raise InvalidInput("prompts is empty; pass at least one.")
-    if all(isinstance(item, (str, list, tuple)) or hasattr(item, "__array__") for item in listed) and not all(
-        getattr(item, "ndim", None) == 0 for item in listed
-    ):
+    are_prompts = [isinstance(item, (str, list, tuple, Mapping)) or getattr(item, "ndim", 0) > 0 for item in listed]
+    if all(are_prompts):
         return listed
+    if any(are_prompts):
+        index = are_prompts.index(False)
+        raise InvalidInput(f"prompts[{index}] is a {type(listed[index]).__name__} among prompts; see LLM.generate.")
     return [listed]
+
+
+def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    """Returns what is in vLLM's TextPrompt or TokensPrompt."""
+    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if set(prompt) == {"prompt_token_ids"}:
+        return prompt["prompt_token_ids"]
+    raise InvalidInput(
+        f"a prompt is a mapping with the keys {shown(list(prompt))}; it must be {{'prompt': text}} or "
+        "{'prompt_token_ids': ids}."
+    )
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -225,21 +216,10 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")
     if len(params) != count:
         raise InvalidInput(
             f"sampling_params has {len(params)} entries and there are {count} prompts; pass one or {count}."
         )
     return list(params)
-
-
-def _output(request: Request, detokenizer: Detokenizer | None) -> RequestOutput:
-    text = "" if detokenizer is None else detokenizer.text
-    completion = CompletionOutput(text, tuple(request.output_token_ids), request.finish_reason)
-    return RequestOutput(
-        request.request_id,
-        request.prompt,
-        request.prompt_token_ids,
-        (completion,),
-        request.num_cached_tokens,
-        request.metrics,
-    )

@@ -68,11 +68,13 @@ def _step(
     model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
-    if num_steps == 1:
-        sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, max_query_len, kind)
-        sampled = sampled[None]
-    else:
-        sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, num_steps, kind)
+    # A setting for the user's own code; the model's is written with NumPy's rules in mind.
+    with jax.numpy_rank_promotion("allow"):
+        if num_steps == 1:
+            sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, max_query_len, kind)
+            sampled = sampled[None]
+        else:
+            sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, num_steps, kind)
     tokens = jnp.zeros((num_steps, max_num_seqs), jnp.int32).at[:, :num_seqs].set(sampled)
     return (tokens, tokens[-1]), kv_caches
 
@@ -83,7 +85,8 @@ def _decoded(
     """Decodes up to `num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
     first = fields["query_start_loc"][:-1]
     num_slots = jnp.diff(fields["query_start_loc"])
-    one_each = jnp.minimum(jnp.arange(first.size + 1), (num_slots > 0).sum())
+    # int32 by name: under JAX_ENABLE_X64 the defaults are 64 bits wide.
+    one_each = jnp.minimum(jnp.arange(first.size + 1, dtype=jnp.int32), (num_slots > 0).sum(dtype=jnp.int32))
 
     def decode(carry: tuple[jax.Array, KVCaches], index: jax.Array) -> tuple[tuple[jax.Array, KVCaches], jax.Array]:
         token_ids, kv_caches = carry
@@ -101,7 +104,7 @@ def _decoded(
         token_ids = jnp.where(wanted, sampled, token_ids)
         return (token_ids, kv_caches), token_ids
 
-    (_, kv_caches), sampled = jax.lax.scan(decode, (token_ids, kv_caches), jnp.arange(num_steps))
+    (_, kv_caches), sampled = jax.lax.scan(decode, (token_ids, kv_caches), jnp.arange(num_steps, dtype=jnp.int32))
     return sampled, kv_caches
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, field
+from typing import Any
 
+from jattn.engine.checks import check_bool, check_int, shown
+from jattn.engine.delivery import Outbox
 from torch_core.errors import InvalidInput
 
 __all__ = ["CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState", "SamplingParams"]
 
 _MAX_STOP_STRINGS = 16
 _MAX_TOP_K = 1 << 20
+_INT32_MAX = (1 << 31) - 1
+#: The largest float32: logits are divided by the temperature on the device.
+_MAX_TEMPERATURE = float.fromhex("0x1.fffffep+127")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +29,9 @@ class SamplingParams:
         top_p: then keep the likeliest tokens whose probabilities reach this sum; 1 for all.
         max_tokens: tokens to generate at most.
         seed: of this request's random numbers; None derives one from the engine's seed and the request's number.
-        stop: strings that end the text; the text is cut before the first of them.
-        stop_token_ids: tokens that end the text, besides the model's end-of-sequence tokens.
+        stop: strings that end the text; the text is cut before the first of them. Any iterable of them; kept as a
+            tuple.
+        stop_token_ids: tokens that end the text, besides the model's end-of-sequence tokens. Kept as a tuple.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
 
     Raises:
@@ -46,22 +52,25 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise InvalidInput(f"temperature is {self.temperature!r}; it must be a finite number of at least 0.")
-        if not _is_int(self.top_k) or not -1 <= self.top_k <= _MAX_TOP_K:
-            raise InvalidInput(f"top_k is {self.top_k!r}; it must be an int from -1 to {_MAX_TOP_K} (0 or -1 for all).")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        object.__setattr__(self, "temperature", _as_float("temperature", self.temperature))
+        if not 0 <= self.temperature <= _MAX_TEMPERATURE:
+            raise InvalidInput(f"temperature is {self.temperature!r}; it must be a finite float32 of at least 0.")
+        check_int("top_k", self.top_k, -1, _MAX_TOP_K, also=" (0 or -1 for all)")
+        object.__setattr__(self, "top_p", _as_float("top_p", self.top_p))
+        if not 0 < self.top_p <= 1:
             raise InvalidInput(f"top_p is {self.top_p!r}; it must be above 0 and at most 1.")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise InvalidInput(f"max_tokens is {self.max_tokens!r}; it must be an int of at least 1.")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 1 << 32):
-            raise InvalidInput(f"seed is {self.seed!r}; it must be an int from 0 to {(1 << 32) - 1}, or None.")
+        check_int("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, (1 << 32) - 1, also=", or None")
         if isinstance(self.stop, str):
             raise InvalidInput("stop is a string; pass a tuple of strings, as in stop=('\\n',).")
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop))
         if len(self.stop) > _MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidInput(f"stop must hold at most {_MAX_STOP_STRINGS} strings, none of them empty.")
-        if not all(_is_int(token) and token >= 0 for token in self.stop_token_ids):
-            raise InvalidInput(f"stop_token_ids is {self.stop_token_ids!r}; it must hold token ids of at least 0.")
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        for index, token in enumerate(self.stop_token_ids):
+            check_int(f"stop_token_ids[{index}]", token, 0, _INT32_MAX)
+        check_bool("ignore_eos", self.ignore_eos)
 
 
 class RequestState(enum.Enum):
@@ -149,6 +158,7 @@ class Request:
         eos_token_ids: tokens that end it.
         salt: only requests of equal salt share cached prefixes; None for the engine's own.
         output_token_ids: generated and seen.
+        outbox: where its news go.
         num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step.
         num_pending_tokens: tokens sampled on the device and not seen yet.
         pending_row: where the last dispatched step put its sampled token.
@@ -162,6 +172,7 @@ class Request:
     metrics: RequestMetrics
     prompt: str | None = None
     salt: bytes | None = None
+    outbox: Outbox = field(default_factory=Outbox)
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -190,6 +201,20 @@ class Request:
         """Tokens that may still be sampled for it."""
         return self.params.max_tokens - self.num_sampled_tokens
 
+    @property
+    def end_reason(self) -> str | None:
+        """Why the tokens that it has are its last: "stop" or "length"; None if there is more to come."""
+        if self.output_token_ids and self.output_token_ids[-1] in self.eos_token_ids:
+            return "stop"
+        return "length" if len(self.output_token_ids) >= self.params.max_tokens else None
+
+    def restart(self) -> None:
+        """Puts it back to waiting with the tokens that the host has seen; all that was computed of it is gone."""
+        self.state = RequestState.WAITING
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.pending_row = -1
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Returns the known tokens at positions `start` to `stop - 1`."""
         prompt_len = len(self.prompt_token_ids)
@@ -207,9 +232,17 @@ class Request:
         self.state = state
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _as_float(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a number.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a number that fits a float.") from None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise InvalidInput(f"{name} is {shown(values)}; it must be a sequence.") from None

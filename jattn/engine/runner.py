@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +48,8 @@ class ModelRunner:
         self._max_blocks = max_blocks
         window = model.config.sliding_window
         self._window_left = None if window is None else window - 1
-        self._tables = BlockTableCache()
         self._max_num_seqs = config.max_num_seqs
-        self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
+        self.forget()
         self._num_seqs, self._prefill_num_seqs, self._num_tokens, self._query_len = _buckets(config)
         self._compile_seconds = 0.0
         self._step, self._programs = jitted_step(graph, treedef)
@@ -74,8 +74,7 @@ class ModelRunner:
             PoolLost: the step failed and took the pool's contents with it.
         """
         layout, max_query_len = self._bucket(step)
-        buffer = np.zeros(layout.num_elements, np.int32)
-        build_common_metadata(
+        metadata = build_common_metadata(
             step.committed.rows,
             block_size=self._pool.spec.block_size,
             num_blocks=self._pool.num_blocks,
@@ -85,8 +84,9 @@ class ModelRunner:
             window_left=self._window_left,
             table_cache=self._tables,
             layout=layout,
-            buffer=buffer,
         )
+        # Given a layout, the builder packs.
+        buffer = cast(np.ndarray, metadata.packed)
         kind = _fill_requests(step.rows, layout, buffer)
         num_programs, started = len(self._programs), time.monotonic()
         tokens, self._last_tokens = self._pool.run(
@@ -106,9 +106,11 @@ class ModelRunner:
             self._compile_seconds += time.monotonic() - started
         return tokens
 
-    def forget_last_tokens(self) -> None:
-        """Drops the tokens of a failed step."""
-        self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
+    def forget(self) -> None:
+        """Drops what it knows of earlier steps: their tokens and their tables."""
+        with jax.transfer_guard_host_to_device("allow"):
+            self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
+        self._tables = BlockTableCache()
 
     def _bucket(self, step: ScheduledStep) -> tuple[PackedLayout, int]:
         longest = max(row.num_new_tokens for row in step.rows)

@@ -57,7 +57,9 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if kind is SamplingKind.GREEDY:
         return greedy
-    tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+    # Below the likeliest: a tiny temperature then drives the others to -inf, where logits would go to inf alike.
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    tempered = below / jnp.where(temperature > 0, temperature, 1)[:, None]
     if kind is SamplingKind.FILTERED:
         tempered = _filtered(tempered, top_k, top_p)
     keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
@@ -71,10 +73,11 @@ def _filtered(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     vocab = logits.shape[-1]
     descending = -jnp.sort(-logits, axis=-1)
     kept = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    in_top_k = jnp.arange(vocab) < kept[:, None]
+    order = jnp.arange(vocab, dtype=jnp.int32)[None]
+    in_top_k = order < kept[:, None]
     probabilities = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
-    # A token stays while the mass before it is below top_p, so the likeliest always stays.
+    # A token stays while the mass before it is below top_p; the likeliest also where top_p is 0 as a float32.
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    stays = in_top_k & (before < top_p[:, None])
+    stays = in_top_k & ((before < top_p[:, None]) | (order == 0))
     threshold = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= threshold, logits, -jnp.inf)

@@ -56,7 +56,8 @@ class Scheduler:
     """First come, first served, with chunked prefill; preempts the newest request when blocks run out.
 
     Prefill and decode are separate steps, and take turns where both are wanted: a long prompt delays the running
-    requests by one chunk at a time. Not thread-safe; the engine owns it.
+    requests by one chunk at a time. Not thread-safe; the engine's work owns it. What it holds can be made anew from the
+    requests: after an error that is not a refusal it is thrown away.
 
     Args:
         config: sizes of a step.
@@ -113,17 +114,6 @@ class Scheduler:
             self._to_resume.discard(request.request_id)
             self._swapped.discard(request.request_id)
             self._cache.finish(request.request_id)
-
-    def requeue_all(self) -> None:
-        """Puts every running request back to be computed anew, oldest first: the pool's contents are gone."""
-        for request in reversed(self._running):
-            self._put_back(request)
-        self._running.clear()
-        for request in self._waiting:
-            request.num_computed_tokens = 0
-        self._cache.reset()
-        self._swapped.clear()
-        self._to_resume |= self._registered
 
     def _schedule_prefill(self) -> ScheduledStep | None:
         rows = self._prefill_candidates()
@@ -213,7 +203,8 @@ class Scheduler:
         elif seq_id not in self._registered:
             tokens = request.token_ids(0, request.num_known_tokens)
             request.num_computed_tokens = self._cache.add(seq_id, tokens, salt=request.salt)
-            request.num_cached_tokens = request.num_computed_tokens
+            if not request.output_token_ids:
+                request.num_cached_tokens = request.num_computed_tokens
             self._registered.add(seq_id)
 
     def _preempt(self, request: Request) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -13,7 +13,7 @@ from torch_core.errors import InvalidInput
 
 __all__ = ["PagedAttention"]
 
-_Cache: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
+_Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
 
 class PagedAttention(nnx.Module):

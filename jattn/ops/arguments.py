@@ -28,12 +28,10 @@ def attention_spec(
         InvalidInput: a tracer or a value of another type where a static number must be; a query without a head size.
     """
     left, right = _window(sliding_window)
-    if scale is None:
-        head_size = query.shape[-1] if getattr(query, "ndim", 0) else 0
-        # A query of no size is refused with the rest of the call.
-        scale = head_size**-0.5 if head_size else 1.0
+    # A query of no size is refused with the rest of the call.
+    head_size = max(1, query.shape[-1]) if getattr(query, "ndim", 0) else 1
     return AttentionSpec(
-        scale=_static_float("scale", scale),
+        scale=head_size**-0.5 if scale is None else _static_float("scale", scale),
         causal=bool(causal),
         window_left=left,
         window_right=right,

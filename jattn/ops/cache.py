@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import jax
 
 from jattn.ops.run import run
@@ -10,7 +12,8 @@ from torch_core.errors import InvalidInput
 
 __all__ = ["merge_states", "write_kv_cache", "write_kv_cache_per_token_head"]
 
-_Cache = jax.Array | tuple[jax.Array, jax.Array]
+#: One array, or a pair of a key cache and a value cache: what comes in comes out.
+_Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
 
 def write_kv_cache(
@@ -130,5 +133,5 @@ def merge_states(
     return results["out"], results["lse"]
 
 
-def _written(results: dict[str, jax.Array]) -> _Cache:
+def _written(results: dict[str, jax.Array]) -> Any:
     return results["kv_cache"] if "kv_cache" in results else (results["key_cache"], results["value_cache"])

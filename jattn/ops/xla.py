@@ -60,12 +60,10 @@ def _paged_attention(call: PagedCall[jax.Array]) -> dict[str, jax.Array]:
     run_tokens = blocks_per_run * block_size
     first_visible = softmax.first_visible(call, positions[:, 0])
     # Indexed through the whole array where keys and values lie in one: a view of one half would copy it.
-    key_at, value_at = (
-        (lambda blocks, index=index: call.kv_cache[blocks, index])
-        if call.kv_cache is not None
-        else (lambda blocks, index=index: call.caches[index][blocks])
-        for index in range(2)
-    )
+    combined = call.kv_cache
+
+    def blocks_of(index: int, blocks: jax.Array) -> jax.Array:
+        return call.caches[index][blocks] if combined is None else combined[blocks, index]
 
     def visit(state: softmax.SoftmaxState, run: jax.Array) -> softmax.SoftmaxState:
         start = run * run_tokens
@@ -79,7 +77,7 @@ def _paged_attention(call: PagedCall[jax.Array]) -> dict[str, jax.Array]:
         seen = mask.any(1)[:, :, None, None]
         keys, values = (
             jnp.where(seen, x.reshape(num_seqs, run_tokens, num_kv_heads, -1).astype(dtype), 0)
-            for x in (key_at(blocks), value_at(blocks))
+            for x in (blocks_of(0, blocks), blocks_of(1, blocks))
         )
         keys, values = _scaled(keys, call.k_scale), _scaled(values, call.v_scale)
         if call.k_scale_cache is not None and call.v_scale_cache is not None:

@@ -14,6 +14,7 @@ import torch
 
 from jattn.bridge import to_jax, to_torch, typed_errors
 from jattn.pool import programs
+from jattn.pool.plan import check_room
 from torch_core.errors import InvalidInput, PoolLost, Unsupported
 from torch_core.specs import KVCacheSpec
 
@@ -52,7 +53,7 @@ class KVPool:
         device: where to allocate; JAX's default device if None.
 
     Raises:
-        InvalidInput: sizes out of range.
+        InvalidInput: sizes out of range, or more memory than the device has free; nothing was allocated.
 
     Example:
         >>> spec = KVCacheSpec(num_kv_heads=2, head_size=8, block_size=4, dtype="float32")
@@ -84,6 +85,8 @@ class KVPool:
         self._generation = 1
         # What a torch-owned pool was made from; its memory is torch's and must not be freed under JAX.
         self._owners: tuple[torch.Tensor, ...] = ()
+        if not _arrays:
+            check_room(self.num_bytes, device)
         self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
 
     @property
@@ -115,6 +118,33 @@ class KVPool:
         """Returns the data pointer of each layer's array; constant for one generation."""
         return tuple(array.unsafe_buffer_pointer() for array in self._arrays)
 
+    def is_lost(self) -> bool:
+        """Returns whether the contents are gone: consumed by a step that failed or was interrupted, or closed."""
+        if not self._arrays or any(array.is_deleted() for array in self._arrays):
+            return True
+        try:
+            jax.block_until_ready(self._arrays)
+        except (jax.errors.JaxRuntimeError, ValueError):
+            return True
+        return False
+
+    def renew(self) -> None:
+        """Allocates the pool anew: zeros, and a higher generation."""
+        self._generation += 1
+        self._arrays, self._owners = (), ()
+        self._arrays = self._allocate()
+
+    def close(self) -> None:
+        """Gives the memory back now, whoever still holds this object; `renew` would allocate it again.
+
+        Raises:
+            InvalidInput: a torch view of the pool is alive.
+        """
+        self._refuse_live_views()
+        arrays, self._arrays, self._owners = self._arrays, (), ()
+        for array in arrays:
+            array.delete()
+
     def run(self, step: Callable[..., tuple[Result, Any]], *args: Any) -> Result:
         """Runs `step(kv_caches, *args)`, keeps the caches it returns and gives back its result.
 
@@ -125,11 +155,15 @@ class KVPool:
         Raises:
             InvalidInput: a torch view of the pool is alive, or the step did not consume or return the caches. The
                 pool stays usable; it holds what it held before unless the message says otherwise.
+            Unsupported: a setting of JAX is on under which nothing is donated.
             PoolLost: the step failed after it had consumed the caches. The pool is allocated anew, filled with zeros
                 and of a higher generation; the cause is chained.
         """
         self._refuse_live_views()
+        _check_donation()
         before = self._arrays
+        if not before:
+            raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
         with self.guard():
             result, after = step(before, *args)
             after = tuple(after)
@@ -141,7 +175,7 @@ class KVPool:
             shapes = [(array.shape, array.dtype.name) for array in after]
             fate = "still holds what it held"
             if any(consumed):
-                self._rebuild()
+                self.renew()
                 fate = f"was allocated anew, generation {self._generation}: compute every sequence again"
             raise InvalidInput(
                 f"the step returned kv_caches of {shapes}; it must return {self._num_layers} arrays of "
@@ -174,10 +208,10 @@ class KVPool:
             with typed_errors():
                 yield
         except BaseException as error:
-            if not self._is_lost():
+            if not self.is_lost():
                 raise
             lost = self._generation
-            self._rebuild()
+            self.renew()
             if not isinstance(error, Exception):
                 raise
             raise PoolLost(
@@ -325,21 +359,8 @@ class KVPool:
     def _allocate(self) -> tuple[jax.Array, ...]:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
         # buffer cannot be donated in place.
-        return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
-
-    def _rebuild(self) -> None:
-        self._generation += 1
-        self._arrays, self._owners = (), ()
-        self._arrays = self._allocate()
-
-    def _is_lost(self) -> bool:
-        if any(array.is_deleted() for array in self._arrays):
-            return True
-        try:
-            jax.block_until_ready(self._arrays)
-        except (jax.errors.JaxRuntimeError, ValueError):
-            return True
-        return False
+        with jax.transfer_guard_host_to_device("allow"):
+            return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
 
     def _check_blocks(self, name: str, blocks: np.ndarray) -> None:
         outside = (blocks < 0) | (blocks >= self._num_blocks)
@@ -358,3 +379,18 @@ class KVPool:
                 f"{len(self._views)} torch views from as_torch() are alive; XLA would copy the pool instead of "
                 "updating it in place. Delete them (and what was sliced from them) before the next step."
             )
+
+
+def _check_donation() -> None:
+    config: Any = jax.config
+    settings = {
+        "jax_disable_jit": config.jax_disable_jit,
+        "jax_debug_nans": config.jax_debug_nans,
+        "jax_debug_infs": config.jax_debug_infs,
+    }
+    if any(settings.values()):
+        on = " and ".join(name for name, value in settings.items() if value)
+        raise Unsupported(
+            f"{on} is on: JAX donates no buffer then, and a step would copy the whole pool. Switch it off around the "
+            "step, as in: with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False)."
+        )

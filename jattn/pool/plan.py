@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +13,7 @@ import jax
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec
 
-__all__ = ["PoolPlan", "plan_pool"]
+__all__ = ["PoolPlan", "check_room", "plan_pool"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ def plan_pool(
     if memory_fraction is not None and not 0 < memory_fraction <= 1:
         raise InvalidInput(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1.")
     if num_bytes is None:
-        num_bytes = int(_free_bytes(device) * (memory_fraction or 0))
+        num_bytes = int(_free_bytes(_device(device)) * (memory_fraction or 0))
     needed = -(-min_tokens // spec.block_size) + 1
     per_block = num_layers * spec.bytes_per_block
     num_blocks = num_bytes // per_block
@@ -97,8 +100,52 @@ def plan_pool(
     return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=num_blocks)
 
 
+def check_room(num_bytes: int, device: Any = None) -> None:
+    """Refuses what a device has no room for, before its allocator tries for minutes.
+
+    A device that does not report its memory, as a CPU does not, is taken to have this machine's memory free.
+
+    Args:
+        num_bytes: to be allocated.
+        device: JAX's default device if None.
+
+    Raises:
+        InvalidInput: with the bytes that are needed, that are free, and by what the others are held.
+    """
+    device = _device(device)
+    if num_bytes <= _room(device):
+        return
+    # What a reference cycle holds is nobody's any more.
+    gc.collect()
+    room = _room(device)
+    if num_bytes > room:
+        raise InvalidInput(
+            f"{num_bytes:,} bytes are needed and {room:,} are free on {device}; {_holders(device)}. Close or drop "
+            "what is not needed any more, or ask for fewer blocks."
+        )
+
+
+def _device(device: Any) -> Any:
+    return jax.devices()[0] if device is None else device
+
+
+def _room(device: Any) -> int:
+    try:
+        return _free_bytes(device)
+    except Unsupported:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _holders(device: Any) -> str:
+    held: Counter[str] = Counter()
+    for array in jax.live_arrays():
+        if not array.is_deleted() and array.is_fully_addressable and device in array.devices():
+            held[f"{array.dtype.name}{list(array.shape)}"] += array.nbytes
+    most = [f"{count:,} in arrays of {kind}" for kind, count in held.most_common(3)]
+    return f"this process's JAX arrays hold {held.total():,} there" + "".join(f", {text}" for text in most)
+
+
 def _free_bytes(device: Any) -> int:
-    device = jax.devices()[0] if device is None else device
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise Unsupported(f"device {device} does not report its memory; give num_bytes instead of memory_fraction.")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from jattn.engine.detokenize import Detokenizer
 from jattn.load import TextTokenizer
@@ -75,3 +78,70 @@ def test_nothing_is_said_after_a_stop(tokenizer) -> None:
 
     assert detokenizer.push(tokenizer.encode("b", add_special_tokens=False), finished=True) == ""
     assert detokenizer.text == "a"
+
+
+def fallback_tokenizer() -> TextTokenizer:
+    """Words with a mark for the space before them, and a token for each byte that no word has: Llama's scheme."""
+    words = ["\u2581a", "\u2581the", "b", "\u00e9", "\u65e5", "\ufffd"]
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(
+        models.BPE({name: index for index, name in enumerate(names)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return TextTokenizer(tokenizer)
+
+
+def ids_of(tokenizer: TextTokenizer, *names: str) -> list[int]:
+    return [tokenizer.tokenizer.token_to_id(name) for name in names]
+
+
+def test_a_character_of_fallback_bytes_appears_once_it_is_whole() -> None:
+    tokenizer = fallback_tokenizer()
+    detokenizer = Detokenizer(tokenizer)
+
+    shown = [detokenizer.push([token]) for token in ids_of(tokenizer, "\u2581a", "<0xC3>", "<0xA9>", "\u2581the")]
+
+    assert shown == ["a", "", "\u00e9", " the"]
+
+
+def test_bytes_that_can_become_no_character_are_replaced_and_the_text_goes_on() -> None:
+    tokenizer = fallback_tokenizer()
+    detokenizer = Detokenizer(tokenizer)
+    # The library's stream raises at "b": "o" was given out, and bytes that are no UTF-8 turn all of their run into
+    # replacement characters.
+    tokens = ids_of(tokenizer, "\u2581the", "<0x6F>", "<0xF9>", "<0xA9>", "b", "\u2581a")
+
+    shown = [detokenizer.push([token]) for token in tokens]
+
+    assert "".join(shown) == detokenizer.text
+    assert shown[:2] == ["the", "o"]
+    assert detokenizer.text.endswith("b a")
+    assert "\N{REPLACEMENT CHARACTER}" in detokenizer.text
+
+
+@pytest.mark.parametrize("make", [lambda: TextTokenizer(byte_tokenizer()), fallback_tokenizer], ids=["bytes", "words"])
+def test_any_tokens_in_any_pieces_give_the_same_text_and_never_an_error(make, seed) -> None:
+    tokenizer = make()
+    choose = random.Random(seed)
+    for _ in range(300):
+        tokens = [choose.randrange(tokenizer.vocab_size) for _ in range(choose.randrange(1, 24))]
+        one_by_one, at_once = Detokenizer(tokenizer), Detokenizer(tokenizer)
+
+        shown = [one_by_one.push([token]) for token in tokens] + [one_by_one.push([], finished=True)]
+        cut = choose.randrange(len(tokens) + 1)
+        pieces = [at_once.push(tokens[:cut]), at_once.push(tokens[cut:], finished=True)]
+
+        assert "".join(shown) == "".join(pieces) == one_by_one.text
+        assert one_by_one.num_tokens == at_once.num_tokens == len(tokens)
+
+
+def test_valid_text_is_what_decoding_all_of_it_gives(tokenizer, seed) -> None:
+    choose = random.Random(seed)
+    for _ in range(100):
+        text = "".join(choose.choice("a b\u00e9\u65e5\U0001f389\ufffd\n") for _ in range(20))
+
+        shown, detokenizer = pieces(tokenizer, text)
+
+        assert "".join(shown) == detokenizer.text == text

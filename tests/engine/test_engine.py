@@ -115,7 +115,7 @@ def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_wit
         while requests[0].num_sampled_tokens < 5:
             other.step()
         # The first request took blocks 1 and 2: its prompt and two decoded tokens.
-        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._pool.as_torch()])
+        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._owner.device.pool.as_torch()])
 
     for alone, beside in zip(*contents, strict=True):
         np.testing.assert_array_equal(alone, beside)
@@ -143,7 +143,8 @@ def test_an_idle_engine_that_scrubs_holds_nothing_of_anybody(decoder, seed) -> N
     prompts = prompts_of(seed, 20, 2, 9, 14, 3)
 
     tokens = [run(other, prompts) for other in (plain, scrubbing)]
-    left = [any(layer.count_nonzero().item() for layer in other._pool.as_torch()) for other in (plain, scrubbing)]
+    pools = [other._owner.device.pool for other in (plain, scrubbing)]
+    left = [any(layer.count_nonzero().item() for layer in pool.as_torch()) for pool in pools]
 
     assert tokens[0] == tokens[1]
     assert left == [True, False]
@@ -158,7 +159,7 @@ def test_cancelling_the_last_request_scrubs_what_it_left(decoder, seed) -> None:
 
     other.cancel(request.request_id)
 
-    assert not any(layer.count_nonzero().item() for layer in other._pool.as_torch())
+    assert not any(layer.count_nonzero().item() for layer in other._owner.device.pool.as_torch())
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:
@@ -245,6 +246,19 @@ def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
             InvalidInput,
             "the prompt of 'r' has dtype float64 and shape (1,); it must be a flat sequence of ints.",
         ),
+        (
+            [[1], [2, 3]],
+            {},
+            InvalidInput,
+            "the prompt of 'r' must be a flat sequence of ints; it is ragged.",
+        ),
+        (
+            [1, 10**5000],
+            {},
+            InvalidInput,
+            "the prompt of 'r' has dtype object and shape (2,); it must be a flat sequence of ints.",
+        ),
+        ([1], {"prompt": 5}, InvalidInput, "prompt is a int; it must be the prompt's text, or None."),
         ([1], {"salt": b""}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
         ([1], {"salt": "text"}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
         ([1], {"request_id": ""}, InvalidInput, "request_id must be a string of 1 to 256 characters."),
@@ -297,17 +311,17 @@ class _FailingSteps:
     """Makes the runner's n-th dispatch consume the pool and then fail, as a callback that raises does."""
 
     def __init__(self, engine: Engine, *, failures: set[int]) -> None:
-        self._dispatch = engine._runner.dispatch
+        self._dispatch = engine._owner.device.runner.dispatch
         self._engine = engine
         self._failures = failures
         self._count = 0
-        engine._runner.dispatch = self
+        engine._owner.device.runner.dispatch = self
 
     def __call__(self, step):
         self._count += 1
         tokens = self._dispatch(step)
         if self._count in self._failures:
-            pool = self._engine._pool
+            pool = self._engine._owner.device.pool
             with pool.guard():
                 for array in pool._arrays:
                     array.delete()
@@ -323,7 +337,7 @@ def test_a_failed_step_costs_time_and_no_answers(engine, decoder, in_flight, see
     _FailingSteps(other, failures={1, 4, 9})
 
     assert run(other, prompts) == run(engine, prompts)
-    assert other._pool.generation == 4
+    assert other._owner.device.pool.generation == 4
     assert other.cache_stats().used == 0
 
 
@@ -346,8 +360,8 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"block_size": 0}, "block_size is 0; it must be an int of at least 1."),
-        ({"num_blocks": 1}, "num_blocks is 1; it must be an int of at least 2."),
+        ({"block_size": 0}, "block_size is 0; it must be an int from 1 to 2147483647."),
+        ({"num_blocks": 1}, "num_blocks is 1; it must be an int from 2 to 2147483647, or None."),
         (
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},
             (
@@ -370,6 +384,11 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
             ),
         ),
         ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295."),
+        (
+            {"max_num_seqs": 10**5000},
+            "max_num_seqs is an int of 16610 bits; it must be an int from 1 to 2147483647.",
+        ),
+        ({"scrub_on_free": "no"}, "scrub_on_free is 'no'; it must be True or False."),
     ],
 )
 def test_bad_engine_sizes_are_named(arguments, message) -> None:
@@ -384,6 +403,21 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
         InvalidInput, match="the budget of 4,096 bytes holds 4 blocks; a sequence of 128 tokens needs 32"
     ):
         Engine(decoder, EngineConfig(block_size=4, kv_cache_bytes=4096))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'bfloat16'; this model writes float32 caches only."),
+        ({"config": {"block_size": 4}}, "config is a dict; it must be an EngineConfig, or None."),
+        ({"model": "folder"}, "model is a str; it must be a jattn.models.Decoder."),
+    ],
+)
+def test_an_engine_that_could_never_run_is_not_built(decoder, arguments, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        Engine(**{"model": decoder, **arguments})
+
+    assert str(error.value) == message
 
 
 def test_a_length_beyond_the_models_is_refused(decoder) -> None:

@@ -64,6 +64,25 @@ def test_a_stop_string_ends_the_text_before_it(llm) -> None:
     assert completion.finish_reason == "stop"
 
 
+def test_a_stop_string_that_the_last_allowed_token_completes_is_the_reason(llm) -> None:
+    text = llm.generate("stop here", GREEDY)[0].outputs[0].text
+    stop = text[2]
+    params = SamplingParams(temperature=0.0, max_tokens=text.index(stop) + 1, stop=(stop,), ignore_eos=True)
+
+    completion = llm.generate("stop here", params)[0].outputs[0]
+
+    assert (completion.text, completion.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_a_prompt_may_come_as_vllms_mapping(llm) -> None:
+    ids = llm.tokenizer.encode("same")
+
+    outputs = llm.generate([{"prompt": "same"}, {"prompt_token_ids": ids}], GREEDY)
+
+    assert outputs[0].outputs == outputs[1].outputs == llm.generate({"prompt": "same"}, GREEDY)[0].outputs
+    assert [output.prompt for output in outputs] == ["same", None]
+
+
 def test_closing_a_stream_early_cancels_its_requests(llm) -> None:
     stream = llm.stream(["x", "y"], GREEDY)
     next(stream)
@@ -99,13 +118,28 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llm) -> None:
     [
         ([], GREEDY, "prompts is empty; pass at least one."),
         (["a", "b"], [GREEDY], "sampling_params has 1 entries and there are 2 prompts; pass one or 2."),
+        (["a"], {"temperature": 0}, "sampling_params is a dict; pass SamplingParams or a list of them."),
+        (["a"], [{"temperature": 0}], "params is a dict; it must be SamplingParams, or None."),
+        (5, GREEDY, "prompts is a int; pass a prompt or a list of them."),
+        (["a", 5], GREEDY, "prompts[1] is a int among prompts; see LLM.generate."),
+        (
+            {"text": "a"},
+            GREEDY,
+            "a prompt is a mapping with the keys ['text']; it must be {'prompt': text} or {'prompt_token_ids': ids}.",
+        ),
+        (
+            ["fine", "a\ud800"],
+            GREEDY,
+            "character 1 of a prompt is a lone surrogate, U+D800; text must be what UTF-8 can encode.",
+        ),
     ],
 )
-def test_lists_that_do_not_fit_are_refused(llm, prompts, params, message) -> None:
+def test_arguments_of_the_wrong_kind_are_refused_and_nothing_starts(llm, prompts, params, message) -> None:
     with pytest.raises(InvalidInput) as error:
         llm.generate(prompts, params)
 
     assert str(error.value) == message
+    assert llm.engine.num_unfinished == 0
 
 
 def test_generate_takes_an_llm_a_decoder_or_a_folder(llm, folder) -> None:

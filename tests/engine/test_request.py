@@ -13,19 +13,26 @@ from torch_core.errors import InvalidInput
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1; it must be a finite number of at least 0."),
-        ({"temperature": float("nan")}, "temperature is nan; it must be a finite number of at least 0."),
-        ({"temperature": "hot"}, "temperature is 'hot'; it must be a finite number of at least 0."),
+        ({"temperature": -0.1}, "temperature is -0.1; it must be a finite float32 of at least 0."),
+        ({"temperature": float("nan")}, "temperature is nan; it must be a finite float32 of at least 0."),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number."),
         ({"top_k": -2}, "top_k is -2; it must be an int from -1 to 1048576 (0 or -1 for all)."),
         ({"top_k": True}, "top_k is True; it must be an int from -1 to 1048576 (0 or -1 for all)."),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1."),
         ({"top_p": 1.5}, "top_p is 1.5; it must be above 0 and at most 1."),
-        ({"max_tokens": 0}, "max_tokens is 0; it must be an int of at least 1."),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be an int from 1 to 2147483647."),
         ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295, or None."),
         ({"stop": "end"}, "stop is a string; pass a tuple of strings, as in stop=('\\n',)."),
         ({"stop": ("",)}, "stop must hold at most 16 strings, none of them empty."),
         ({"stop": ("x",) * 17}, "stop must hold at most 16 strings, none of them empty."),
-        ({"stop_token_ids": (-1,)}, "stop_token_ids is (-1,); it must hold token ids of at least 0."),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids[0] is -1; it must be an int from 0 to 2147483647."),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a sequence."),
+        ({"stop": 5}, "stop is 5; it must be a sequence."),
+        ({"temperature": 10**400}, "temperature is an int of 1329 bits; it must be a number that fits a float."),
+        ({"temperature": 1e39}, "temperature is 1e+39; it must be a finite float32 of at least 0."),
+        ({"max_tokens": 10**5000}, "max_tokens is an int of 16610 bits; it must be an int from 1 to 2147483647."),
+        ({"seed": -(10**5000)}, "seed is an int of 16610 bits; it must be an int from 0 to 4294967295, or None."),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False."),
     ],
 )
 def test_sampling_parameters_out_of_range_are_named(arguments: dict, message: str) -> None:
@@ -33,6 +40,12 @@ def test_sampling_parameters_out_of_range_are_named(arguments: dict, message: st
         SamplingParams(**arguments)
 
     assert str(error.value) == message
+
+
+def test_a_generator_of_stop_token_ids_is_read_once_and_kept() -> None:
+    params = SamplingParams(stop_token_ids=(token for token in (3, 5)), stop=(text for text in ("a",)))
+
+    assert (params.stop_token_ids, params.stop) == ((3, 5), ("a",))
 
 
 def request_of(prompt: tuple[int, ...], **params: Any) -> Request:

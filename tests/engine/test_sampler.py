@@ -54,6 +54,19 @@ def test_a_tiny_top_p_keeps_the_likeliest() -> None:
     assert draws([1.0, 5.0, 0.0], top_p=1e-6)[1] == 1
 
 
+def test_a_top_p_that_is_zero_as_a_float32_keeps_the_likeliest() -> None:
+    assert draws([1.0, 5.0, 0.0], top_p=1e-46)[1] == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-40, 1e-37, 1e-5])
+def test_a_tiny_temperature_takes_the_likeliest(temperature) -> None:
+    assert draws([1.0, 5.0, 4.0], temperature=temperature)[1] == 1
+
+
+def test_the_largest_temperature_draws_all_alike() -> None:
+    assert np.all(draws([1.0, 5.0, 4.0], temperature=3.4e38) > 0.25)
+
+
 def test_temperature_zero_takes_the_likeliest_also_in_a_random_batch() -> None:
     assert draws([1.0, 1.5, 0.0], temperature=0.0)[1] == 1
 

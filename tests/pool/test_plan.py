@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jattn.pool import plan_pool
+from jattn.pool import KVPool, plan_pool
+from jattn.pool.plan import check_room
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec
 
@@ -68,3 +73,42 @@ def test_a_budget_that_cannot_work_is_refused(arguments, message) -> None:
         plan_pool(SPEC, **{"num_layers": 1, **arguments})
 
     assert str(error.value) == message
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_what_is_needed_and_free() -> None:
+    device = Device({"bytes_limit": 100 * LAYER_BLOCK, "bytes_in_use": 20 * LAYER_BLOCK})
+
+    with pytest.raises(InvalidInput) as error:
+        KVPool(SPEC, num_layers=1, num_blocks=81, device=device)
+
+    assert str(error.value) == (
+        f"{81 * LAYER_BLOCK:,} bytes are needed and {80 * LAYER_BLOCK:,} are free on device 0; this process's JAX "
+        "arrays hold 0 there. Close or drop what is not needed any more, or ask for fewer blocks."
+    )
+    check_room(80 * LAYER_BLOCK, device)
+
+
+def test_the_refusal_names_the_arrays_that_hold_the_memory(monkeypatch) -> None:
+    held = jnp.zeros((7, 1234), jnp.float32)
+    monkeypatch.setattr(jax, "live_arrays", lambda: [held])
+
+    with pytest.raises(InvalidInput, match=rf"{held.nbytes:,} in arrays of float32\[7, 1234\]"):
+        check_room(1 << 60, jax.devices()[0])
+
+
+def test_what_only_a_reference_cycle_holds_is_collected_before_a_refusal() -> None:
+    class Holding(Device):
+        """Reports an array as in use while somebody holds it."""
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 10, "bytes_in_use": 8 if holder() is not None else 0}
+
+    class Node:
+        pass
+
+    node = Node()
+    node.own = node
+    holder = weakref.ref(node)
+    del node
+
+    check_room(9, Holding(None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
@@ -280,7 +280,7 @@ class DenseCall(AttentionCall[A]):
         return self.key, self.value
 
 
-def cache_fields(kv_cache: A | tuple[A, A]) -> dict[str, A]:
+def cache_fields(kv_cache: A | tuple[A, A]) -> dict[str, Any]:
     """Returns the fields of a call for a cache as the public functions take it: one array, or a pair."""
     if not isinstance(kv_cache, tuple):
         return {"kv_cache": kv_cache}

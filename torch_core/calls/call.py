@@ -30,11 +30,11 @@ class Call(Generic[A]):
     #: What the operation is called in errors, plans and profiles.
     name: ClassVar[str]
 
-    def map(self, function: Callable[[Any], Any]) -> typing.Self:
+    def map(self, function: Callable[[Any], Any]) -> Any:
         """Returns the call with `function` applied to each array; numbers, options and absent arrays stay."""
         return self.with_arrays({name: function(array) for name, array in self.arrays().items()})
 
-    def with_arrays(self, arrays: Mapping[str, Any]) -> typing.Self:
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
         """Returns the call with other arrays in the named fields, and whatever else it has."""
         # Not by dataclasses.replace, which takes five times as long; the options have been checked.
         call = object.__new__(type(self))
@@ -168,7 +168,7 @@ def _check_array(field: ArrayField, array: Any, sizes: dict[str, tuple[int, str]
                     f"{field.name} has shape {list(shape)}; it must be {field} with {dim} = {expected}{origin}."
                 )
     if field.dtypes is not None and dtype_name(array) not in field.dtypes:
-        wanted = field.dtypes[0] if len(field.dtypes) <= 2 else "a floating point type"
+        wanted = "a floating point type" if len(field.dtypes) > 2 else next(iter(field.dtypes))
         raise InvalidInput(f"{field.name} is {dtype_name(array)}; it must be {wanted}. Cast it.")
 
 

@@ -91,8 +91,7 @@ def _head_size(call: Call[Any], implementation: str) -> str | None:
 
 
 def _block_size(call: Call[Any], implementation: str) -> str | None:
-    too_large = isinstance(call, PagedCall) and call.block_size > _MAX_BLOCK_SIZE
-    if implementation == "triton" and too_large:
+    if implementation == "triton" and isinstance(call, PagedCall) and call.block_size > _MAX_BLOCK_SIZE:
         return f"block_size is {call.block_size} and its limit {_MAX_BLOCK_SIZE}"
     return None
 

@@ -51,6 +51,7 @@ def _plain_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
 
 
 def _per_token_head_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
+    arrays = call.arrays()
     _, num_heads, head_size = call.key.shape
     padded = power_of_two(max(head_size, call.value.shape[2]))
     rows = max(1, min(16, _TILE_ROW_ELEMENTS // padded))
@@ -59,8 +60,8 @@ def _per_token_head_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
         call,
         (max(1, ceil_div(call.slot_mapping.shape[0] * num_heads, rows)),),
         {
-            **strides("k_scale", _AXES, call.k_scale_cache),
-            **strides("v_scale", _AXES, call.v_scale_cache),
+            **strides("k_scale", _AXES, arrays["k_scale_cache"]),
+            **strides("v_scale", _AXES, arrays["v_scale_cache"]),
         },
         {"PADDED_SIZE": padded, "ROWS": rows, "MAX": LARGEST_CODE[call.cache_dtype]},
     )

@@ -1,0 +1,72 @@
+"""What an engine runs on: the pool, its host memory and the model's runner, built from a model and a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jattn.engine.checks import shown
+from jattn.engine.config import EngineConfig, plan_engine_pool
+from jattn.engine.runner import ModelRunner
+from jattn.models import Decoder
+from jattn.pool import HostBlocks, KVPool, PoolPlan
+from torch_core.cache import CacheConfig
+from torch_core.errors import InvalidInput
+from torch_core.specs import KVCacheSpec
+
+__all__ = ["Device", "open_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a step runs on; it outlives any work.
+
+    Attributes:
+        pool: the cache arrays.
+        host: memory for swapped blocks, if the engine has any.
+        runner: the model.
+    """
+
+    pool: KVPool
+    host: HostBlocks | None
+    runner: ModelRunner
+
+
+def open_device(
+    model: Decoder,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    kv_cache_dtype: str | None,
+    model_fingerprint: bytes,
+) -> tuple[Device, CacheConfig, PoolPlan]:
+    """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
+
+    Raises:
+        InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
+    """
+    shape = model.config
+    dtype = jnp.dtype(shape.dtype).name
+    if kv_cache_dtype not in (None, dtype):
+        raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {dtype} caches only.")
+    spec = KVCacheSpec(
+        num_kv_heads=shape.num_key_value_heads, head_size=shape.head_dim, block_size=config.block_size, dtype=dtype
+    )
+    plan = plan_engine_pool(config, spec, num_layers=shape.num_hidden_layers, max_model_len=max_model_len)
+    max_blocks = -(-max_model_len // config.block_size)
+    cache_config = CacheConfig(
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        sliding_window=shape.sliding_window,
+        max_step_tokens=config.max_num_batched_tokens,
+        model_fingerprint=model_fingerprint,
+        cache_dtype=spec.dtype,
+        max_blocks_per_seq=max_blocks,
+        scrub_on_free=config.scrub_on_free,
+        num_host_blocks=config.num_host_blocks,
+    )
+    pool = KVPool(spec, num_layers=shape.num_hidden_layers, num_blocks=plan.num_blocks)
+    host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
+    return Device(pool, host, ModelRunner(model, pool, config, max_blocks=max_blocks)), cache_config, plan

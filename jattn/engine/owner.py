@@ -1,0 +1,170 @@
+"""The one owner of an engine's requests and of the work on them: each change is whole or is made anew."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jattn.engine.config import EngineConfig
+from jattn.engine.delivery import Outbox
+from jattn.engine.device import Device
+from jattn.engine.request import Request
+from jattn.engine.work import Work
+from torch_core.cache import CacheConfig
+from torch_core.errors import InvalidInput, PoolLost
+
+__all__ = ["Owner"]
+
+
+class Owner:
+    """Holds what stands (requests: their tokens and how they ended) and what is made from it (the work).
+
+    Whoever changes the work takes it out with `begin` and puts it back with `end`. Whatever comes in between, of
+    whatever class, the work is then missing, and the next `begin` makes another from the requests. Not thread-safe.
+
+    Args:
+        config: sizes of a step.
+        cache_config: sizes of the allocator.
+        device: what to run on.
+
+    Attributes:
+        requests: the unfinished ones by id, in the order of their arrival.
+        num_added: requests that were ever added.
+        abandoned: outboxes whose requests the next `begin` cancels; anybody may append.
+    """
+
+    def __init__(self, config: EngineConfig, cache_config: CacheConfig, device: Device) -> None:
+        self._config = config
+        self._cache_config = cache_config
+        self._device: Device | None = device
+        self._work: Work | None = Work(config, cache_config, device)
+        self._generation = self._work.generation
+        self._failed_steps = 0
+        self.requests: dict[str, Request] = {}
+        self.num_added = 0
+        self.abandoned: deque[Outbox] = deque()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._device is None
+
+    @property
+    def device(self) -> Device:
+        """What it runs on.
+
+        Raises:
+            InvalidInput: the engine is closed.
+        """
+        if self._device is None:
+            raise InvalidInput("the engine is closed; build another one.")
+        return self._device
+
+    def begin(self) -> Work:
+        """Takes the work out, whole and up to date. Until it is put back the next `begin` makes it anew.
+
+        Raises:
+            InvalidInput: the engine is closed.
+        """
+        device = self.device
+        work, self._work = self._work, None
+        if work is None or work.generation != device.pool.generation:
+            work = self._anew(device)
+        while self.abandoned:
+            outbox = self.abandoned[0]
+            for request in [request for request in self.requests.values() if request.outbox is outbox]:
+                self.finish(work, request, "cancelled")
+            self.abandoned.popleft()
+        return work
+
+    def end(self, work: Work) -> None:
+        """Puts the work back."""
+        try:
+            work.scrub_if_idle()
+        except PoolLost:
+            # What was to be scrubbed is gone with the pool.
+            return
+        self._work = work
+
+    def refuse(self, work: Work) -> None:
+        """Puts back work that has not changed."""
+        self._work = work
+
+    def add(self, work: Work, request: Request) -> Request:
+        """Takes a request that is queued and puts the work back; if interrupted, nobody knows of the request."""
+        try:
+            self.num_added += 1
+            self.requests[request.request_id] = request
+            self._work = work
+            return request
+        except BaseException:
+            self._work = None
+            self.requests.pop(request.request_id, None)
+            raise
+
+    def finish(self, work: Work, request: Request, reason: str) -> None:
+        """Ends a request."""
+        work.finish(request, reason)
+        self.requests.pop(request.request_id, None)
+
+    def advance(self) -> None:
+        """Dispatches a step if there is one and reads one if it must.
+
+        Raises:
+            PoolLost: two steps failed in a row.
+            InvalidInput: the engine is closed.
+        """
+        work = self.begin()
+        try:
+            ended = work.advance()
+        except PoolLost as error:
+            self._failed_steps += 1
+            if self._failed_steps > 1:
+                self._failed_steps = 0
+                raise
+            _drop_frames(error)
+            return
+        if ended is not None:
+            self._failed_steps = 0
+            for request in ended:
+                self.requests.pop(request.request_id, None)
+        self.end(work)
+
+    def close(self) -> None:
+        """Cancels every request and gives the pool's memory back."""
+        device, self._device, self._work = self._device, None, None
+        for request in list(self.requests.values()):
+            request.outbox.note(request)
+            request.finish_reason = "cancelled"
+            del self.requests[request.request_id]
+        if device is not None:
+            device.pool.close()
+
+    def _anew(self, device: Device) -> Work:
+        for request in list(self.requests.values()):
+            reason = request.finish_reason or request.end_reason
+            if reason is not None:
+                request.outbox.note(request)
+                request.finish_reason = reason
+                del self.requests[request.request_id]
+        # Nobody knows any more which blocks of the old pool hold what was to be scrubbed.
+        holds_residue = self._config.scrub_on_free and device.pool.generation == self._generation
+        if holds_residue or device.pool.is_lost():
+            device.pool.renew()
+        work = Work(self._config, self._cache_config, device)
+        self._generation = work.generation
+        for request in self.requests.values():
+            request.restart()
+            work.add(request)
+        return work
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Forgets where an error that was dealt with came from: the bridge keeps the last few, and frames hold the pool."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            pending += [link.__cause__, link.__context__]

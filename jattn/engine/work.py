@@ -1,0 +1,164 @@
+"""Everything between requests and their answers that can be made anew: block allocator, queues, steps in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from jattn.engine.config import EngineConfig
+from jattn.engine.device import Device
+from jattn.engine.request import Request
+from jattn.engine.scheduler import ScheduledStep, Scheduler
+from torch_core.cache import CacheConfig, CacheManager, CacheStats, CommittedStep
+from torch_core.errors import CacheCorruption
+
+__all__ = ["Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: ScheduledStep
+    tokens: jax.Array
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockMover:
+    """Executes and retires steps without rows. No method of `Work`: a cycle would keep the pool's memory."""
+
+    device: Device
+    cache: CacheManager
+
+    def __call__(self, step: CommittedStep) -> None:
+        self.device.pool.prepare(step, self.device.host)
+        self.cache.retire(step.step_id)
+
+
+class Work:
+    """Runs requests over one generation of a pool.
+
+    Whatever interrupts a method leaves the work in no defined state: throw it away and make another from the requests,
+    whose tokens stand. Nothing but the requests and their outboxes is changed that outlives it.
+
+    Args:
+        config: sizes of a step.
+        cache_config: sizes of the allocator.
+        device: what to run on.
+    """
+
+    def __init__(self, config: EngineConfig, cache_config: CacheConfig, device: Device) -> None:
+        self._config = config
+        self._device = device
+        self._cache = CacheManager(cache_config)
+        self._move_blocks = _BlockMover(device, self._cache)
+        self._scheduler = Scheduler(config, self._cache, self._move_blocks)
+        self._in_flight: deque[_InFlight] = deque()
+        self._has_residue = False
+        self.generation = device.pool.generation
+        device.runner.forget()
+
+    def cache_stats(self) -> CacheStats:
+        """Returns a frozen snapshot of the block allocator."""
+        return self._cache.stats()
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
+        """
+        self._scheduler.add(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Ends a request; tokens of it that are still on the device are dropped."""
+        request.outbox.note(request)
+        request.finish_reason = reason
+        request.metrics = replace(request.metrics, finish_time=time.monotonic())
+        self._scheduler.finish(request)
+        self._has_residue = self._config.scrub_on_free
+
+    def advance(self) -> list[Request] | None:
+        """Dispatches the next step if there is one and reads the oldest if it must.
+
+        Returns:
+            The requests that ended; None if no step was read.
+
+        Raises:
+            PoolLost: a step failed and took the pool's contents with it.
+        """
+        with _own_transfers():
+            dispatched = len(self._in_flight) < self._config.steps_in_flight and self._dispatch()
+            if self._in_flight and (not dispatched or len(self._in_flight) >= self._config.steps_in_flight):
+                return self._read_oldest()
+        if not dispatched and self._scheduler.num_unfinished:
+            raise CacheCorruption(
+                f"{self._scheduler.num_unfinished} requests are unfinished, but none can run and no step is in flight: "
+                f"{self._cache.stats()}."
+            )
+        return None
+
+    def scrub_if_idle(self) -> None:
+        """Scrubs what the last request left; while steps come, each scrubs what was freed before it.
+
+        Raises:
+            PoolLost: as `advance`.
+        """
+        if self._has_residue and not self._in_flight and not self._scheduler.num_unfinished:
+            with _own_transfers():
+                self._move_blocks(self._cache.scrub())
+            self._has_residue = False
+
+    def _dispatch(self) -> bool:
+        step = self._scheduler.schedule()
+        if step is None:
+            return False
+        self._device.pool.prepare(step.committed, self._device.host)
+        tokens = self._device.runner.dispatch(step)
+        for index, row in enumerate(step.rows):
+            if row.num_samples:
+                row.request.num_pending_tokens += row.num_samples
+                row.request.pending_row = index
+        self._in_flight.append(_InFlight(step, tokens))
+        return True
+
+    def _read_oldest(self) -> list[Request]:
+        entry = self._in_flight[0]
+        with self._device.pool.guard():
+            tokens = np.asarray(entry.tokens)  # [num_decode_steps, max_num_seqs]
+        self._in_flight.popleft()
+        now = time.monotonic()
+        ended = []
+        for row, sampled in zip(entry.step.rows, tokens.T.tolist(), strict=False):
+            request = row.request
+            if not row.num_samples or request.finish_reason is not None:
+                continue
+            request.num_pending_tokens -= row.num_samples
+            new = _until_stop(sampled[: row.num_samples], request.eos_token_ids)
+            request.outbox.note(request)
+            request.output_token_ids += new
+            self._cache.append_tokens(request.request_id, new)
+            if request.metrics.first_token_time is None:
+                request.metrics = replace(request.metrics, first_token_time=now)
+            if reason := request.end_reason:
+                self.finish(request, reason)
+                ended.append(request)
+        self._cache.retire(entry.step.committed.step_id)
+        return ended
+
+
+@contextlib.contextmanager
+def _own_transfers() -> Iterator[None]:
+    """Lets uploads of metadata and downloads of tokens pass the user's transfer guards, which look for his own."""
+    with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
+        yield
+
+
+def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    if stops.isdisjoint(tokens):
+        return tokens
+    return tokens[: next(index for index, token in enumerate(tokens) if token in stops) + 1]

@@ -1,0 +1,49 @@
+"""Raises an exception at a chosen line of the engine, as a signal or an allocation that fails would.
+
+Lines are counted while a trace function is set, in the files named here and in this thread only. The line of a `with`
+statement on a lock is passed over: CPython neither runs signal handlers nor allocates between the block's last
+instruction and the lock's release, and only a trace function could raise there.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+ROOMS = ("/jattn/engine/", "/jattn/pool/", "/torch_core/cache/")
+
+
+class InterruptAt:
+    """Raises `error` at the `line`-th line that runs within the block, once; `place` then says where."""
+
+    def __init__(self, line: int, error: BaseException) -> None:
+        self._left = line
+        self._error = error
+        self.place: str | None = None
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        return self._trace if self.place is None and any(room in name for room in ROOMS) else None
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and self.place is None and not _releases_a_lock(frame):
+            self._left -= 1
+            if self._left <= 0:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise self._error
+        return self._trace
+
+
+def _releases_a_lock(frame: FrameType) -> bool:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with self._lock")

@@ -1,0 +1,47 @@
+"""Random arrivals, lengths, prefixes, cancels and lost pools, in pools too small for them: the lone run's answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from jattn.engine import Engine, EngineConfig
+from jattn.models import Decoder
+from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
+
+CONFIGS = {
+    "plain": {"num_blocks": 12},
+    "no prefixes": {"num_blocks": 12, "enable_prefix_caching": False},
+    "overlap": {"num_blocks": 12, "steps_in_flight": 2},
+    "single steps": {"num_blocks": 12, "num_scheduler_steps": 1},
+    "swap": {"num_blocks": 12, "num_host_blocks": 8},
+    "swap and overlap": {"num_blocks": 12, "num_host_blocks": 8, "steps_in_flight": 2},
+    "scrub": {"num_blocks": 12, "scrub_on_free": True},
+    "one at a time": {"num_blocks": 12, "max_num_seqs": 1, "max_num_batched_tokens": 8},
+    "small chunks": {"num_blocks": 12, "max_num_batched_tokens": 4},
+}
+
+
+def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
+    lone = Engine(decoder, EngineConfig(**SIZES, num_blocks=12))
+    engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
+    service = Service(engine, lone, seed, temperature=0.7)
+    while service.added < num_requests:
+        for _ in range(60):
+            service.act()
+        lose_pool_in(engine, service.random.choice(["run", "prepare"]))
+        service.drain()
+        service.check()
+    return engine
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_service_in_chaos_answers_as_a_lone_run_does(config, decoder, seed) -> None:
+    engine = chaos(config, decoder, seed, num_requests=23)
+
+    assert engine._owner.device.pool.generation > 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_thousand_requests_in_chaos_are_answered_as_lone_ones_are(config, decoder, seed) -> None:
+    chaos(config, decoder, seed, num_requests=1000)

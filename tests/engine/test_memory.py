@@ -1,0 +1,117 @@
+"""Who drops or closes an engine has its pool's memory back at once; what cannot fit is refused with the numbers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from jattn.engine import LLM, Engine, EngineConfig
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_engine import GREEDY, prompts_of, run
+from torch_core.errors import InvalidInput
+
+CONFIG = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32, num_host_blocks=4, scrub_on_free=True)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_dropped_engine_frees_its_pool_without_the_collector(decoder, seed) -> None:
+    engine = Engine(decoder, CONFIG)
+    run(engine, prompts_of(seed, 5, 9))
+    array = weakref.ref(engine._owner.device.pool._arrays[0])
+
+    del engine
+
+    assert array() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_dropped_llm_with_an_open_stream_frees_its_pool_without_the_collector(decoder, seed) -> None:
+    llm = LLM(decoder, config=CONFIG)
+    stream = llm.stream(prompts_of(seed, 5, 9), GREEDY)
+    next(stream)
+    array = weakref.ref(llm.engine._owner.device.pool._arrays[0])
+
+    del llm, stream
+
+    assert array() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_engine_that_survived_a_failing_callback_frees_its_pool_when_dropped(seed, monkeypatch) -> None:
+    engine = Engine(tiny_decoder(implementation="torch"), CONFIG)
+    (prompt,) = prompts_of(seed, 5)
+    expected = run(engine, [prompt])
+    fail_once(monkeypatch)
+
+    assert run(engine, [prompt]) == expected
+    assert engine._owner.device.pool.generation > 1
+    array = weakref.ref(engine._owner.device.pool._arrays[0])
+    del engine
+
+    assert array() is None
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the next callback of torch raise inside XLA."""
+    from jattn.bridge import callback
+
+    original = callback._TorchCallback._run
+
+    def fail(self, context, outputs, arguments):
+        monkeypatch.setattr(callback._TorchCallback, "_run", original)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(callback._TorchCallback, "_run", fail)
+
+
+def test_closing_gives_the_memory_back_while_somebody_still_holds_the_engine(decoder, seed) -> None:
+    engine = Engine(decoder, CONFIG)
+    request = engine.add(prompts_of(seed, 5)[0], GREEDY)
+    engine.step()
+    array = engine._owner.device.pool._arrays[0]
+
+    engine.close()
+    engine.close()
+
+    assert array.is_deleted()
+    assert (request.finish_reason, engine.num_unfinished) == ("cancelled", 0)
+    with pytest.raises(InvalidInput, match="the engine is closed; build another one"):
+        engine.step()
+
+
+def test_a_context_manager_closes_the_engine_and_ends_its_streams(decoder, seed) -> None:
+    with LLM(decoder, config=CONFIG) as llm:
+        stream = llm.stream(prompts_of(seed, 5, 9), GREEDY)
+        next(stream)
+
+    outputs = [delta.output for delta in stream if delta.output is not None]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["cancelled"] * 2
+    stream.close()
+    assert llm.engine.closed
+
+
+def test_a_pool_larger_than_this_machines_memory_is_refused_before_it_is_allocated(decoder) -> None:
+    with pytest.raises(InvalidInput, match=r"^128,000,000,000 bytes are needed and [\d,]+ are free on "):
+        Engine(decoder, EngineConfig(num_blocks=31_250_000))
+
+
+def test_more_slots_than_an_int32_counts_are_refused(decoder) -> None:
+    with pytest.raises(InvalidInput) as error:
+        Engine(decoder, EngineConfig(num_blocks=10**9))
+
+    assert str(error.value) == (
+        "num_blocks is 1000000000; with block_size 16 it must be at most 134217727, because slots are int32."
+    )

@@ -1,0 +1,258 @@
+"""The scheduler's decisions alone: no device, no tokens sampled; a step's outcome is written by the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from jattn.engine import EngineConfig, SamplingParams
+from jattn.engine.request import Request, RequestMetrics, RequestState
+from jattn.engine.scheduler import ScheduledStep, Scheduler
+from torch_core.cache import CacheConfig, CacheManager, CommittedStep
+from torch_core.errors import RequestTooLong
+
+
+class Bench:
+    """A scheduler over an allocator, and a stand-in for the device that answers every step at once with token 7."""
+
+    def __init__(self, *, num_blocks: int = 64, num_host_blocks: int = 0, **sizes: int) -> None:
+        config = EngineConfig(
+            **{
+                "block_size": 4,
+                "max_num_seqs": 4,
+                "max_num_batched_tokens": 16,
+                "num_scheduler_steps": 1,
+                "num_blocks": num_blocks,
+                "num_host_blocks": num_host_blocks,
+                **sizes,
+            }
+        )
+        self.cache = CacheManager(
+            CacheConfig(
+                num_blocks=num_blocks, block_size=4, enable_prefix_caching=False, num_host_blocks=num_host_blocks
+            )
+        )
+        self.swaps: list[CommittedStep] = []
+        self.scheduler = Scheduler(config, self.cache, self._move)
+        self._next_token = 0
+
+    def _move(self, step: CommittedStep) -> None:
+        self.swaps.append(step)
+        self.cache.retire(step.step_id)
+
+    def add(self, name: str, num_prompt_tokens: int, max_tokens: int = 8) -> Request:
+        # No two prompts begin alike.
+        first = self._next_token
+        self._next_token += num_prompt_tokens
+        tokens = tuple(range(first, self._next_token))
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(name, tokens, params, 0, frozenset(), RequestMetrics(0.0))
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Runs one step and returns the new tokens of each request, in the order of the rows."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return {}
+        self.answer(step)
+        return {row.request.request_id: row.num_new_tokens for row in step.rows}
+
+    def answer(self, step: ScheduledStep) -> None:
+        for row in step.rows:
+            request = row.request
+            tokens = [7] * row.num_samples
+            request.output_token_ids += tokens
+            if tokens:
+                self.cache.append_tokens(request.request_id, tokens)
+            if request.end_reason:
+                self.scheduler.finish(request)
+        self.cache.retire(step.committed.step_id)
+
+
+def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
+    bench = Bench()
+    for name in "abc":
+        bench.add(name, 3)
+
+    assert list(bench.step()) == ["a", "b", "c"]
+
+
+def test_no_more_than_max_num_seqs_run_and_a_place_that_falls_free_is_the_next_ones() -> None:
+    bench = Bench(max_num_seqs=2)
+    for name in "abc":
+        bench.add(name, 3, max_tokens=2)
+
+    assert [bench.step() for _ in range(4)] == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}, {"c": 1}]
+    assert bench.scheduler.num_unfinished == 0
+
+
+def test_a_step_holds_no_more_tokens_than_its_budget_and_the_rest_of_a_prompt_comes_later() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    request = bench.add("a", 19)
+
+    sizes = [bench.step()["a"] for _ in range(3)]
+
+    assert sizes == [8, 8, 3]
+    assert (len(request.output_token_ids), request.num_computed_tokens) == (1, 19)
+
+
+def test_what_one_prompt_leaves_of_the_budget_the_next_one_gets() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("a", 5)
+    bench.add("b", 9)
+
+    assert [bench.step(), bench.step()] == [{"a": 5, "b": 3}, {"a": 1}]
+    assert bench.step() == {"b": 6}
+
+
+def test_a_chunk_that_does_not_reach_the_prompts_end_samples_nothing() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("a", 12)
+
+    samples = []
+    for _ in range(2):
+        step = bench.scheduler.schedule()
+        samples += [row.num_samples for row in step.rows]
+        bench.answer(step)
+
+    assert samples == [0, 1]
+
+
+def test_a_long_prompt_and_running_requests_take_turns() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    bench.add("short", 2)
+    bench.step()
+    bench.add("long", 12)
+
+    assert [list(bench.step()) for _ in range(6)] == [["short"], ["long"]] * 3
+
+
+def test_the_newest_request_is_preempted_when_blocks_run_out_and_comes_back_first() -> None:
+    # Four usable blocks: both prompts fit, neither can grow beside the other.
+    bench = Bench(num_blocks=5)
+    old, new = bench.add("old", 8, max_tokens=6), bench.add("new", 8, max_tokens=6)
+    late = bench.add("late", 3, max_tokens=2)
+    assert bench.step() == {"old": 8, "new": 8}
+
+    assert bench.step() == {"old": 1}
+    assert (old.state, new.state) == (RequestState.RUNNING, RequestState.PREEMPTED)
+    order = []
+    while bench.scheduler.num_unfinished:
+        order += [name for name in bench.step() if name not in order]
+
+    assert order == ["old", "new", "late"]
+    assert [len(request.output_token_ids) for request in (old, new, late)] == [6, 6, 2]
+    assert bench.cache.stats().used == 0
+
+
+def test_a_preempted_request_is_computed_again_with_what_it_had_said() -> None:
+    bench = Bench(num_blocks=5)
+    bench.add("old", 8, max_tokens=3)
+    new = bench.add("new", 8, max_tokens=3)
+    bench.step()
+    bench.step()
+    assert new.state is RequestState.PREEMPTED
+
+    sizes = []
+    while new.finish_reason is None and bench.scheduler.num_unfinished:
+        sizes += [bench.step().get("new", 0)]
+
+    # Its 8 prompt tokens and the one that it had sampled.
+    assert next(size for size in sizes if size) == 9
+
+
+def test_with_host_blocks_a_preempted_request_is_swapped_and_goes_on_where_it_was() -> None:
+    bench = Bench(num_blocks=5, num_host_blocks=4)
+    bench.add("old", 8, max_tokens=3)
+    new = bench.add("new", 8, max_tokens=3)
+    bench.step()
+    bench.step()
+    assert new.num_computed_tokens == 8
+
+    sizes = []
+    while bench.scheduler.num_unfinished:
+        sizes += [bench.step().get("new", 0)]
+
+    assert [size for size in sizes if size] == [1, 1]
+    assert [swap.to_host for step in bench.swaps for swap in step.swaps] == [True] * 2 + [False] * 2
+
+
+def test_nobody_is_preempted_while_a_sampled_token_is_still_on_the_device() -> None:
+    bench = Bench(num_blocks=5, steps_in_flight=2)
+    requests = [bench.add("old", 8), bench.add("new", 8)]
+    step = bench.scheduler.schedule()
+    for request in requests:
+        request.num_pending_tokens = 1
+
+    assert bench.scheduler.schedule() is None
+
+    for request in requests:
+        request.num_pending_tokens = 0
+    bench.answer(step)
+    assert bench.step() == {"old": 1}
+
+
+def test_a_request_that_does_not_fit_yet_waits_and_preempts_nobody() -> None:
+    bench = Bench(num_blocks=6)
+    bench.add("old", 12, max_tokens=8)
+    bench.step()
+    waiting = bench.add("waiting", 12, max_tokens=4)
+
+    while waiting.state is RequestState.WAITING:
+        bench.step()
+
+    assert bench.cache.stats().preemptions == 0
+    while bench.scheduler.num_unfinished:
+        bench.step()
+    assert bench.cache.stats().used == 0
+
+
+def test_a_prompt_in_chunks_does_not_keep_the_others_from_decoding_several_tokens_at_once() -> None:
+    bench = Bench(num_scheduler_steps=4, max_num_batched_tokens=4)
+    bench.add("a", 2, max_tokens=16)
+    bench.step()
+    assert bench.step() == {"a": 4}
+
+    bench.add("long", 8)
+    assert [bench.step() for _ in range(3)] == [{"long": 4}, {"a": 4}, {"long": 4}]
+
+
+def test_a_request_gets_no_more_tokens_at_once_than_it_may_still_say() -> None:
+    bench = Bench(num_scheduler_steps=4)
+    bench.add("a", 2, max_tokens=4)
+    bench.add("b", 2, max_tokens=9)
+    bench.step()
+
+    assert [bench.step(), bench.step()] == [{"a": 3, "b": 4}, {"b": 4}]
+
+
+def test_a_program_of_several_steps_is_not_used_for_one_token() -> None:
+    bench = Bench(num_scheduler_steps=4)
+    bench.add("a", 2, max_tokens=2)
+    bench.step()
+
+    step = bench.scheduler.schedule()
+
+    assert (step.num_decode_steps, step.num_tokens) == (1, 1)
+
+
+def test_every_request_ends_however_small_the_pool() -> None:
+    bench = Bench(num_blocks=5, max_num_batched_tokens=6)
+    requests = [bench.add(str(number), 1 + number * 5 % 9, max_tokens=1 + number * 3 % 7) for number in range(20)]
+
+    for _ in range(500):
+        if not bench.scheduler.num_unfinished:
+            break
+        assert bench.step()
+
+    assert [len(request.output_token_ids) for request in requests] == [r.params.max_tokens for r in requests]
+    bench.cache.audit()
+
+
+def test_a_request_that_can_never_fit_is_refused_and_not_queued() -> None:
+    bench = Bench(num_blocks=5)
+
+    with pytest.raises(RequestTooLong, match="'big' needs 5 blocks"):
+        bench.add("big", 12, max_tokens=8)
+
+    assert bench.scheduler.num_unfinished == 0
