@@ -82,12 +82,8 @@ def run(
 def main(argv: Sequence[str]) -> int:
     """Prints the table, or JSON; returns 0."""
     parser = argparse.ArgumentParser(prog="jattn bench allocator", description=__doc__)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--long-prompt", type=int, default=131_072)
-    parser.add_argument("--audit-blocks", type=int, default=10_000)
-    parser.add_argument("--repeats", type=int, default=100)
+    for name, parameter in inspect.signature(run).parameters.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=parameter.default)
     parser.add_argument("--json", action="store_true")
     arguments = vars(parser.parse_args(argv))
     as_json = arguments.pop("json")

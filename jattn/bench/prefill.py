@@ -24,6 +24,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOTAL_TOKENS = 16384
 #: Head sizes that the peers have too.
 HEAD_SIZES = (64, 128, 256)
+_TAKE_FP8 = (f"{OURS} paged", "FA3 block 16")
 
 
 def run(
@@ -47,7 +48,9 @@ def run(
         Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("prefill", peers_directory)
-    columns = _fp8_columns(session.peers) if fp8 else _columns(session.peers, jax_columns)
+    columns = _columns(session.peers, jax_columns)
+    if fp8:
+        columns = {name: column for name, column in columns.items() if name in _TAKE_FP8}
     element = torch.float8_e4m3fn if fp8 else torch.bfloat16
     for length in lengths:
         parts = ((TOTAL_TOKENS // length, length, 0),)
@@ -111,13 +114,6 @@ def _columns(found: Any, jax_columns: bool) -> dict[str, Column]:
     if jax_columns:
         columns[f"{OURS} dense in JAX"] = _dense_in_jax
         columns["cuDNN in JAX dense"] = _cudnn_in_jax
-    return columns
-
-
-def _fp8_columns(found: Any) -> dict[str, Column]:
-    columns = {f"{OURS} paged": in_graph(ours)}
-    if found is not None:
-        columns["FA3 block 16"] = in_graph(lambda batch: fa3(found, batch))
     return columns
 
 

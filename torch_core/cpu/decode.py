@@ -9,19 +9,11 @@ from torch import Tensor
 from torch_core.calls import PagedCall
 from torch_core.cpu.core import attend
 from torch_core.cpu.gather import gather_blocks
-from torch_core.cpu.masks import key_range
-from torch_core.specs import AttentionSpec
+from torch_core.cpu.masks import alibi_form
 
-__all__ = ["decode_group", "first_key_of_decode", "padded_blocks"]
+__all__ = ["decode_group", "padded_blocks"]
 
 _SMALLEST_LENGTH = 64
-
-
-def first_key_of_decode(seq_len: int, spec: AttentionSpec) -> int:
-    """Returns the first key that the last token of a sequence sees."""
-    if spec.window_left is None and spec.attention_chunk is None:
-        return 0
-    return key_range(seq_len - 1, seq_len - 1, seq_len, True, spec)[0]
 
 
 def padded_blocks(num_keys: int, block_size: int) -> int:
@@ -84,7 +76,6 @@ def decode_group(
     key, value = gather_blocks(call, blocks, live)
     if slopes is not None:
         last = np.array([end - 1 for _, end in live], np.float32)[:, None, None, None]
-        distance = np.arange(length, dtype=np.float32) - last
-        form = -np.sqrt(np.maximum(-distance, 0)) if call.spec.use_alibi_sqrt else distance
+        form = alibi_form(np.arange(length, dtype=np.float32) - last, call.spec)
         mask = mask + slopes.reshape(1, num_kv_heads, -1, 1) * form
     return attend(query, key, value, scale=scale, bias=torch.from_numpy(mask))

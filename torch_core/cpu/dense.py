@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_core.calls import DenseCall
-from torch_core.cpu.masks import Extras, key_range
+from torch_core.cpu.masks import Extras, first_key
 from torch_core.cpu.result import open_results
 from torch_core.cpu.rows import attend_rows
 
@@ -29,18 +29,16 @@ def attention(call: DenseCall[Tensor]) -> dict[str, Tensor]:
     for seq in seqs:
         extras = all_extras.of_sequence(call, seq)
         rows = slice(query_starts[seq], query_starts[seq + 1])
-        first_key, key_len = 0, key_starts[seq + 1] - key_starts[seq]
-        if extras.mm_ranges is None:
-            context_len = key_len - (rows.stop - rows.start)
-            first_key = key_range(context_len, key_len - 1, key_len, extras.is_causal(call.spec), call.spec)[0]
-        keys = slice(key_starts[seq] + first_key, key_starts[seq + 1])
+        key_len = key_starts[seq + 1] - key_starts[seq]
+        first = 0 if extras.mm_ranges is not None else first_key(key_len - rows.stop + rows.start, key_len, call.spec)
+        keys = slice(key_starts[seq] + first, key_starts[seq + 1])
         results.store(
             rows,
             *attend_rows(
                 query[rows],
                 key[keys].transpose(0, 1),
                 value[keys].transpose(0, 1),
-                first_key=first_key,
+                first_key=first,
                 key_len=key_len,
                 scale=call.spec.scale,
                 spec=call.spec,

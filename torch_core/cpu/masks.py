@@ -11,7 +11,7 @@ from torch_core.calls import AttentionCall
 from torch_core.cpu.gather import raw_array
 from torch_core.specs import AttentionSpec
 
-__all__ = ["Extras", "additive_mask", "first_row_with_keys", "key_range"]
+__all__ = ["Extras", "additive_mask", "alibi_form", "first_key", "first_row_with_keys", "key_range"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,16 @@ class Extras:
         return spec.causal if self.causal is None else self.causal
 
 
+def first_key(position: int, key_len: int, spec: AttentionSpec) -> int:
+    """Returns the first key that the row at a position, or any later one, may see."""
+    low = 0
+    if spec.window_left is not None:
+        low = max(low, position - spec.window_left)
+    if spec.attention_chunk is not None:
+        low = max(low, position // spec.attention_chunk * spec.attention_chunk)
+    return min(low, key_len)
+
+
 def key_range(first_p: int, last_p: int, key_len: int, causal: bool, spec: AttentionSpec) -> tuple[int, int]:
     """Returns the first and last-plus-one key that some row at positions `first_p..last_p` may see.
 
@@ -63,17 +73,14 @@ def key_range(first_p: int, last_p: int, key_len: int, causal: bool, spec: Atten
         >>> key_range(9, 9, 10, True, AttentionSpec(scale=1.0, window_left=3))
         (6, 10)
     """
-    low, high = 0, key_len
+    high = key_len
     if causal:
         high = min(high, last_p + 1)
-    if spec.window_left is not None:
-        low = max(low, first_p - spec.window_left)
     if spec.window_right is not None:
         high = min(high, last_p + spec.window_right + 1)
     if spec.attention_chunk is not None:
-        low = max(low, first_p // spec.attention_chunk * spec.attention_chunk)
         high = min(high, (last_p // spec.attention_chunk + 1) * spec.attention_chunk)
-    return min(low, key_len), max(high, 0)
+    return first_key(first_p, key_len, spec), max(high, 0)
 
 
 def first_row_with_keys(query_len: int, key_len: int, causal: bool, spec: AttentionSpec) -> int:
@@ -121,12 +128,15 @@ def additive_mask(
                 hidden &= ~((first <= p) & (p <= last) & (first <= j) & (j <= last))
     mask = np.zeros((1, *hidden.shape), np.float32)
     if extras.slopes is not None:
-        distance = (j - p).astype(np.float32)
-        form = -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance
-        mask = extras.slopes[:, None, None] * form
+        mask = extras.slopes[:, None, None] * alibi_form((j - p).astype(np.float32), spec)
     if extras.bias is not None:
         first_new = max(context_len, keys[0])
         rows = slice(positions[0] - context_len, positions[1] - context_len)
         mask[:, :, first_new - keys[0] :] += extras.bias[rows, first_new - context_len : keys[1] - context_len]
     mask[:, hidden] = -np.inf
     return mask
+
+
+def alibi_form(distance: np.ndarray, spec: AttentionSpec) -> np.ndarray:
+    """Returns what a slope of ALiBi multiplies, for float32 positions of keys minus those of their rows."""
+    return -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from torch_core.calls import PagedCall
 from torch_core.cpu.core import fused_applies
-from torch_core.cpu.decode import decode_group, first_key_of_decode, padded_blocks
+from torch_core.cpu.decode import decode_group, padded_blocks
 from torch_core.cpu.gather import gather_blocks, scale_value
-from torch_core.cpu.masks import Extras, key_range
+from torch_core.cpu.masks import Extras, first_key
 from torch_core.cpu.result import ResultRows, open_results
 from torch_core.cpu.rows import attend_rows
 
@@ -40,9 +40,9 @@ def paged_attention(call: PagedCall[Tensor]) -> dict[str, Tensor]:
             continue
         num_stored += query_len
         if query_len == 1 and groupable:
-            first_key = first_key_of_decode(seq_len, call.spec)
-            keys = seq_len - first_key // block_size * block_size
-            groups.setdefault(padded_blocks(keys, block_size), []).append((seq, first_key, seq_len))
+            first = first_key(seq_len - 1, seq_len, call.spec)
+            keys = seq_len - first // block_size * block_size
+            groups.setdefault(padded_blocks(keys, block_size), []).append((seq, first, seq_len))
         else:
             single.append(seq)
 
@@ -69,9 +69,8 @@ def _attend_groups(
         limit = max(1, _MAX_GROUP_ELEMENTS // elements)
         for at in range(0, len(members), limit):
             part = members[at : at + limit]
-            rows = _rows([starts[member[0]] for member in part], call.num_tokens)
-            part_query = query if rows is None else query[rows]
-            results.store(rows, *decode_group(call, part_query, part, num_blocks, scale, extras.slopes))
+            rows = _rows([starts[member[0]] for member in part])
+            results.store(rows, *decode_group(call, query[rows], part, num_blocks, scale, extras.slopes))
 
 
 def _attend_single(
@@ -83,14 +82,12 @@ def _attend_single(
     starts: list[int],
     results: ResultRows,
 ) -> None:
-    seq_len, first_key, block_size = int(call.seq_lens[seq]), 0, call.block_size
+    seq_len, block_size = int(call.seq_lens[seq]), call.block_size
     rows = slice(starts[seq], starts[seq + 1])
-    if extras.mm_ranges is None:
-        context_len = seq_len - (rows.stop - rows.start)
-        first_key = key_range(context_len, seq_len - 1, seq_len, extras.is_causal(call.spec), call.spec)[0]
-    first_block = first_key // block_size
+    first = 0 if extras.mm_ranges is not None else first_key(seq_len - rows.stop + rows.start, seq_len, call.spec)
+    first_block = first // block_size
     blocks = call.block_tables.numpy()[seq : seq + 1, first_block : -(-seq_len // block_size)].astype(np.int64)
-    live = (first_key - first_block * block_size, seq_len - first_block * block_size)
+    live = (first - first_block * block_size, seq_len - first_block * block_size)
     key, value = gather_blocks(call, blocks, [live])
     results.store(
         rows,
@@ -98,7 +95,7 @@ def _attend_single(
             query[rows],
             key[0, :, live[0] : live[1]],
             value[0, :, live[0] : live[1]],
-            first_key=first_key,
+            first_key=first,
             key_len=seq_len,
             scale=scale,
             spec=call.spec,
@@ -117,10 +114,8 @@ def _as_heads(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size)
 
 
-def _rows(tokens: list[int], num_tokens: int) -> slice | Tensor | None:
-    """Returns increasing token indices as None when they are all, a slice when they are consecutive: no copy then."""
-    if len(tokens) == num_tokens:
-        return None
+def _rows(tokens: list[int]) -> slice | Tensor:
+    """Returns increasing token indices, as a slice when they are consecutive: no copy then."""
     if tokens[-1] - tokens[0] == len(tokens) - 1:
         return slice(tokens[0], tokens[-1] + 1)
     return torch.tensor(tokens)

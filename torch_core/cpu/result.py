@@ -29,11 +29,11 @@ class ResultRows:
     sinks: Tensor | None
     factor: float
 
-    def store(self, rows: slice | Tensor | None, output: Tensor, lse: Tensor) -> None:
+    def store(self, rows: slice | Tensor, output: Tensor, lse: Tensor) -> None:
         """Stores computed rows.
 
         Args:
-            rows: which tokens; None for all.
+            rows: which tokens.
             output: float32 `[rows, num_kv_heads, group_size, value_head_size]`.
             lse: float32 `[rows, num_kv_heads, group_size]`; -inf marks rows that saw no key, which sinks leave alone.
         """
@@ -85,10 +85,8 @@ def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-largest, largest)
 
 
-def _assign(place: Tensor, rows: slice | Tensor | None, new: Tensor) -> None:
-    if rows is None:
-        place.copy_(new)
-    elif place.dtype.itemsize == 1:
+def _assign(place: Tensor, rows: slice | Tensor, new: Tensor) -> None:
+    if place.dtype.itemsize == 1:
         place.view(torch.uint8)[rows] = new.view(torch.uint8)
     else:
         place[rows] = new.to(place.dtype) if isinstance(rows, Tensor) else new
