@@ -15,13 +15,14 @@ from torch_core.errors import InvalidInput
 __all__ = ["check_values"]
 
 
-def check_values(call: Call[Any]) -> None:
+def check_values(call: Call[Any], *, more_queries: bool = False) -> None:
     """Checks the values of a call's index arrays; its shapes and dtypes have been checked.
 
     On a device those values are out of reach: there they are checked where metadata is built.
 
     Args:
         call: of arrays in the host's memory that numpy can read (CPU tensors, JAX arrays on a CPU).
+        more_queries: under a causal mask a sequence may have more query rows than keys; the first ones see nothing.
 
     Raises:
         InvalidInput: offsets that fall or exceed their array, a length that its table row cannot hold, a block or slot
@@ -29,7 +30,7 @@ def check_values(call: Call[Any]) -> None:
     """
     if isinstance(call, PagedCall):
         query_lens = _check_starts("query_start_loc", call.query_start_loc, call.num_tokens, call.max_query_len)
-        _check_tables(call, query_lens if call.spec.causal else None)
+        _check_tables(call, query_lens if call.spec.causal and not more_queries else None)
     elif isinstance(call, DenseCall):
         _check_starts("query_start_loc", call.query_start_loc, call.num_tokens, call.max_query_len)
         _check_starts("key_start_loc", call.key_start_loc, call.key.shape[0], call.max_key_len)

@@ -51,7 +51,8 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
             f"seq_lens has {call.seq_lens.shape[0]} entries and query_start_loc {call.num_seqs + 1}; they need "
             "num_seqs and num_seqs + 1."
         )
-    check_values(call)
+    # The specification says what more queries than keys give; callers of an operation are told of their slip.
+    check_values(call, more_queries=True)
     key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
     starts = call.query_start_loc.tolist()
     output, lse, compute_dtype = empty_results(call, compute_dtype)
