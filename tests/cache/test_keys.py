@@ -114,12 +114,18 @@ class _OneKey:
     def __init__(self, data: bytes) -> None:
         pass
 
+    def copy(self) -> _OneKey:
+        return self
+
+    def update(self, data: bytes) -> None:
+        pass
+
     def digest(self) -> bytes:
         return bytes(32)
 
 
 def test_content_that_collides_is_not_shared_when_tokens_are_verified(monkeypatch):
-    monkeypatch.setattr("torch_core.cache.keys._sha256", _OneKey)
+    monkeypatch.setattr("torch_core.cache.keys.sha256", _OneKey)
     hits = {}
     for verify in (False, True):
         cache = CacheManager(CacheConfig(num_blocks=12, block_size=2, verify_tokens=verify))
@@ -161,13 +167,6 @@ def test_keys_do_not_depend_on_the_byte_order_of_the_machine(monkeypatch):
     other = KeyChain(root(), 4)
     other.extend(swapped, 1)
     assert other.digests == own.digests
-
-
-def test_the_two_sha_256_of_the_standard_library_agree():
-    chain = KeyChain(root(), 4)
-    chain.extend(array("i", range(8)), 2)
-    first = hashlib.sha256(chain._header + chain._root + struct.pack("<4i", 0, 1, 2, 3)).digest()
-    assert chain.digests[0] == first
 
 
 def test_the_sizes_of_a_cache_never_change():

@@ -154,12 +154,18 @@ class _ShortDigest:
     def __init__(self, data: bytes) -> None:
         self.data = data
 
+    def copy(self) -> _ShortDigest:
+        return _ShortDigest(self.data)
+
+    def update(self, data: bytes) -> None:
+        self.data += data
+
     def digest(self) -> bytes:
         return hashlib.sha256(self.data).digest()[:8] if b"prefix" in self.data else bytes(8)
 
 
 def _truncate_hash(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(keys, "_sha256", _ShortDigest)
+    patch.setattr(keys, "sha256", _ShortDigest)
 
 
 def _do_not_count_down(patch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,10 @@ def may_import(room: str, module: str) -> bool:
         return room in TOP or target in ARROWS.get(room, set()) | OPEN_TO_ALL | {room, first}
     if first in NEVER.get(room.split(".")[0], set()):
         return False
-    return first in sys.stdlib_module_names or first in OUTSIDE.get(room, {first})
+    if first in sys.stdlib_module_names:
+        # What begins with an underscore goes without notice: _sha256 left with Python 3.12.
+        return first == "__future__" or not first.startswith("_")
+    return first in OUTSIDE.get(room, {first})
 
 
 def test_every_import_follows_an_arrow() -> None:
@@ -160,6 +163,7 @@ def test_every_room_is_drawn_on_the_map() -> None:
     ("room", "line", "verdict"),
     [
         ("torch_core.cache", "import numpy", ["torch_core.cache imports numpy"]),
+        ("torch_core.cache", "from _sha256 import sha256", ["torch_core.cache imports _sha256"]),
         ("torch_core.metadata", "from torch_core.cache import pool", ["torch_core.metadata imports torch_core.cache"]),
         ("torch_core.run", "import jax.numpy", ["torch_core.run imports jax.numpy"]),
         ("jattn.ops", "from torch_core import run", ["jattn.ops imports torch_core.run"]),
