@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,8 @@ def room_of(path: Path) -> str:
     return parts[0] if parts[1] == "__init__" else ".".join(parts[:2])
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Every imported module, the ones inside functions included; imports for type checkers only are not."""
+def import_statements(tree: ast.AST, *, for_types_too: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements, the ones inside functions included; those for type checkers only when asked for."""
     skipped = {
         id(child)
         for node in ast.walk(tree)
@@ -111,8 +112,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
         for child in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and (for_types_too or id(node) not in skipped):
+            yield node
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every imported module, as far as the rooms."""
+    for node in import_statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -120,7 +126,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             # "from torch_core import launch" imports the room, not the package alone.
             is_package = node.module in PACKAGES
             yield from (f"{node.module}.{name}" if is_package else node.module for name in names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             yield f"relative import of level {node.level}"
 
 
@@ -175,6 +181,58 @@ def test_every_room_is_drawn_on_the_map() -> None:
 )
 def test_a_wrong_import_is_found(room: str, line: str, verdict: list[str]) -> None:
     assert broken_arrows(room, imported(ast.parse(line))) == verdict
+
+
+def import_circle(modules: dict[str, ast.AST], *, for_types_too: bool = False) -> list[str]:
+    """One way from a module through its imports back to itself; empty if there is none."""
+    graph: dict[str, set[str]] = {}
+    for module, tree in modules.items():
+        named = set()
+        for node in import_statements(tree, for_types_too=for_types_too):
+            above = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            named |= {above + alias.name for alias in node.names}
+        # "from torch_core.cache import swap" imports the file swap, "... import CacheManager" the room's __init__.
+        graph[module] = {
+            next((place for place in (name, name.rpartition(".")[0]) if place in modules), "") for name in named
+        } - {""}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def modules_of(*rooms: str) -> dict[str, ast.AST]:
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        for room, path in sources()
+        if not rooms or room in rooms
+    }
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert import_circle(modules_of()) == []
+
+
+@pytest.mark.parametrize("room", ["torch_core.cache", "torch_core.metadata"])
+def test_no_file_names_itself_by_way_of_types(room: str) -> None:
+    assert import_circle(modules_of(room), for_types_too=True) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "for_types_too", "circle"),
+    [
+        ({"room.a": "import room.b", "room.b": "def f():\n    from room.a import x"}, False, {"room.a", "room.b"}),
+        ({"room.a": "from room import b", "room.b": "from room import a"}, False, {"room.a", "room.b"}),
+        ({"room": "from room.a import x", "room.a": "from room import x"}, False, {"room", "room.a"}),
+        ({"room.a": "if TYPE_CHECKING:\n    import room.b", "room.b": "import room.a"}, True, {"room.a", "room.b"}),
+        ({"room.a": "if TYPE_CHECKING:\n    import room.b", "room.b": "import room.a"}, False, set()),
+        ({"room": "from room.a import x", "room.a": "from room import b", "room.b": ""}, False, set()),
+    ],
+)
+def test_a_circle_is_found(lines: dict[str, str], for_types_too: bool, circle: set[str]) -> None:
+    modules: dict[str, ast.AST] = {module: ast.parse(text) for module, text in lines.items()}
+    assert set(import_circle(modules, for_types_too=for_types_too)) == circle
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")) + [path for _, path in sources()], ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_core.cache.config import NULL_BLOCK, CacheConfig
 from torch_core.cache.groups import CacheGroup
 from torch_core.cache.manager import CacheManager
-from torch_core.cache.records import BlockCopy, BlockSwap, CacheStats, CommittedStep, SequenceRow, StepPlan
+from torch_core.cache.records import BlockCopy, BlockSwap, CacheStats, CommittedStep, StepPlan, StepRow
 
 __all__ = [
     "NULL_BLOCK",
@@ -16,6 +16,6 @@ __all__ = [
     "CacheManager",
     "CacheStats",
     "CommittedStep",
-    "SequenceRow",
     "StepPlan",
+    "StepRow",
 ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["BlockCopy", "BlockSwap", "CacheStats", "CommittedStep", "SequenceRow", "StepPlan"]
+__all__ = ["BlockCopy", "BlockSwap", "CacheStats", "CommittedStep", "StepPlan", "StepRow"]
 
 
 # Rows are named tuples, not dataclasses: a step makes hundreds, and a frozen dataclass costs three times as much.
-class SequenceRow(NamedTuple):
+class StepRow(NamedTuple):
     """One sequence's part of one step.
 
     Attributes:
@@ -90,7 +90,7 @@ class CommittedStep:
     """
 
     step_id: int
-    rows: tuple[SequenceRow, ...] = ()
+    rows: tuple[StepRow, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     swaps: tuple[BlockSwap, ...] = ()
     blocks_to_scrub: tuple[int, ...] = ()

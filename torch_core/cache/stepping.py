@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch_core.cache.config import NULL_BLOCK
-from torch_core.cache.records import BlockCopy, CommittedStep, SequenceRow, StepPlan
+from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRow
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
 from torch_core.errors import InvalidInput, OutOfBlocks, RequestTooLong
@@ -66,9 +66,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         _grow(state, record, plan.tables[position], growth, fresh, copies)
     new_row = tuple.__new__
     rows = [
-        new_row(
-            SequenceRow, (table.seq_id, (blocks := table.rows or table.freeze())[0], table.scheduled, count, blocks)
-        )
+        new_row(StepRow, (table.seq_id, (blocks := table.rows or table.freeze())[0], table.scheduled, count, blocks))
         for table, count in zip(plan.tables, plan.counts, strict=True)
     ]
     for table, end in zip(plan.tables, plan.ends, strict=True):

@@ -17,10 +17,10 @@ from torch_core.metadata.cascade import (
     use_cascade_attention,
 )
 from torch_core.metadata.check import check_metadata
-from torch_core.metadata.common import CommonAttentionMetadata
+from torch_core.metadata.common import CommonAttentionMetadata, EncoderMetadata
 from torch_core.metadata.context_parallel import get_dcp_local_seq_lens, mask_slots_of_other_ranks
 from torch_core.metadata.dense import build_dense_metadata
-from torch_core.metadata.encoder import EncoderMetadata, EncoderRow, encoder_layout
+from torch_core.metadata.encoder import EncoderRow, encoder_layout
 from torch_core.metadata.fast_prefill import make_kv_sharing_fast_prefill_common_attn_metadata
 from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layout
 from torch_core.metadata.local_attention import make_local_attention_virtual_batches

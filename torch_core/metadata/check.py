@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torch_core.errors import InvalidInput
+from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.specs import PAD_SLOT_ID
-
-if TYPE_CHECKING:
-    from torch_core.metadata.common import CommonAttentionMetadata
 
 __all__ = [
     "block_tables_look_right",

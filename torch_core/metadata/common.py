@@ -6,10 +6,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torch_core.metadata.encoder import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout
 
-__all__ = ["CommonAttentionMetadata"]
+__all__ = ["CommonAttentionMetadata", "EncoderMetadata"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderMetadata:
+    """The arrays of cross attention; int32, padded like the decoder's, read-only views of the step's packed buffer.
+
+    Attributes:
+        encoder_seq_lens: [S]; encoder tokens of each sequence, 0 for padding.
+        cross_block_tables: [S, max_encoder_blocks]; their blocks, 0 where unused.
+        cross_slot_mapping: [E]; the slot of each encoder token that is written now, -1 for padding.
+        num_encoder_tokens: real entries of `cross_slot_mapping`.
+        max_encoder_seq_len: an upper bound on `encoder_seq_lens`.
+    """
+
+    encoder_seq_lens: np.ndarray
+    cross_block_tables: np.ndarray
+    cross_slot_mapping: np.ndarray
+    num_encoder_tokens: int
+    max_encoder_seq_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,11 +9,12 @@ import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import block_tables_look_right, check_block_tables, check_written_blocks, row_name
+from torch_core.metadata.common import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout
 from torch_core.metadata.slots import compute_positions, write_slots
 from torch_core.metadata.tables import write_tables
 
-__all__ = ["EncoderMetadata", "EncoderRow", "build_encoder_metadata", "encoder_layout"]
+__all__ = ["EncoderRow", "build_encoder_metadata", "encoder_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,6 @@ class EncoderRow:
     block_ids: Sequence[int]
     num_tokens: int
     num_new_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncoderMetadata:
-    """The arrays of cross attention; int32, padded like the decoder's, read-only views of the step's packed buffer.
-
-    Attributes:
-        encoder_seq_lens: [S]; encoder tokens of each sequence, 0 for padding.
-        cross_block_tables: [S, max_encoder_blocks]; their blocks, 0 where unused.
-        cross_slot_mapping: [E]; the slot of each encoder token that is written now, -1 for padding.
-        num_encoder_tokens: real entries of `cross_slot_mapping`.
-        max_encoder_seq_len: an upper bound on `encoder_seq_lens`.
-    """
-
-    encoder_seq_lens: np.ndarray
-    cross_block_tables: np.ndarray
-    cross_slot_mapping: np.ndarray
-    num_encoder_tokens: int
-    max_encoder_seq_len: int
 
 
 def encoder_layout(*, num_seqs: int, num_encoder_tokens: int, max_encoder_blocks: int) -> list[tuple[str, tuple]]:
