@@ -30,6 +30,15 @@ def test_a_row_says_where_the_new_tokens_go():
     assert step.rows[0] == ("a", (1, 2), 0, 5, ((1, 2),))
 
 
+def test_the_rows_of_a_step_are_there_as_columns_too():
+    cache = make()
+    for name in ("a", "b"):
+        cache.add(name, [1, 2, 3, 4, 5])
+    step = cache.step([("a", 5), ("b", 3)])
+    assert [*zip(*step.rows.columns.values(), strict=True)] == [*step.rows]
+    assert tuple(step.rows.columns) == step.rows[0]._fields
+
+
 def test_a_plan_changes_nothing():
     cache = make()
     cache.add("a", [1, 2, 3])

@@ -184,6 +184,31 @@ def test_a_bad_id_leaves_the_cache_in_order():
     assert converted(cache, ["a", "b"], [(5, 7, 8), (6, 1)]) == [[5, 7, 8], [6, 1]]
 
 
+class _Interrupt:
+    """A lengths array that is interrupted when it is written."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def __setitem__(self, index, value):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("changed", [(5, 6, 7, 8, 9), (5, 6, 7, 8), (4,)])
+def test_a_table_whose_conversion_was_interrupted_is_converted_again(changed):
+    cache, table = BlockTableCache(), (5, 6, 7)
+    converted(cache, ["a"], [table])
+    lens, cache._lens = cache._lens, _Interrupt(cache._lens)
+    with pytest.raises(KeyboardInterrupt):
+        cache.convert(["a"], [changed])
+    cache._lens = lens
+
+    assert converted(cache, ["a"], [table]) == [[5, 6, 7]]
+
+
 def test_random_histories_of_tables_equal_a_conversion_from_scratch(seed):
     rng, cache, known = np.random.default_rng(seed), BlockTableCache(), {}
     for _ in range(200):

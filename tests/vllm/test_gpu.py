@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from torch_core.metadata import (
-    BlockTableCache,
     Buckets,
     SequenceRow,
     build_common_metadata,
@@ -142,31 +140,6 @@ def test_a_step_makes_one_host_to_device_copy():
     copies = [event.name for event in profile.events() if event.name.startswith("Memcpy")]
     assert len(copies) == 10
     assert all("HtoD" in name for name in copies)
-
-
-def test_building_metadata_for_256_sequences_takes_at_most_200_us():
-    ids = np.random.default_rng(0).permutation(np.arange(1, 256 * 256 + 1)).tolist()
-    tables = [tuple(ids[256 * i : 256 * (i + 1)]) for i in range(256)]
-    layout = metadata_layout(num_seqs=256, num_tokens=256, max_blocks=256)
-    buffer, cache, times = np.zeros(layout.num_elements, np.int32), BlockTableCache(), []
-    held = [tables[i][:1] for i in range(256)]
-    for step in range(200):
-        # As in a running engine: a table gets a block every sixteenth step, and is the same tuple until then.
-        lengths = [3600 + step + i % BLOCK for i in range(256)]
-        for i, length in enumerate(lengths):
-            if len(held[i]) != length // BLOCK + 1:
-                held[i] = tables[i][: length // BLOCK + 1]
-        rows = [SequenceRow(held[i], length, 1, str(i)) for i, length in enumerate(lengths)]
-        start = time.perf_counter()
-        build_common_metadata(
-            rows, block_size=BLOCK, num_blocks=256 * 256 + 1, num_seqs=256, num_tokens=256, max_blocks=256,
-            layout=layout, buffer=buffer, table_cache=cache,
-        )  # fmt: skip
-        times.append(time.perf_counter() - start)
-
-    median = float(np.median(times[1:])) * 1e6
-    print(f"metadata of 256 sequences: {median:.0f} us")
-    assert median <= 200
 
 
 def shared_prefix_batch(num_seqs: int, prefix_blocks: int, suffix_blocks: int):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["BlockCopy", "BlockSwap", "CacheStats", "CommittedStep", "StepPlan", "StepRow"]
+__all__ = ["BlockCopy", "BlockSwap", "CacheStats", "CommittedStep", "StepPlan", "StepRow", "StepRows"]
 
 
 # Rows are named tuples, not dataclasses: a step makes hundreds, and a frozen dataclass costs three times as much.
@@ -25,6 +28,26 @@ class StepRow(NamedTuple):
     num_computed_tokens: int
     num_new_tokens: int
     group_block_ids: tuple[tuple[int, ...], ...]
+
+
+class StepRows(tuple[StepRow, ...]):
+    """The rows of a step, with each field of theirs as a column, for those who work on whole columns.
+
+    Attributes:
+        columns: field name to the values of all rows, in order; not to be changed.
+    """
+
+    columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
+
+    @classmethod
+    def of_columns(cls, **columns: Sequence[Any]) -> StepRows:
+        """Makes the rows of their columns, which come in the order of the fields of `StepRow`."""
+        rows = cls(map(tuple.__new__, repeat(StepRow), zip(*columns.values(), strict=True)))
+        rows.columns = columns
+        return rows
+
+
+_NO_ROWS = StepRows()
 
 
 class BlockCopy(NamedTuple):
@@ -90,7 +113,7 @@ class CommittedStep:
     """
 
     step_id: int
-    rows: tuple[StepRow, ...] = ()
+    rows: StepRows = _NO_ROWS
     copies: tuple[BlockCopy, ...] = ()
     swaps: tuple[BlockSwap, ...] = ()
     blocks_to_scrub: tuple[int, ...] = ()

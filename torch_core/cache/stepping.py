@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch_core.cache.config import NULL_BLOCK
-from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRow
+from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRows
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
 from torch_core.errors import InvalidInput, OutOfBlocks, RequestTooLong
@@ -64,19 +64,20 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     copies: list[BlockCopy] = []
     for position, growth in plan.growths.items():
         _grow(state, record, plan.tables[position], growth, fresh, copies)
-    new_row = tuple.__new__
-    rows = [
-        new_row(StepRow, (table.seq_id, (blocks := table.rows or table.freeze())[0], table.scheduled, count, blocks))
-        for table, count in zip(plan.tables, plan.counts, strict=True)
-    ]
+    tables = [table.rows or table.freeze() for table in plan.tables]
+    rows = StepRows.of_columns(
+        seq_id=[table.seq_id for table in plan.tables],
+        block_ids=[groups[0] for groups in tables],
+        num_computed_tokens=[table.scheduled for table in plan.tables],
+        num_new_tokens=plan.counts,
+        group_block_ids=tables,
+    )
     for table, end in zip(plan.tables, plan.ends, strict=True):
         table.scheduled = end
         table.last_step = step_id
     state.counters.copies += len(copies)
     state.version += 1
-    return CommittedStep(
-        step_id=step_id, rows=tuple(rows), copies=tuple(copies), blocks_to_scrub=state.pool.take_dirty()
-    )
+    return CommittedStep(step_id=step_id, rows=rows, copies=tuple(copies), blocks_to_scrub=state.pool.take_dirty())
 
 
 def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:

@@ -19,12 +19,13 @@ from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, enco
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.lengths import lengths_of
 from torch_core.metadata.rows import RowColumns, SequenceRowLike
-from torch_core.metadata.slots import compute_positions, write_slots, write_uniform_slots
+from torch_core.metadata.slots import compute_positions, multiples, write_slots, write_uniform_slots
 from torch_core.metadata.table_cache import BlockTableCache
 from torch_core.metadata.tables import write_tables
 
 __all__ = ["build_common_metadata"]
 
+_ARRAYS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
 _INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -92,7 +93,6 @@ def build_common_metadata(
     _check_pool(block_size, num_blocks)
     columns = RowColumns(rows)
     computed, new, totals, num_new, longest_query, longest, uniform = lengths_of(columns)
-    _check_limit("sequence length", longest, _INT32_MAX, "int32 metadata")
     live = -(-totals // block_size)
     widest = -(-longest // block_size)
 
@@ -104,14 +104,11 @@ def build_common_metadata(
 
     extra = _encoder_extra(encoder_rows, num_seqs, block_size)
     layout, buffer = _target(layout, buffer, num_seqs, num_tokens, width, extra)
-    query_start_loc = layout["query_start_loc"].of(buffer)
-    seq_lens = layout["seq_lens"].of(buffer)
-    tables = layout["block_tables"].of(buffer)
-    slot_mapping = layout["slot_mapping"].of(buffer)
-    positions = layout["positions"].of(buffer)
+    views = {name: layout[name].of(buffer) for name in _ARRAYS}
+    query_start_loc, seq_lens, tables, slot_mapping, positions = views.values()
 
     if uniform:
-        query_start_loc[: num_reqs + 1] = np.arange(0, num_new + 1, uniform)
+        query_start_loc[: num_reqs + 1] = multiples(uniform, num_reqs + 1)
     else:
         query_start_loc[0] = 0
         query_start_loc[1 : num_reqs + 1] = np.cumsum(new)
@@ -120,7 +117,7 @@ def build_common_metadata(
         query_start_loc[num_reqs + 1 :] = num_new
         seq_lens[num_reqs:] = 0
         tables[num_reqs:] = 0
-    write_tables(
+    converted = write_tables(
         columns.tables(cache_group),
         tables[:num_reqs],
         live,
@@ -130,7 +127,9 @@ def build_common_metadata(
         table_cache=table_cache,
     )
     first_read = first_read_block(computed, window_left, block_size=block_size)
-    if not block_tables_look_right(tables[:num_reqs], live, num_blocks, first_read):
+    # What every id that a cache has seen is, need not be looked for in each table.
+    sound = converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks
+    if not sound and not block_tables_look_right(tables[:num_reqs], live, num_blocks, first_read):
         check_block_tables(
             tables[:num_reqs],
             totals,
@@ -161,15 +160,10 @@ def build_common_metadata(
             num_blocks=num_blocks,
             seq_ids=columns.seq_ids(),
         )
-    views = (query_start_loc, seq_lens, tables, slot_mapping, positions)
-    for view in views:
+    for view in views.values():
         view.setflags(write=False)
     return CommonAttentionMetadata(
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_tables=tables,
-        slot_mapping=slot_mapping,
-        positions=positions,
+        **views,
         num_reqs=num_reqs,
         num_actual_tokens=num_new,
         max_query_len=max_query_len,
@@ -189,12 +183,10 @@ def _check_pool(block_size: int, num_blocks: int) -> None:
         raise InvalidInput(f"block_size is {block_size}; it must be at least 1.")
     if num_blocks < 2:
         raise InvalidInput(f"num_blocks is {num_blocks}; it must be at least 2, since block 0 is the null block.")
-    _check_limit("num_blocks * block_size", num_blocks * block_size, _INT32_MAX, "int32 slots")
-
-
-def _check_limit(name: str, value: int, limit: int, why: str) -> None:
-    if value > limit:
-        raise InvalidInput(f"{name} is {value}; {why} allow at most {limit}.")
+    if num_blocks * block_size > _INT32_MAX:
+        raise InvalidInput(
+            f"num_blocks * block_size is {num_blocks * block_size}; int32 slots allow at most {_INT32_MAX}."
+        )
 
 
 def _padded(name: str, size: int | None, needed: int, what: str) -> int:

@@ -257,7 +257,8 @@ def check_written_blocks(
         suspicious = ordered[1:] == ordered[:-1]
     elif query_lens.shape[0] == slots.shape[0]:
         # One token each: any block that is written twice is wrong.
-        blocks = np.sort(slots // block_size)
+        blocks = slots // block_size
+        blocks.sort()
         suspicious = blocks[1:] == blocks[:-1]
     else:
         order = np.argsort(slots, kind="stable")

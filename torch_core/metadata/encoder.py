@@ -96,7 +96,7 @@ def build_encoder_metadata(
         live,
         totals,
         block_size=block_size,
-        seq_ids=lambda: list(seq_ids),
+        seq_ids=lambda: seq_ids,
     )
     tables[count:] = 0
     if not block_tables_look_right(tables[:count], live, num_blocks):

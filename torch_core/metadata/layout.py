@@ -25,20 +25,22 @@ class FieldLayout:
         name: the field's name.
         offset: first element, a multiple of 32 elements (128 bytes).
         shape: the array's shape.
+        size: elements of the array.
     """
 
     name: str
     offset: int
     shape: tuple[int, ...]
+    size: int = field(init=False, repr=False, compare=False)
+    _part: slice = field(init=False, repr=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        """Elements of the array."""
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+        object.__setattr__(self, "_part", slice(self.offset, self.offset + self.size))
 
     def of(self, buffer: Any) -> Any:
         """Returns this field of a numpy, torch or JAX buffer: a view for the first two, a slice inside jit."""
-        part = buffer[self.offset : self.offset + self.size]
+        part = buffer[self._part]
         return part if len(self.shape) == 1 else part.reshape(self.shape)
 
 

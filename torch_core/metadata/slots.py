@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from torch_core.errors import InvalidInput
@@ -11,6 +13,7 @@ __all__ = [
     "compute_positions",
     "compute_slot_mapping",
     "compute_slot_mapping_start_idx",
+    "multiples",
     "write_slots",
     "write_uniform_slots",
 ]
@@ -141,7 +144,7 @@ def write_uniform_slots(
     Args:
         out: int32[T], the slot mapping to write.
         positions: int32[T], to write.
-        computed: int64[S], tokens of each row before the step.
+        computed: int32[S], tokens of each row before the step.
         num_new_tokens: of every row, at least 1.
         block_tables: int32[at least S, max_blocks], contiguous.
         block_size: tokens of one block.
@@ -154,20 +157,26 @@ def write_uniform_slots(
         positions[0], out[0] = position, int(block_tables[0, column]) * block_size + offset
         positions[1:], out[1:] = 0, PAD_SLOT_ID
         return
-    first_entry = np.arange(0, num_rows * width, width)
-    where = computed
+    first_entry, where = multiples(width, num_rows), computed
     if num_new_tokens > 1:
-        where = (computed[:, None] + np.arange(num_new_tokens)).reshape(-1)
+        where = (computed[:, None] + np.arange(num_new_tokens, dtype=np.int32)).reshape(-1)
         first_entry = first_entry.repeat(num_new_tokens)
     column = where // block_size
     slots = block_tables.reshape(-1)[first_entry + column]
     # block * size + (position - column * size)
     slots -= column
     slots *= block_size
-    slots += where
     num_new = where.shape[0]
+    np.add(slots, where, out=out[:num_new])
     positions[:num_new] = where
-    out[:num_new] = slots
     if num_new < out.shape[0]:
         positions[num_new:] = 0
         out[num_new:] = PAD_SLOT_ID
+
+
+@lru_cache(maxsize=64)
+def multiples(step: int, count: int) -> np.ndarray:
+    """Returns int64[count], read-only: 0, step, 2 * step and so on; the same array for the same sizes."""
+    values = np.arange(count) * step
+    values.setflags(write=False)
+    return values

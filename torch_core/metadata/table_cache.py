@@ -23,6 +23,10 @@ class BlockTableCache:
     one that comes back as the same object is converted already, and one that has grown needs only its new ids.
     Memory: one int32 for each id of the last step. Not thread-safe.
 
+    Attributes:
+        least: the smallest id of all tables so far, or 1.
+        most: the largest, or 0.
+
     Example:
         >>> cache = BlockTableCache()
         >>> table = (3, 9)
@@ -34,9 +38,10 @@ class BlockTableCache:
         self._seq_ids: list[str | None] = []
         self._tables: list[object] = []
         self._rows = np.zeros((0, 0), np.int32)
-        self._lens = np.zeros(0, np.int64)
+        self._lens = np.zeros(0, np.int32)
+        self.least, self.most = 1, 0
 
-    def convert(self, seq_ids: list[str | None], tables: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    def convert(self, seq_ids: Sequence[str | None], tables: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Converts what is new and forgets every sequence that is not named.
 
         Args:
@@ -44,7 +49,7 @@ class BlockTableCache:
             tables: its block ids. Only tuples are remembered.
 
         Returns:
-            int32[sequences, columns]: the ids of each table, then zeros; int64[sequences]: how many there are. Both
+            int32[sequences, columns]: the ids of each table, then zeros; int32[sequences]: how many there are. Both
             belong to the cache, and the next call changes them.
 
         Raises:
@@ -52,6 +57,7 @@ class BlockTableCache:
             TypeError: an id is not an int.
             OverflowError: an id is not an int32.
         """
+        seq_ids = list(seq_ids)
         if seq_ids != self._seq_ids:
             self._reorder(seq_ids)
         # In C throughout: in most steps one table in sixteen has changed.
@@ -69,27 +75,39 @@ class BlockTableCache:
         places = np.array([place.get(seq_id, -1) for seq_id in seq_ids], np.int64)
         kept = np.flatnonzero(places >= 0)
         rows = np.zeros((len(seq_ids), self._rows.shape[1]), np.int32)
-        lens = np.zeros(len(seq_ids), np.int64)
+        lens = np.zeros(len(seq_ids), np.int32)
         rows[kept], lens[kept] = self._rows[places[kept]], self._lens[places[kept]]
         tables = [_NEVER_SEEN if index < 0 else self._tables[index] for index in places.tolist()]
-        self._seq_ids, self._tables, self._rows, self._lens = list(seq_ids), tables, rows, lens
+        # In this order an interrupt leaves a cache that knows nobody.
+        self._seq_ids = []
+        self._tables, self._rows, self._lens = tables, rows, lens
+        self._seq_ids = seq_ids
 
     def _update(self, index: int, table: Sequence[int]) -> None:
         last, stop = self._tables[index], len(table)
+        # Equal ids are mostly the same objects, so this comparison costs a tenth of a conversion.
+        start = len(last) if type(last) is tuple and type(table) is tuple and table[: len(last)] == last else 0
+        # Whatever interrupts this leaves a row that is converted again.
+        self._tables[index] = _NEVER_SEEN
         if stop > self._rows.shape[1]:
             grown = np.zeros((self._rows.shape[0], max(stop, 2 * self._rows.shape[1])), np.int32)
             grown[:, : self._rows.shape[1]] = self._rows
             self._rows = grown
-        # Equal ids are mostly the same objects, so this comparison costs a tenth of a conversion.
-        if type(last) is tuple and type(table) is tuple and table[: len(last)] == last:
-            start = len(last)
-            if stop == start + 1 and type(table[start]) is int:
-                # Most tables that changed have grown by one block.
-                self._rows[index, start] = table[start]
-            else:
-                self._rows[index, start:stop] = array("i", table[start:])
+        if stop == start + 1 and type(table[start]) is int:
+            # Most tables that changed have grown by one block.
+            least = most = self._rows[index, start] = table[start]
+        elif stop > start:
+            ids = array("i", table[start:])
+            self._rows[index, start:stop] = ids
+            least, most = min(ids), max(ids)
         else:
-            self._rows[index, :stop] = array("i", table)
-            self._rows[index, stop : self._lens[index]] = 0
+            least, most = self.least, self.most
+        if least < self.least:
+            self.least = least
+        if most > self.most:
+            self.most = most
+        if not start:
+            self._rows[index, stop:] = 0
         self._lens[index] = stop
-        self._tables[index] = table if type(table) is tuple else _NEVER_SEEN
+        if type(table) is tuple:
+            self._tables[index] = table

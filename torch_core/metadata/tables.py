@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +16,15 @@ __all__ = ["write_tables"]
 
 
 def write_tables(
-    tables: list,
+    tables: Sequence[Any],
     out: np.ndarray,
     live: np.ndarray,
     totals: np.ndarray,
     *,
     block_size: int,
-    seq_ids: Callable[[], list[str | None]],
+    seq_ids: Callable[[], Sequence[str | None]],
     table_cache: BlockTableCache | None = None,
-) -> None:
+) -> bool:
     """Writes the first `live` ids of each table, then zeros, to the rows of `out`.
 
     Args:
@@ -35,11 +36,14 @@ def write_tables(
         seq_ids: called for the names of the rows.
         table_cache: converts the tables instead; its memory is of this call's rows afterwards.
 
+    Returns:
+        Whether `table_cache` has converted them all.
+
     Raises:
         InvalidInput: a table is too short or holds something that is not an int32.
     """
     if table_cache is not None and _write_converted(tables, out, live, seq_ids, table_cache):
-        return
+        return True
     needed = live.tolist()
     if list(map(len, tables)) != needed or not _are_int32_arrays(tables):
         tables = [
@@ -53,13 +57,14 @@ def write_tables(
     pieces[::2] = tables
     pieces[1::2] = [tails[count] for count in needed]
     out[:] = np.frombuffer(b"".join(pieces), np.int32).reshape(out.shape)
+    return False
 
 
 def _write_converted(
-    tables: list,
+    tables: Sequence[Any],
     out: np.ndarray,
     live: np.ndarray,
-    seq_ids: Callable[[], list[str | None]],
+    seq_ids: Callable[[], Sequence[str | None]],
     table_cache: BlockTableCache,
 ) -> bool:
     """Does the work of `write_tables` by a cache; returns False when something is wrong, for it to find out what."""
@@ -80,7 +85,7 @@ def _write_converted(
     return True
 
 
-def _are_int32_arrays(tables: list) -> bool:
+def _are_int32_arrays(tables: Sequence[Any]) -> bool:
     return set(map(type, tables)) == {array} and {ids.typecode for ids in tables} == {"i"}
 
 
