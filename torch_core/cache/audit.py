@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from itertools import chain, repeat
 from operator import itemgetter
 
@@ -31,7 +32,7 @@ def audit_state(state: CacheState, *, rehash: bool) -> None:
 
 def collect_stats(state: CacheState) -> CacheStats:
     """Returns the frozen statistics; see `CacheManager.stats`."""
-    pool, counters = state.pool, state.counters
+    pool = state.pool
     waiting = _deferred_holds(state)
     deferred = sum(1 for block, holds in waiting.items() if pool.refs[block] == holds)
     return CacheStats(
@@ -44,15 +45,8 @@ def collect_stats(state: CacheState) -> CacheStats:
         host_free=len(state.host_free),
         num_sequences=len(state.sequences),
         steps_in_flight=len(state.steps),
-        queried_tokens=counters.queried_tokens,
-        hit_tokens=counters.hit_tokens,
         evictions=pool.evictions,
-        preemptions=counters.preemptions,
-        forks=counters.forks,
-        copies=counters.copies,
-        swapped_out=counters.swapped_out,
-        swapped_in=counters.swapped_in,
-        cancelled=counters.cancelled,
+        **asdict(state.counters),
         steps=state.next_step,
     )
 

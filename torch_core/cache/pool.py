@@ -29,8 +29,6 @@ class BlockPool:
         evictions: cached blocks that lost their key so far.
     """
 
-    __slots__ = ("cached", "dirty", "evictions", "free", "index", "num_blocks", "pins", "refs")
-
     def __init__(self, num_blocks: int, index: PrefixIndex, *, scrub: bool = False) -> None:
         self.num_blocks = num_blocks
         self.index = index

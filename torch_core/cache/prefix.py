@@ -30,8 +30,6 @@ class PrefixIndex:
         nodes: block to the lineage behind its key, when tokens are verified.
     """
 
-    __slots__ = ("blocks", "keys", "nodes", "twins", "verify")
-
     def __init__(self, num_groups: int, *, verify: bool) -> None:
         self.verify = verify
         self.blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]

@@ -68,20 +68,6 @@ class CacheState:
         counters: totals for the statistics.
     """
 
-    __slots__ = (
-        "config",
-        "counters",
-        "groups",
-        "host_free",
-        "index",
-        "next_step",
-        "pool",
-        "publishing",
-        "sequences",
-        "steps",
-        "version",
-    )
-
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
         self.groups = config.layouts

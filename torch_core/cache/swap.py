@@ -33,7 +33,7 @@ def swap_out(state: CacheState, sequence: SequenceState, table: SequenceTable) -
             if slot is not None:
                 swaps.append(BlockSwap(block, slot, True, number))
         slots.append(column)
-    sequence.swapped = SwappedTable(slots, table, step_id)
+    sequence.swapped = SwappedTable(slots, table.scheduled, table.retired, table.dropped.copy(), step_id)
     sequence.table = None
     table.leave()
     table.last_step = step_id

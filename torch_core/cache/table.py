@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import dataclass, field
 
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.groups import GroupLayout
@@ -14,6 +15,7 @@ from torch_core.cache.prefix import PrefixIndex
 __all__ = ["SequenceState", "SequenceTable", "SwappedTable"]
 
 
+@dataclass(slots=True, eq=False)
 class SequenceTable:
     """The blocks of a sequence in every group, and how far its steps have come.
 
@@ -36,34 +38,22 @@ class SequenceTable:
         rows: the tables as tuples, or None after a change.
     """
 
-    __slots__ = (
-        "blocks",
-        "dropped",
-        "last_step",
-        "limit",
-        "next_event",
-        "published",
-        "retired",
-        "rows",
-        "scheduled",
-        "seq_id",
-        "sequence",
-        "trusted",
-    )
+    sequence: SequenceState
+    blocks: list[list[int]]
+    scheduled: int
+    seq_id: str = field(init=False)
+    published: list[int] = field(init=False)
+    dropped: list[int] = field(init=False)
+    retired: int = field(init=False)
+    trusted: int | None = None
+    last_step: int = -1
+    limit: int = 0
+    next_event: int | float = 0
+    rows: tuple[tuple[int, ...], ...] | None = None
 
-    def __init__(self, sequence: SequenceState, blocks: list[list[int]], num_tokens: int) -> None:
-        self.sequence = sequence
-        self.seq_id = sequence.seq_id
-        self.blocks = blocks
-        self.published = [0] * len(blocks)
-        self.dropped = [0] * len(blocks)
-        self.scheduled = num_tokens
-        self.retired = num_tokens
-        self.trusted: int | None = None
-        self.last_step = -1
-        self.limit = 0
-        self.next_event: int | float = 0
-        self.rows: tuple[tuple[int, ...], ...] | None = None
+    def __post_init__(self) -> None:
+        self.seq_id, self.retired = self.sequence.seq_id, self.scheduled
+        self.published, self.dropped = [0] * len(self.blocks), [0] * len(self.blocks)
 
     @property
     def known(self) -> int:
@@ -148,6 +138,7 @@ class SequenceTable:
 Growth = tuple[tuple[int, int], ...]
 
 
+@dataclass(slots=True, eq=False)
 class SwappedTable:
     """A table whose blocks are in host memory.
 
@@ -159,16 +150,14 @@ class SwappedTable:
         step_id: the step that copies the blocks to the host.
     """
 
-    __slots__ = ("dropped", "retired", "scheduled", "slots", "step_id")
-
-    def __init__(self, slots: list[list[int | None]], table: SequenceTable, step_id: int) -> None:
-        self.slots = slots
-        self.scheduled = table.scheduled
-        self.retired = table.retired
-        self.dropped = table.dropped.copy()
-        self.step_id = step_id
+    slots: list[list[int | None]]
+    scheduled: int
+    retired: int
+    dropped: list[int]
+    step_id: int
 
 
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """A sequence: its id, its known token ids, its keys, and where its blocks are.
 
@@ -180,11 +169,8 @@ class SequenceState:
         swapped: the blocks in host memory; None unless swapped out.
     """
 
-    __slots__ = ("chains", "seq_id", "swapped", "table", "tokens")
-
-    def __init__(self, seq_id: str, tokens: array[int], chains: tuple[KeyChain, ...]) -> None:
-        self.seq_id = seq_id
-        self.tokens = tokens
-        self.chains = chains
-        self.table: SequenceTable | None = None
-        self.swapped: SwappedTable | None = None
+    seq_id: str
+    tokens: array[int]
+    chains: tuple[KeyChain, ...]
+    table: SequenceTable | None = None
+    swapped: SwappedTable | None = None
