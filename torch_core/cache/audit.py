@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from itertools import chain, repeat
+from itertools import chain, filterfalse, repeat
 from operator import itemgetter
 
 from torch_core.cache.config import NULL_BLOCK
@@ -89,7 +89,7 @@ def _audit_holds(state: CacheState) -> list[str]:
 
 def _audit_places(state: CacheState) -> list[str]:
     pool = state.pool
-    report = [] if _places_look_right(state) else _misplaced_blocks(state)
+    report = _misplaced_blocks(state)
     if pool.dirty and not (set(pool.free).issuperset(pool.dirty) and len({*pool.dirty}) == len(pool.dirty)):
         free = set(pool.free)
         wrong = [block for block, count in Counter(pool.dirty).items() if count > 1 or block not in free]
@@ -110,30 +110,10 @@ def _audit_places(state: CacheState) -> list[str]:
     return report
 
 
-def _places_look_right(state: CacheState) -> bool:
-    """Says that each block is in one place, by sums and whole sets; `_misplaced_blocks` names those that are not."""
-    pool, keys = state.pool, state.index.keys
-    free, cached = set(pool.free), pool.cached.keys()
-    places = [*free, *cached]
-    return (
-        len(free) == len(pool.free)
-        and free.isdisjoint(cached)
-        and len(places) + 1 == pool.refs.count(0)
-        and min(places, default=1) > 0
-        and max(places, default=1) < pool.num_blocks
-        and not any(map(pool.refs.__getitem__, places))
-        and free.isdisjoint(keys)
-        and cached <= keys.keys()
-        and min(keys, default=1) > 0
-        and max(keys, default=1) < pool.num_blocks
-    )
-
-
 def _misplaced_blocks(state: CacheState) -> list[str]:
     pool, keys = state.pool, state.index.keys
     free, cached = set(pool.free), pool.cached.keys()
-    unheld = {block for block, refs in enumerate(pool.refs) if refs == 0}
-    unheld.discard(NULL_BLOCK)
+    unheld = {block for block, refs in enumerate(pool.refs) if not refs and block != NULL_BLOCK}
     problems = (
         (
             "on the free list twice",
@@ -144,7 +124,10 @@ def _misplaced_blocks(state: CacheState) -> list[str]:
         ("held, yet free or cached", (free | cached) - unheld),
         ("free, yet they have a key", free & keys.keys()),
         ("cached without a key", cached - keys.keys()),
-        ("the null block or no block of the pool, yet they have a key", keys.keys() - set(range(1, pool.num_blocks))),
+        (
+            "the null block or no block of the pool, yet they have a key",
+            list(filterfalse(range(1, pool.num_blocks).__contains__, keys)),
+        ),
     )
     return [f"Blocks {what}: {_named(blocks)}." for what, blocks in problems if blocks]
 

@@ -17,7 +17,6 @@ __all__ = [
     "append_tokens",
     "check_admission",
     "fork",
-    "known",
     "preempt",
     "remove",
     "reset",
@@ -82,7 +81,7 @@ def add(
 
 def append_tokens(state: CacheState, seq_id: str, token_ids: Sequence[int]) -> None:
     """Makes token ids known; see `CacheManager.append_tokens`."""
-    sequence = known(state, seq_id)
+    sequence = state.known(seq_id)
     # Decoding appends one token to each of many sequences: worth a short way.
     if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
         token = token_ids[0]
@@ -132,7 +131,7 @@ def preempt(state: CacheState, seq_id: str) -> None:
 
 def resume(state: CacheState, seq_id: str) -> int:
     """Brings a preempted sequence back; see `CacheManager.resume`."""
-    sequence = known(state, seq_id)
+    sequence = state.known(seq_id)
     if sequence.swapped is not None:
         raise InvalidInput(f"sequence {seq_id!r} is swapped out, not preempted; call swap_in({seq_id!r}).")
     if sequence.table is not None:
@@ -143,7 +142,7 @@ def resume(state: CacheState, seq_id: str) -> int:
 
 def remove(state: CacheState, seq_id: str) -> None:
     """Forgets a sequence; see `CacheManager.finish`."""
-    sequence = known(state, seq_id)
+    sequence = state.known(seq_id)
     del state.sequences[seq_id]
     state.detach_table(sequence)
     state.drop_host_slots(sequence)
@@ -163,17 +162,9 @@ def reset(state: CacheState) -> None:
     state.version += 1
 
 
-def known(state: CacheState, seq_id: str) -> SequenceState:
-    """Returns a sequence, or raises InvalidInput if there is none of that id."""
-    sequence = state.sequences.get(seq_id) if isinstance(seq_id, str) else None
-    if sequence is None:
-        raise InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
-    return sequence
-
-
 def running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, SequenceTable]:
     """Returns a sequence and its table, or raises InvalidInput if it has no blocks on the device."""
-    sequence = known(state, seq_id)
+    sequence = state.known(seq_id)
     if sequence.table is None:
         place = "preempted" if sequence.swapped is None else "swapped out"
         raise InvalidInput(f"sequence {seq_id!r} cannot be {verb}: it is {place} and has no blocks on the device.")

@@ -203,7 +203,7 @@ class CacheManager:
             OutOfBlocks: too few blocks in the pool.
             InvalidInput: unknown sequence, or one that is not swapped out.
         """
-        sequence = lifecycle.known(self._state, seq_id)
+        sequence = self._state.known(seq_id)
         if sequence.swapped is None:
             raise InvalidInput(f"sequence {seq_id!r} is not swapped out; only swap_out() puts one there.")
         return swap.swap_in(self._state, sequence, sequence.swapped)

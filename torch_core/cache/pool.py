@@ -51,18 +51,19 @@ class BlockPool:
             OutOfBlocks: fewer blocks are available.
         """
         if count > self.num_available:
-            raise OutOfBlocks(
-                f"{count} blocks are needed; {len(self.free)} are free and {len(self.cached)} evictable.",
-                needed=count,
-                free=len(self.free),
-                evictable=len(self.cached),
-            )
+            raise self.out_of_blocks(f"{count} blocks are needed", count)
         taken: list[int] = []
         for _ in range(count):
             block = self.free.pop() if self.free else self._evict()
             self.refs[block] = 1
             taken.append(block)
         return taken
+
+    def out_of_blocks(self, text: str, needed: int, more: str = "") -> OutOfBlocks:
+        """Returns the error that says what is needed, what there is, and more."""
+        free, evictable = len(self.free), len(self.cached)
+        text = f"{text}; {free} are free and {evictable} evictable{more or '.'}"
+        return OutOfBlocks(text, needed=needed, free=free, evictable=evictable)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Adds a hold to each block; they are held or cached already. The null block is passed over."""

@@ -8,6 +8,7 @@ from torch_core.cache.config import CacheConfig
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.table import SequenceState, SequenceTable
+from torch_core.errors import InvalidInput
 
 __all__ = ["CacheState", "Counters", "StepRecord"]
 
@@ -84,6 +85,13 @@ class CacheState:
         self.pool = BlockPool(self.config.num_blocks, self.index, scrub=self.config.scrub_on_free)
         self.steps: dict[int, StepRecord] = {}
         self.host_free = list(range(self.config.num_host_blocks - 1, -1, -1))
+
+    def known(self, seq_id: object) -> SequenceState:
+        """Returns a sequence, or raises InvalidInput if there is none of that id."""
+        sequence = self.sequences.get(seq_id) if isinstance(seq_id, str) else None
+        if sequence is None:
+            raise InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
+        return sequence
 
     def open_step(self) -> tuple[int, StepRecord]:
         """Starts the record of the next step."""

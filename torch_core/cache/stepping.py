@@ -8,7 +8,7 @@ from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRows
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
-from torch_core.errors import InvalidInput, OutOfBlocks, RequestTooLong
+from torch_core.errors import InvalidInput, RequestTooLong
 
 __all__ = ["commit_plan", "deferred_hint", "plan_step", "retire_step"]
 
@@ -25,7 +25,8 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
         raise InvalidInput("work must be a sequence of pairs (seq_id: str, num_new_tokens: int).") from error
     tables = [sequence.table for sequence in sequences if sequence is not None and sequence.table is not None]
     if len(tables) != len(counts) or (counts and (set(map(type, counts)) != {int} or min(counts) < 1)):
-        raise _bad_work(state, seq_ids, counts)
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            _check_entry(state, seq_id, count)
     if len(set(seq_ids)) != len(seq_ids):
         seq_id = next(seq_id for seq_id in seq_ids if seq_ids.count(seq_id) > 1)
         raise InvalidInput(f"work names sequence {seq_id!r} twice; add its tokens up into one entry.")
@@ -198,30 +199,20 @@ def _check_room(state: CacheState, growing: list[SequenceTable], needed: int) ->
         reserve = reserve if starting and running else 0
     if needed + reserve > pool.num_available:
         held_back = f" ({reserve} are kept for running sequences)" if reserve else ""
-        raise OutOfBlocks(
-            f"the step needs {needed} blocks for {len(growing)} sequences; {len(pool.free)} are free and "
-            f"{len(pool.cached)} evictable{held_back}.{deferred_hint(state)} Wait, or preempt a sequence.",
-            needed=needed,
-            free=len(pool.free),
-            evictable=len(pool.cached),
+        raise pool.out_of_blocks(
+            f"the step needs {needed} blocks for {len(growing)} sequences",
+            needed,
+            f"{held_back}.{deferred_hint(state)} Wait, or preempt a sequence.",
         )
 
 
-def _bad_work(state: CacheState, seq_ids: Sequence[object], counts: Sequence[object]) -> InvalidInput:
-    problems = (_problem(state, seq_id, count) for seq_id, count in zip(seq_ids, counts, strict=True))
-    return InvalidInput(next(problem for problem in problems if problem))
-
-
-def _problem(state: CacheState, seq_id: object, count: object) -> str:
-    sequence = state.sequences.get(seq_id) if isinstance(seq_id, str) else None
-    if sequence is None:
-        return f"sequence {seq_id!r} is unknown: it was never added, or it has finished."
+def _check_entry(state: CacheState, seq_id: object, count: object) -> None:
+    sequence = state.known(seq_id)
     if sequence.table is None:
         place, verb = ("swapped out", "swap_in") if sequence.swapped else ("preempted", "resume")
-        return f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned."
+        raise InvalidInput(f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned.")
     if type(count) is not int or count < 1:
-        return f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1."
-    return ""
+        raise InvalidInput(f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1.")
 
 
 def _step_list(state: CacheState) -> str:

@@ -48,13 +48,8 @@ def swap_in(state: CacheState, sequence: SequenceState, swapped: SwappedTable) -
     pool = state.pool
     needed = sum(slot is not None for column in swapped.slots for slot in column)
     if needed > pool.num_available:
-        raise OutOfBlocks(
-            f"swapping in sequence {sequence.seq_id!r} needs {needed} blocks; {len(pool.free)} are free and "
-            f"{len(pool.cached)} evictable.{deferred_hint(state)}",
-            needed=needed,
-            free=len(pool.free),
-            evictable=len(pool.cached),
-        )
+        text = f"swapping in sequence {sequence.seq_id!r} needs {needed} blocks"
+        raise pool.out_of_blocks(text, needed, f".{deferred_hint(state)}")
     fresh = iter(pool.take(needed))
     blocks = [[NULL_BLOCK if slot is None else next(fresh) for slot in column] for column in swapped.slots]
     swaps = tuple(
