@@ -7,13 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata.check import (
-    block_tables_look_right,
-    check_block_tables,
-    check_written_blocks,
-    first_read_block,
-    row_name,
-)
+from torch_core.metadata.check import check_fresh_block_tables, check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
@@ -126,18 +120,16 @@ def build_common_metadata(
         seq_ids=columns.seq_ids,
         table_cache=table_cache,
     )
-    first_read = first_read_block(computed, window_left, block_size=block_size)
     # What every id that a cache has seen is, need not be looked for in each table.
-    sound = converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks
-    if not sound and not block_tables_look_right(tables[:num_reqs], live, num_blocks, first_read):
-        check_block_tables(
+    if not (converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks):
+        check_fresh_block_tables(
             tables[:num_reqs],
             totals,
             new,
             block_size=block_size,
             num_blocks=num_blocks,
             window_left=window_left,
-            seq_ids=columns.seq_ids(),
+            seq_ids=columns.seq_ids,
         )
 
     if uniform:

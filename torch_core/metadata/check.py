@@ -11,14 +11,12 @@ from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.specs import PAD_SLOT_ID
 
 __all__ = [
-    "block_tables_look_right",
     "check_block_tables",
+    "check_fresh_block_tables",
     "check_metadata",
     "check_query_start_loc",
-    "check_seq_lens",
-    "check_slot_mapping",
     "check_written_blocks",
-    "first_read_block",
+    "first_true",
     "row_name",
 ]
 
@@ -54,7 +52,7 @@ def check_metadata(
     reqs = metadata.num_reqs
     check_query_start_loc(metadata.query_start_loc, metadata.num_actual_tokens, num_reqs=reqs, seq_ids=seq_ids)
     query_lens = metadata.query_lens[:reqs]
-    check_seq_lens(metadata.seq_lens, query_lens, num_reqs=reqs, seq_ids=seq_ids)
+    _check_seq_lens(metadata.seq_lens, query_lens, reqs, seq_ids)
     _check_bound("max_query_len", metadata.max_query_len, query_lens)
     _check_bound("max_seq_len", metadata.max_seq_len, metadata.seq_lens)
     check_block_tables(
@@ -67,7 +65,7 @@ def check_metadata(
         seq_ids=seq_ids,
     )
     _check_tails(metadata, seq_ids)
-    check_slot_mapping(metadata, seq_ids=seq_ids)
+    _check_slot_mapping(metadata, seq_ids)
     check_written_blocks(
         metadata.slot_mapping[: metadata.num_actual_tokens],
         query_lens,
@@ -92,23 +90,18 @@ def check_query_start_loc(
     if query_start_loc[0] != 0:
         raise InvalidInput(f"query_start_loc[0] is {query_start_loc[0]}; a running sum starts with 0.")
     steps = np.diff(query_start_loc)
-    bad = np.flatnonzero(steps < 0)
-    if bad.size:
-        index = int(bad[0])
+    if (index := first_true(steps < 0)) is not None:
         raise InvalidInput(
             f"query_start_loc[{index + 1}] is {query_start_loc[index + 1]} after {query_start_loc[index]}; it cannot "
             f"decrease ({row_name(index, seq_ids)})."
         )
-    bad = np.flatnonzero(steps[:reqs] == 0)
-    if bad.size:
-        index = int(bad[0])
+    if (index := first_true(steps[:reqs] == 0)) is not None:
         raise InvalidInput(
             f"query_start_loc[{index + 1}] equals query_start_loc[{index}] ({query_start_loc[index]}): "
             f"{row_name(index, seq_ids)} has no query. Leave it out of the step, or make it a padding row."
         )
-    bad = np.flatnonzero(steps[reqs:])
-    if bad.size:
-        index = reqs + int(bad[0])
+    if (padding := first_true(steps[reqs:] != 0)) is not None:
+        index = reqs + padding
         raise InvalidInput(
             f"query_start_loc[{index + 1}] is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row "
             f"{index} is padding (num_reqs is {reqs}); padding rows repeat the last sum."
@@ -119,59 +112,21 @@ def check_query_start_loc(
         )
 
 
-def check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, *, num_reqs: int, seq_ids: SeqIds = None) -> None:
-    """Checks that each real sequence is at least as long as its query and positive, and that padding rows are 0.
-
-    Raises:
-        InvalidInput: otherwise.
-    """
+def _check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, num_reqs: int, seq_ids: SeqIds) -> None:
     live = seq_lens[:num_reqs]
-    bad = np.flatnonzero(live < 1)
-    if bad.size:
-        index = int(bad[0])
+    if (index := first_true(live < 1)) is not None:
         raise InvalidInput(
             f"seq_lens[{index}] is {live[index]} for {row_name(index, seq_ids)}; a sequence in a step has at "
             "least 1 token."
         )
-    bad = np.flatnonzero(query_lens > live)
-    if bad.size:
-        index = int(bad[0])
+    if (index := first_true(query_lens > live)) is not None:
         raise InvalidInput(
             f"seq_lens[{index}] is {live[index]} but its query has {query_lens[index]} tokens "
             f"({row_name(index, seq_ids)}); seq_lens counts the new tokens too."
         )
-    bad = np.flatnonzero(seq_lens[num_reqs:])
-    if bad.size:
-        index = num_reqs + int(bad[0])
+    if (padding := first_true(seq_lens[num_reqs:] != 0)) is not None:
+        index = num_reqs + padding
         raise InvalidInput(f"seq_lens[{index}] is {seq_lens[index]}, but row {index} is padding and must be 0.")
-
-
-def block_tables_look_right(
-    block_tables: np.ndarray, live: np.ndarray, num_blocks: int, first_read: np.ndarray | None = None
-) -> bool:
-    """Returns whether all ids are in the pool and none that is read is null; False means to look closer.
-
-    A screen of a few reductions for tables whose tails are zero.
-
-    Args:
-        block_tables: int32[S, max_blocks], real rows only.
-        live: int[S], blocks in use.
-        num_blocks: blocks of the pool.
-        first_read: int[S], the first block that a window still covers; None for 0.
-    """
-    if block_tables.size == 0:
-        return True
-    # Seen as unsigned, a negative id is larger than any pool.
-    if block_tables.view(np.uint32).max() >= num_blocks:
-        return False
-    if np.count_nonzero(block_tables) == live.sum():
-        return True
-    if first_read is None:
-        return False
-    columns = np.arange(block_tables.shape[1], dtype=np.int32)
-    read = columns < live.astype(np.int32)[:, None]
-    read &= columns >= first_read.astype(np.int32)[:, None]
-    return not (block_tables == 0)[read].any()
 
 
 def check_block_tables(
@@ -200,9 +155,7 @@ def check_block_tables(
     """
     live = -(-seq_lens // block_size)
     width = block_tables.shape[1]
-    bad = np.flatnonzero(live > width)
-    if bad.size:
-        row = int(bad[0])
+    if (row := first_true(live > width)) is not None:
         raise InvalidInput(
             f"seq_lens[{row}] is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has {width} "
             f"columns ({row_name(row, seq_ids)})."
@@ -219,9 +172,7 @@ def check_block_tables(
             f"blocks, 0 is the null block). {row_name(row, seq_ids, capital=True)} has {seq_lens[row]} tokens and "
             f"needs {live[row]} blocks.{tail}"
         )
-    first_read = first_read_block(seq_lens - query_lens, window_left, block_size=block_size)
-    if first_read is None:
-        first_read = np.zeros_like(live)
+    first_read = _first_read_block(seq_lens - query_lens, window_left, block_size)
     null = used & (columns >= first_read[:, None]) & (block_tables == 0)
     if null.any():
         row, column = np.argwhere(null)[0].tolist()
@@ -230,6 +181,45 @@ def check_block_tables(
         raise InvalidInput(
             f"block_tables[{row}, {column}] is the null block but tokens {first}..{last} are {where} "
             f"({row_name(row, seq_ids)})."
+        )
+
+
+def check_fresh_block_tables(
+    block_tables: np.ndarray,
+    seq_lens: np.ndarray,
+    query_lens: np.ndarray,
+    *,
+    block_size: int,
+    num_blocks: int,
+    window_left: int | None = None,
+    seq_ids: Callable[[], SeqIds],
+) -> None:
+    """Does what `check_block_tables` does for tables whose tails are zero, where a few reductions mostly suffice.
+
+    Raises:
+        InvalidInput: an id is outside the pool, negative or null where the step reads.
+    """
+    if block_tables.size == 0:
+        return
+    live = -(-seq_lens // block_size)
+    # Seen as unsigned, a negative id is larger than any pool.
+    right = block_tables.view(np.uint32).max() < num_blocks
+    if right and np.count_nonzero(block_tables) != live.sum():
+        right = False
+        if window_left is not None:
+            columns = np.arange(block_tables.shape[1])
+            passed = _first_read_block(seq_lens - query_lens, window_left, block_size)
+            read = (columns < live[:, None]) & (columns >= passed[:, None])
+            right = not (block_tables == 0)[read].any()
+    if not right:
+        check_block_tables(
+            block_tables,
+            seq_lens,
+            query_lens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            window_left=window_left,
+            seq_ids=seq_ids(),
         )
 
 
@@ -270,25 +260,19 @@ def check_written_blocks(
         _explain_written_blocks(slots, query_lens, block_size, seq_ids() if seq_ids else None)
 
 
-def check_slot_mapping(metadata: CommonAttentionMetadata, *, seq_ids: SeqIds = None) -> None:
-    """Checks that every slot is the one that the tables and positions give, and that padding has none.
-
-    Raises:
-        InvalidInput: a slot is outside the pool or points elsewhere, or a padding token has one.
-    """
+def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> None:
     tokens, block_size = metadata.num_actual_tokens, metadata.block_size
     slots = metadata.slot_mapping[:tokens]
     limit = metadata.num_blocks * block_size
-    bad = np.flatnonzero((slots < PAD_SLOT_ID) | (slots >= limit) | ((slots >= 0) & (slots < block_size)))
-    if bad.size:
-        token = int(bad[0])
+    if (
+        token := first_true((slots < PAD_SLOT_ID) | (slots >= limit) | ((slots >= 0) & (slots < block_size)))
+    ) is not None:
         raise InvalidInput(
             f"slot_mapping[{token}] is {slots[token]}; slots are {block_size}..{limit - 1} ({metadata.num_blocks} "
             f"blocks of {block_size}, block 0 is never written) or {PAD_SLOT_ID} for none."
         )
-    bad = np.flatnonzero(metadata.slot_mapping[tokens:] != PAD_SLOT_ID)
-    if bad.size:
-        token = tokens + int(bad[0])
+    if (padding := first_true(metadata.slot_mapping[tokens:] != PAD_SLOT_ID)) is not None:
+        token = tokens + padding
         raise InvalidInput(
             f"slot_mapping[{token}] is {metadata.slot_mapping[token]}, but token {token} is padding "
             f"(num_actual_tokens is {tokens}); it must be {PAD_SLOT_ID}."
@@ -297,27 +281,23 @@ def check_slot_mapping(metadata: CommonAttentionMetadata, *, seq_ids: SeqIds = N
     row = np.repeat(np.arange(metadata.num_reqs), query_lens)
     computed = metadata.seq_lens[: metadata.num_reqs] - query_lens
     expected_position = np.arange(tokens) - metadata.query_start_loc[row] + computed[row]
-    bad = np.flatnonzero(metadata.positions[:tokens] != expected_position)
-    if bad.size:
-        token = int(bad[0])
+    if (token := first_true(metadata.positions[:tokens] != expected_position)) is not None:
         raise InvalidInput(
             f"positions[{token}] is {metadata.positions[token]}; query_start_loc and seq_lens say "
             f"{expected_position[token]} ({row_name(int(row[token]), seq_ids)})."
         )
     block = metadata.block_tables[row, expected_position // block_size]
     expected = block * block_size + expected_position % block_size
-    bad = np.flatnonzero((slots != expected) & (slots != PAD_SLOT_ID))
-    if bad.size:
-        token = int(bad[0])
+    if (token := first_true((slots != expected) & (slots != PAD_SLOT_ID))) is not None:
         raise InvalidInput(
             f"slot_mapping[{token}] is {slots[token]}, but position {expected_position[token]} of "
             f"{row_name(int(row[token]), seq_ids)} lies in slot {expected[token]} (block {block[token]})."
         )
 
 
-def first_read_block(computed: np.ndarray, window_left: int | None, *, block_size: int) -> np.ndarray | None:
-    """Returns int[S]: the first block that the first query of each row sees through the window; None without one."""
-    return None if window_left is None else np.maximum(computed - window_left, 0) // block_size
+def first_true(flags: np.ndarray) -> int | None:
+    """Returns the index of the first flag that is set, or None."""
+    return int(np.argmax(flags)) if flags.any() else None
 
 
 def row_name(index: int, seq_ids: SeqIds, *, capital: bool = False) -> str:
@@ -325,6 +305,11 @@ def row_name(index: int, seq_ids: SeqIds, *, capital: bool = False) -> str:
     name = seq_ids[index] if seq_ids is not None else None
     word = "Sequence" if capital else "sequence"
     return f"{word} {index}" if name is None else f"{word} {name!r}"
+
+
+def _first_read_block(computed: np.ndarray, window_left: int | None, block_size: int) -> np.ndarray:
+    """Returns int[S]: the first block that the first query of each row sees through the window."""
+    return np.zeros_like(computed) if window_left is None else np.maximum(computed - window_left, 0) // block_size
 
 
 def _check_arrays(metadata: CommonAttentionMetadata) -> None:
@@ -374,11 +359,10 @@ def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_count
     blocks = slots[written] // metadata.block_size
     if ref_counts is not None:
         counts = np.asarray(ref_counts)[blocks]
-        bad = np.flatnonzero(counts != 1)
-        if bad.size:
-            token = int(np.flatnonzero(written)[bad[0]])
+        if (index := first_true(counts != 1)) is not None:
+            token = int(np.flatnonzero(written)[index])
             raise InvalidInput(
-                f"slot_mapping[{token}] is {slots[token]} in block {blocks[bad[0]]}, which has {counts[bad[0]]} "
+                f"slot_mapping[{token}] is {slots[token]} in block {blocks[index]}, which has {counts[index]} "
                 f"holders ({row_name(int(row[token]), seq_ids)} writes it); copy the block first."
             )
     owner = np.full(metadata.num_blocks, -1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata.check import block_tables_look_right, check_block_tables, check_written_blocks, row_name
+from torch_core.metadata.check import check_fresh_block_tables, check_written_blocks, first_true, row_name
 from torch_core.metadata.common import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout
 from torch_core.metadata.slots import compute_positions, write_slots
@@ -99,8 +99,9 @@ def build_encoder_metadata(
         seq_ids=lambda: seq_ids,
     )
     tables[count:] = 0
-    if not block_tables_look_right(tables[:count], live, num_blocks):
-        check_block_tables(tables[:count], totals, new, block_size=block_size, num_blocks=num_blocks, seq_ids=seq_ids)
+    check_fresh_block_tables(
+        tables[:count], totals, new, block_size=block_size, num_blocks=num_blocks, seq_ids=lambda: seq_ids
+    )
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(new)])
     positions = compute_positions(starts, totals - new)
     write_slots(slots, positions, np.repeat(np.arange(count), new), tables, block_size=block_size)
@@ -117,9 +118,7 @@ def build_encoder_metadata(
 
 
 def _check_lengths(totals: np.ndarray, new: np.ndarray, seq_ids: Sequence[str | None]) -> None:
-    bad = np.flatnonzero((totals < 1) | (new < 0) | (new > totals))
-    if bad.size:
-        index = int(bad[0])
+    if (index := first_true((totals < 1) | (new < 0) | (new > totals))) is not None:
         raise InvalidInput(
             f"encoder_rows[{index}] has num_tokens {totals[index]} and num_new_tokens {new[index]} for "
             f"{row_name(index, seq_ids)}; the first must be at least 1 and the second from 0 to the first."
