@@ -10,8 +10,7 @@ import pytest
 from torch_core.errors import InvalidInput
 from torch_core.metadata import BlockTableCache, SequenceRow, build, build_common_metadata, check_metadata
 from torch_core.metadata.check import check_written_blocks
-from torch_core.metadata.lengths import lengths_of
-from torch_core.metadata.rows import RowColumns
+from torch_core.metadata.rows import RowColumns, lengths_of
 
 FIELDS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
 NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.metadata.check import first_true
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.rows import SequenceRowLike
 
@@ -93,15 +94,14 @@ def split_decodes_and_prefills(
     _check_threshold(decode_threshold)
     lens = metadata.query_lens[: metadata.num_reqs]
     is_prefill = lens > decode_threshold
-    first = _first(is_prefill, metadata.num_reqs)
-    if not is_prefill[first:].all():
-        index = first + int(np.argmin(is_prefill[first:]))
+    first, index = _boundary(is_prefill)
+    if index is not None:
         raise InvalidInput(
             f"row {index} has a query of {lens[index]} tokens after row {first} with {lens[first]}; decodes (at most "
             f"{decode_threshold}) come first. Order the rows with reorder_batch_to_split_decodes_and_prefills."
         )
     if require_uniform and first:
-        first = _first(lens[:first] != lens[0], first)
+        first, _ = _boundary(lens[:first] != lens[0])
     tokens = int(metadata.query_start_loc[first])
     return BatchSplit(first, metadata.num_reqs - first, tokens, metadata.num_actual_tokens - tokens)
 
@@ -120,9 +120,8 @@ def split_decodes_prefills_and_extends(metadata: CommonAttentionMetadata, decode
     reqs = metadata.num_reqs
     lens = metadata.query_lens[:reqs]
     is_prefill = (lens == metadata.seq_lens[:reqs]) & (np.arange(reqs) >= two.num_decodes)
-    first = _first(is_prefill, reqs)
-    if not is_prefill[first:].all():
-        index = first + int(np.argmin(is_prefill[first:]))
+    first, index = _boundary(is_prefill)
+    if index is not None:
         raise InvalidInput(
             f"row {index} has a context, but row {first} before it has none; extends come before prefills. Order the "
             "rows with reorder_batch_to_split_decodes_and_prefills."
@@ -174,5 +173,10 @@ def _check_threshold(decode_threshold: int) -> None:
         raise InvalidInput(f"decode_threshold is {decode_threshold}; it must be at least 1.")
 
 
-def _first(flags: np.ndarray, otherwise: int) -> int:
-    return int(np.argmax(flags)) if flags.any() else otherwise
+def _boundary(flags: np.ndarray) -> tuple[int, int | None]:
+    """Returns where the flags begin to be set (their number, if nowhere), and where one behind that is not."""
+    start = first_true(flags)
+    if start is None:
+        return len(flags), None
+    gap = first_true(~flags[start:])
+    return start, None if gap is None else start + gap

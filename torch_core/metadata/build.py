@@ -11,9 +11,8 @@ from torch_core.metadata.check import check_fresh_block_tables, check_written_bl
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
-from torch_core.metadata.lengths import lengths_of
-from torch_core.metadata.rows import RowColumns, SequenceRowLike
-from torch_core.metadata.slots import compute_positions, multiples, write_slots, write_uniform_slots
+from torch_core.metadata.rows import RowColumns, SequenceRowLike, lengths_of
+from torch_core.metadata.slots import multiples, write_slots, write_uniform_slots
 from torch_core.metadata.table_cache import BlockTableCache
 from torch_core.metadata.tables import write_tables
 
@@ -135,10 +134,9 @@ def build_common_metadata(
     if uniform:
         write_uniform_slots(slot_mapping, positions, computed, uniform, tables, block_size=block_size)
     else:
-        positions[:num_new] = compute_positions(query_start_loc[: num_reqs + 1], computed)
+        starts = query_start_loc[: num_reqs + 1]
+        positions[:num_new] = write_slots(slot_mapping, starts, computed, tables, block_size=block_size)
         positions[num_new:] = 0
-        sequence = np.repeat(np.arange(num_reqs), new)
-        write_slots(slot_mapping, positions[:num_new], sequence, tables, block_size=block_size)
     if num_new > 1:
         check_written_blocks(slot_mapping[:num_new], new, block_size=block_size, seq_ids=columns.seq_ids)
 

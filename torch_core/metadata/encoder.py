@@ -11,7 +11,7 @@ from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import check_fresh_block_tables, check_written_blocks, first_true, row_name
 from torch_core.metadata.common import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout
-from torch_core.metadata.slots import compute_positions, write_slots
+from torch_core.metadata.slots import write_slots
 from torch_core.metadata.tables import write_tables
 
 __all__ = ["EncoderRow", "build_encoder_metadata", "encoder_layout"]
@@ -102,9 +102,8 @@ def build_encoder_metadata(
     check_fresh_block_tables(
         tables[:count], totals, new, block_size=block_size, num_blocks=num_blocks, seq_ids=lambda: seq_ids
     )
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(new)])
-    positions = compute_positions(starts, totals - new)
-    write_slots(slots, positions, np.repeat(np.arange(count), new), tables, block_size=block_size)
+    starts = np.concatenate([[0], np.cumsum(new)])
+    write_slots(slots, starts, totals - new, tables, block_size=block_size)
     check_written_blocks(slots[:num_new], new, block_size=block_size, seq_ids=lambda: seq_ids)
     for view in (seq_lens, tables, slots):
         view.setflags(write=False)

@@ -73,9 +73,7 @@ def compute_slot_mapping(
     if padded < num_new:
         raise InvalidInput(f"num_tokens is {padded}; the step has {num_new} new tokens. Pad to at least that many.")
     slots = np.empty(padded, np.int32)
-    sequence = np.repeat(np.arange(query_start_loc.shape[0] - 1), np.diff(query_start_loc))
-    positions = compute_positions(query_start_loc, num_computed_tokens)
-    write_slots(slots, positions, sequence, block_tables, block_size=block_size, start_idx=start_idx)
+    write_slots(slots, query_start_loc, num_computed_tokens, block_tables, block_size=block_size, start_idx=start_idx)
     return slots
 
 
@@ -111,23 +109,25 @@ def compute_slot_mapping_start_idx(
 
 def write_slots(
     out: np.ndarray,
-    positions: np.ndarray,
-    sequence: np.ndarray,
+    query_start_loc: np.ndarray,
+    num_computed_tokens: np.ndarray,
     block_tables: np.ndarray,
     *,
     block_size: int,
     start_idx: np.ndarray | None = None,
-) -> None:
-    """Writes the slots of `positions` in the tables' rows `sequence` to the start of `out`, PAD_SLOT_ID to the rest."""
+) -> np.ndarray:
+    """Writes what `compute_slot_mapping` returns to `out` and returns the positions of the new tokens, int32[T]."""
+    positions = compute_positions(query_start_loc, num_computed_tokens)
+    sequence = np.repeat(np.arange(query_start_loc.shape[0] - 1), np.diff(query_start_loc))
     column, offset = np.divmod(positions, np.int32(block_size))
     slots = block_tables[sequence, column]
     slots *= block_size
     slots += offset
     if start_idx is not None:
         slots[positions < start_idx[sequence]] = PAD_SLOT_ID
-    num_new = positions.shape[0]
-    out[:num_new] = slots
-    out[num_new:] = PAD_SLOT_ID
+    out[: positions.shape[0]] = slots
+    out[positions.shape[0] :] = PAD_SLOT_ID
+    return positions
 
 
 def write_uniform_slots(
