@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -179,9 +178,8 @@ def test_a_sequence_that_left_the_step_is_forgotten():
 def test_a_bad_id_leaves_the_cache_in_order():
     cache = BlockTableCache()
     converted(cache, ["a", "b"], [(5,), (6,)])
-    wrong: Any = [(5, 7), (6, 0.5)]
     with pytest.raises(TypeError):
-        cache.convert(["a", "b"], wrong)
+        cache.convert(["a", "b"], [(5, 7), (6, 0.5)])
 
     assert converted(cache, ["a", "b"], [(5, 7, 8), (6, 1)]) == [[5, 7, 8], [6, 1]]
 
@@ -203,8 +201,7 @@ class _Interrupt:
 def test_a_table_whose_conversion_was_interrupted_is_converted_again(changed):
     cache, table = BlockTableCache(), (5, 6, 7)
     converted(cache, ["a"], [table])
-    interrupted: Any = _Interrupt(cache._lens)
-    lens, cache._lens = cache._lens, interrupted
+    lens, cache._lens = cache._lens, _Interrupt(cache._lens)
     with pytest.raises(KeyboardInterrupt):
         cache.convert(["a"], [changed])
     cache._lens = lens

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata.check import check_fresh_block_tables, check_written_blocks, row_name
+from torch_core.metadata.check import check_block_tables, check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
@@ -121,7 +121,7 @@ def build_common_metadata(
     )
     # What every id that a cache has seen is, need not be looked for in each table.
     if not (converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks):
-        check_fresh_block_tables(
+        check_block_tables(
             tables[:num_reqs],
             totals,
             new,
@@ -129,6 +129,7 @@ def build_common_metadata(
             num_blocks=num_blocks,
             window_left=window_left,
             seq_ids=columns.seq_ids,
+            tails_are_zero=True,
         )
 
     if uniform:

@@ -12,7 +12,6 @@ from torch_core.specs import PAD_SLOT_ID
 
 __all__ = [
     "check_block_tables",
-    "check_fresh_block_tables",
     "check_metadata",
     "check_query_start_loc",
     "check_written_blocks",
@@ -62,7 +61,7 @@ def check_metadata(
         block_size=metadata.block_size,
         num_blocks=metadata.num_blocks,
         window_left=window_left,
-        seq_ids=seq_ids,
+        seq_ids=lambda: seq_ids,
     )
     _check_tails(metadata, seq_ids)
     _check_slot_mapping(metadata, seq_ids)
@@ -137,7 +136,8 @@ def check_block_tables(
     block_size: int,
     num_blocks: int,
     window_left: int | None = None,
-    seq_ids: SeqIds = None,
+    seq_ids: Callable[[], SeqIds],
+    tails_are_zero: bool = False,
 ) -> None:
     """Checks the width of the table and each id that the step reads or writes.
 
@@ -148,7 +148,8 @@ def check_block_tables(
         block_size: tokens of one block.
         num_blocks: blocks of the pool.
         window_left: blocks before the window of the first query may be null; None for no window.
-        seq_ids: names of the rows.
+        seq_ids: called for the names of the rows when something is wrong.
+        tails_are_zero: the caller has seen to it; a few reductions mostly suffice then.
 
     Raises:
         InvalidInput: an id is outside the pool, negative or null where the step reads, or the table is too narrow.
@@ -158,68 +159,32 @@ def check_block_tables(
     if (row := first_true(live > width)) is not None:
         raise InvalidInput(
             f"seq_lens[{row}] is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has {width} "
-            f"columns ({row_name(row, seq_ids)})."
+            f"columns ({row_name(row, seq_ids())})."
         )
-    columns = np.arange(width)
+    # Seen as unsigned, a negative id is larger than any pool.
+    in_pool = tails_are_zero and block_tables.view(np.uint32).max(initial=0) < num_blocks
+    if in_pool and np.count_nonzero(block_tables) == live.sum():
+        return
+    columns = np.arange(width, dtype=np.int32)
     used = columns < live[:, None]
-    wrong = used & ((block_tables < 0) | (block_tables >= num_blocks))
-    if wrong.any():
+    if not in_pool and (wrong := used & ((block_tables < 0) | (block_tables >= num_blocks))).any():
         row, column = np.argwhere(wrong)[0].tolist()
         value = int(block_tables[row, column])
         tail = f" -1 may appear only after column {live[row] - 1}." if value < 0 else ""
         raise InvalidInput(
             f"block_tables[{row}, {column}] is {value}; valid ids are 1..{num_blocks - 1} (pool of {num_blocks} "
-            f"blocks, 0 is the null block). {row_name(row, seq_ids, capital=True)} has {seq_lens[row]} tokens and "
+            f"blocks, 0 is the null block). {row_name(row, seq_ids(), capital=True)} has {seq_lens[row]} tokens and "
             f"needs {live[row]} blocks.{tail}"
         )
     first_read = _first_read_block(seq_lens - query_lens, window_left, block_size)
-    null = used & (columns >= first_read[:, None]) & (block_tables == 0)
-    if null.any():
+    used &= columns >= first_read[:, None]
+    if (null := used & (block_tables == 0)).any():
         row, column = np.argwhere(null)[0].tolist()
         first, last = column * block_size, min((column + 1) * block_size, int(seq_lens[row])) - 1
         where = "visible" if window_left is None else "inside the window"
         raise InvalidInput(
             f"block_tables[{row}, {column}] is the null block but tokens {first}..{last} are {where} "
-            f"({row_name(row, seq_ids)})."
-        )
-
-
-def check_fresh_block_tables(
-    block_tables: np.ndarray,
-    seq_lens: np.ndarray,
-    query_lens: np.ndarray,
-    *,
-    block_size: int,
-    num_blocks: int,
-    window_left: int | None = None,
-    seq_ids: Callable[[], SeqIds],
-) -> None:
-    """Does what `check_block_tables` does for tables whose tails are zero, where a few reductions mostly suffice.
-
-    Raises:
-        InvalidInput: an id is outside the pool, negative or null where the step reads.
-    """
-    if block_tables.size == 0:
-        return
-    live = -(-seq_lens // block_size)
-    # Seen as unsigned, a negative id is larger than any pool.
-    right = block_tables.view(np.uint32).max() < num_blocks
-    if right and np.count_nonzero(block_tables) != live.sum():
-        right = False
-        if window_left is not None:
-            columns = np.arange(block_tables.shape[1])
-            passed = _first_read_block(seq_lens - query_lens, window_left, block_size)
-            read = (columns < live[:, None]) & (columns >= passed[:, None])
-            right = not (block_tables == 0)[read].any()
-    if not right:
-        check_block_tables(
-            block_tables,
-            seq_lens,
-            query_lens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            window_left=window_left,
-            seq_ids=seq_ids(),
+            f"({row_name(row, seq_ids())})."
         )
 
 

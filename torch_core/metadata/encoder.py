@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata.check import check_fresh_block_tables, check_written_blocks, first_true, row_name
+from torch_core.metadata.check import check_block_tables, check_written_blocks, first_true, row_name
 from torch_core.metadata.common import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout
 from torch_core.metadata.slots import write_slots
@@ -99,8 +99,14 @@ def build_encoder_metadata(
         seq_ids=lambda: seq_ids,
     )
     tables[count:] = 0
-    check_fresh_block_tables(
-        tables[:count], totals, new, block_size=block_size, num_blocks=num_blocks, seq_ids=lambda: seq_ids
+    check_block_tables(
+        tables[:count],
+        totals,
+        new,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        seq_ids=lambda: seq_ids,
+        tails_are_zero=True,
     )
     starts = np.concatenate([[0], np.cumsum(new)])
     write_slots(slots, starts, totals - new, tables, block_size=block_size)

@@ -24,7 +24,7 @@ class BlockTableCache:
     Memory: one int32 for each id of the last step. Not thread-safe.
 
     Attributes:
-        least: the smallest id of all tables so far, or 1.
+        least: the smallest id of all tables so far, or 1; when it is positive, no id has been beyond `most`.
         most: the largest, or 0.
 
     Example:
@@ -96,12 +96,11 @@ class BlockTableCache:
         if stop == start + 1 and type(table[start]) is int:
             # Most tables that changed have grown by one block.
             least = most = self._rows[index, start] = table[start]
-        elif stop > start:
+        else:
             ids = array("i", table[start:])
             self._rows[index, start:stop] = ids
-            least, most = min(ids), max(ids)
-        else:
-            least, most = self.least, self.most
+            # Once a null block was seen, as windows leave them, the range says no more.
+            least, most = (min(ids), max(ids)) if ids and self.least > 0 else (self.least, self.most)
         if least < self.least:
             self.least = least
         if most > self.most:
