@@ -14,7 +14,7 @@ from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, Sh
 from torch_core.calls.call import array_fields
 from torch_core.specs import ArraySpec
 
-__all__ = ["Runtime", "array_spec", "run"]
+__all__ = ["Runtime", "array_spec", "empty_outputs", "run"]
 
 #: Puts a call into the program that is being traced, or runs it when nothing is: returns its outputs and the new values
 #: of what it writes, by name. `jattn.bridge.native.run_native` and `jattn.bridge.torch_runtime.run_torch` are two.
@@ -29,11 +29,15 @@ def run(call: Call[jax.Array], runtime: Runtime) -> dict[str, jax.Array]:
     if not call.is_empty:
         return runtime(call)
     arrays = call.arrays()
-    new = {
+    return {**empty_outputs(call), **{name: arrays[name] for name in call.written}}
+
+
+def empty_outputs(call: Call[jax.Array]) -> dict[str, jax.Array]:
+    """Returns the outputs of a call whose rows see nothing: zeros, and -inf for a log-sum-exp."""
+    return {
         name: jnp.full(spec.shape, -jnp.inf if name == "lse" else 0, spec.dtype)
         for name, spec in call.outputs().items()
     }
-    return {**new, **{name: arrays[name] for name in call.written}}
 
 
 def array_spec(array: jax.Array | jax.ShapeDtypeStruct) -> ArraySpec:

@@ -37,13 +37,11 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.
     call.check()
     chosen = choose(implementation)
-    if chosen == "xla":
-        refuse_unserved(call, "xla")
-        _check_values(call)
-        return xla.run(call.map(jnp.asarray))
-    runtime, served_by = runtime_of(chosen)
+    runtime, served_by = (None, chosen) if chosen == "xla" else runtime_of(chosen)
     refuse_unserved(call, served_by)
     _check_values(call)
+    if runtime is None:
+        return xla.run(call.map(jnp.asarray))
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
     names, static = tuple(call.arrays()), call.map(lambda _: None)
 

@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jattn.bridge.calls import empty_outputs
 from jattn.ops import softmax
 from jattn.ops.softmax import compute_dtype
 from torch_core.calls import AttentionCall, Call, DenseCall, MergeCall, PagedCall, WriteCall
@@ -48,7 +49,7 @@ def _paged_attention(call: PagedCall[jax.Array]) -> dict[str, jax.Array]:
     block_size, num_kv_heads = call.block_size, call.num_kv_heads
     dtype = compute_dtype(call)
     if call.is_empty or max_blocks == 0 or call.max_query_len == 0:
-        return _nothing(call)
+        return empty_outputs(call)
     query_lens = jnp.diff(call.query_start_loc)
     context = call.seq_lens - query_lens
     queries = _queries(call, dtype)
@@ -107,7 +108,7 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
     dtype = compute_dtype(call)
     max_key_len = call.max_key_len if call.max_key_len is not None else call.key.shape[0]
     if call.is_empty or call.key.shape[0] == 0 or call.max_query_len == 0 or max_key_len == 0:
-        return _nothing(call)
+        return empty_outputs(call)
     key_lens = jnp.diff(call.key_start_loc)
     context = key_lens - jnp.diff(call.query_start_loc)
     positions = context[:, None] + jnp.arange(call.max_query_len)
@@ -163,13 +164,6 @@ def _merge_states(call: MergeCall[jax.Array]) -> dict[str, jax.Array]:
     ]
     out = _quantised(parts[0] + parts[1], call.out_scale, call.result_dtype)
     return {"out": out, "lse": jnp.where(total > 0, shift + jnp.log(safe), -jnp.inf)}
-
-
-def _nothing(call: AttentionCall[jax.Array]) -> dict[str, jax.Array]:
-    return {
-        name: jnp.full(spec.shape, -jnp.inf if name == "lse" else 0, spec.dtype)
-        for name, spec in call.outputs().items()
-    }
 
 
 def _queries(call: AttentionCall[jax.Array], dtype: jnp.dtype) -> jax.Array:

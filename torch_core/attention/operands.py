@@ -7,6 +7,7 @@ from typing import Any
 
 from torch_core.calls import AttentionCall, DenseCall, PagedCall
 from torch_core.calls.call import array_fields
+from torch_core.plan.operands import power_of_two
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import LARGEST_CODE, ArraySpec
 
@@ -74,7 +75,7 @@ def padded(size: int) -> int:
         >>> padded(80), padded(8)
         (128, 16)
     """
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 def is_plain(call: AttentionCall[ArraySpec]) -> bool:

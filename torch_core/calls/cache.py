@@ -10,7 +10,7 @@ from jaxtyping import Float32, Int32, Shaped
 from torch_core.calls.attention import check_caches, check_token_scales
 from torch_core.calls.call import A, Call, dtype_name
 from torch_core.errors import InvalidInput
-from torch_core.specs import FP8_DTYPES, KV_CACHE_DTYPES, QUERY_DTYPES
+from torch_core.specs import KV_CACHE_DTYPES, QUERY_DTYPES
 
 __all__ = ["CopyCall", "WriteCall"]
 
@@ -101,9 +101,6 @@ class WriteCall(Call[A]):
                     f"{name} is {dtype} and the cache {cache}; give float32, bfloat16 or float16"
                     + (" to be quantised." if self.k_scale_cache is not None else ", or the cache's own dtype.")
                 )
-        if cache not in (*FP8_DTYPES, "int8") and (self.k_scale is not None or self.v_scale is not None):
-            # Scaled like any other: a cache of floats holds real / scale as well.
-            return
 
 
 @dataclass(frozen=True, kw_only=True)
