@@ -50,24 +50,27 @@ def compare(records: dict[str, Rows]) -> list[str]:
         records: rows by Triton version, the one to compare with first.
     """
     first = next(iter(records.values()))
-    cells = [("triton", "device", "compiled", "failed", "registers: fewer", "equal", "more", "spill", "newly")]
+    sides = ("fewer", "equal", "more")
+    cells = [
+        (
+            "triton",
+            "device",
+            "compiled",
+            "failed",
+            *(f"{of} {side}" for of in ("registers", "spills") for side in sides),
+        )
+    ]
     for version, rows in records.items():
         for device in dict.fromkeys(label.split()[0] for label in rows):
             own = {label: row for label, row in rows.items() if label.split()[0] == device}
             good = {label: row for label, row in own.items() if "error" not in row}
             both = [(first[label], row) for label, row in good.items() if "registers" in first.get(label, {})]
-            change = [row["registers"] - before["registers"] for before, row in both]
-            counts = (
-                len(good),
-                len(own) - len(good),
-                sum(more < 0 for more in change),
-                sum(more == 0 for more in change),
-                sum(more > 0 for more in change),
-                sum(row["spilled"] > 0 for row in good.values()),
-                sum(row["spilled"] > 0 == before["spilled"] for before, row in both),
-            )
+            counts = [len(good), len(own) - len(good)]
+            for field in ("registers", "spilled"):
+                more = [row[field] - before[field] for before, row in both]
+                counts += [sum(x < 0 for x in more), sum(x == 0 for x in more), sum(x > 0 for x in more)]
             cells.append((version, device, *map(str, counts)))
-    return aligned(cells, right=range(2, 9))
+    return aligned(cells, right=range(2, 10))
 
 
 def main(argv: Sequence[str]) -> int:
