@@ -51,7 +51,7 @@ def compare(records: dict[str, Rows]) -> list[str]:
     """
     first = next(iter(records.values()))
     sides = ("fewer", "equal", "more")
-    cells = [
+    cells: list[tuple[str, ...]] = [
         (
             "triton",
             "device",
