@@ -88,8 +88,11 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     if options.compare:
-        found = [json.loads(path.read_text()) for path in options.compare]
-        print("\n".join(compare({record["triton"]: record["variants"] for record in found})))
+        records: dict[str, Rows] = {}
+        for path in options.compare:
+            record = json.loads(path.read_text())
+            records.setdefault(record["triton"], {}).update(record["variants"])
+        print("\n".join(compare(records)))
         return 0
     if not options.json.parent.is_dir():
         raise InvalidInput(
