@@ -108,6 +108,11 @@ class ArraySpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def without_axis(self, axis: int) -> ArraySpec:
+        """Returns the view of the first entry of an axis, as of the keys of a combined cache."""
+        shape, strides = (sizes[:axis] + sizes[axis + 1 :] for sizes in (self.shape, self.element_strides))
+        return ArraySpec(shape, self.dtype, strides, self.aligned)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:

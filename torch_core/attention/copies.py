@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -49,6 +49,7 @@ def copied_launch(
     kernel: Any,
     call: AttentionCall[ArraySpec],
     limits: DeviceLimits,
+    tile: Any,
     constexprs: Mapping[str, Any],
     *,
     rows: int,
@@ -64,7 +65,8 @@ def copied_launch(
         kernel: the kernel.
         call: the call.
         limits: the device.
-        constexprs: what the kernel's tile says.
+        tile: the kernel's, a dataclass; its fields are constexprs of the same name.
+        constexprs: others that only this kernel has.
         rows: query rows of a tile.
         pack: heads side by side in a tile.
         block_n: keys of one step.
@@ -87,6 +89,7 @@ def copied_launch(
         call,
         (min(items, limits.num_sms),),
         {
+            **{name.upper(): value for name, value in asdict(tile).items()},
             **constexprs,
             "NUM_HEADS": call.num_heads,
             "GROUP": call.group,

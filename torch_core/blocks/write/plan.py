@@ -111,7 +111,5 @@ def _caches(call: WriteCall[ArraySpec]) -> tuple[ArraySpec, ArraySpec, int]:
     # A combined cache, or a key cache and a value cache, as the kernels see either.
     if call.kv_cache is None:
         return call.key_cache, call.value_cache, 0  # type: ignore[return-value]
-    block, value_offset, *inner = call.kv_cache.element_strides
-    shape = call.kv_cache.shape
-    view = ArraySpec((shape[0], *shape[2:]), call.kv_cache.dtype, (block, *inner))
-    return view, view, value_offset
+    view = call.kv_cache.without_axis(1)
+    return view, view, call.kv_cache.element_strides[1]
