@@ -84,10 +84,7 @@ def main(argv: Sequence[str]) -> int:
         report = chunks.run(peers_directory=options.peers)
     else:
         report = run(
-            head_size=options.head_size,
-            fp8=options.fp8,
-            peers_directory=options.peers,
-            jax_columns=not options.no_jax,
+            head_size=options.head_size, fp8=options.fp8, peers_directory=options.peers, jax_columns=not options.no_jax
         )
     print(report.table())
     for peer in () if options.mixed or options.chunks else report.columns:

@@ -13,17 +13,7 @@ from torch_core.cache.table import SequenceState, SequenceTable
 from torch_core.checks import INT32_MAX, check_int
 from torch_core.errors import InvalidInput, RequestTooLong
 
-__all__ = [
-    "add",
-    "append_tokens",
-    "check_admission",
-    "fork",
-    "preempt",
-    "remove",
-    "reset",
-    "resume",
-    "running",
-]
+__all__ = ["add", "append_tokens", "check_admission", "fork", "preempt", "remove", "reset", "resume", "running"]
 
 _MAX_ID_CHARACTERS = 1024
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0

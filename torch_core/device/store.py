@@ -46,14 +46,7 @@ class RowLayout(NamedTuple):
 
 @triton.jit
 def query_tile(
-    query,
-    tokens,
-    heads,
-    live,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    STRIDES: tl.constexpr,
-    NEGATE: tl.constexpr,
+    query, tokens, heads, live, SIZE: tl.constexpr, PADDED: tl.constexpr, STRIDES: tl.constexpr, NEGATE: tl.constexpr
 ):
     """Loads the rows (token, head) of the query, 0 where not live; negated for a negative attention scale."""
     dims = tl.arange(0, PADDED)

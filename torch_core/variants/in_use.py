@@ -65,9 +65,7 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "prefill fp8 query head 64": _prefill(dtype=_FP8, head_size=64),
         "prefill fp8 query window sinks lse": _prefill(dtype=_FP8, with_lse=True, **_WINDOW_SINKS),
         "prefill soft cap window": _prefill(
-            head_size=256,
-            heads=(8, 4),
-            spec=AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0),
+            head_size=256, heads=(8, 4), spec=AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0)
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),

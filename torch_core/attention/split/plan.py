@@ -59,10 +59,7 @@ def split_launches(
         query_bytes=DTYPE_BYTES[call.query.dtype],
     )
     chunk = call.kv_chunk_size or chunk_size(
-        num_seqs=call.num_seqs,
-        table_tokens=max(1, call.table_tokens),
-        head_programs=head_programs,
-        key_bytes=key_bytes,
+        num_seqs=call.num_seqs, table_tokens=max(1, call.table_tokens), head_programs=head_programs, key_bytes=key_bytes
     )
     chunks = _max_chunks(call, chunk, max_query)
     constexprs = {
