@@ -84,6 +84,8 @@ def copied_launch(
         return None
     key_name, value_name = buffers(call)
     box = (copy_box(call, block_n), call.head_size)
+    # The key/value heads worked on side by side are as many as divide all of them.
+    together = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
     return make_launch(
         kernel,
         call,
@@ -94,7 +96,7 @@ def copied_launch(
             "NUM_HEADS": call.num_heads,
             "GROUP": call.group,
             "HEAD_SIZE": call.head_size,
-            "HEADS_TOGETHER": _heads_together(call, kv_heads) // pack,
+            "HEADS_TOGETHER": call.group * together // pack,
             "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
             "BLOCK_ROWS": key.block_rows,
             "BOX": box[0],
@@ -168,9 +170,3 @@ def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int], dtype: st
 def _fits(stride: int, dtype: str) -> bool:
     """Whether the copy engine, and stores of 16 bytes, can follow a stride."""
     return stride * DTYPE_BYTES[dtype] % 16 == 0
-
-
-def _heads_together(call: AttentionCall[ArraySpec], kv_heads: int) -> int:
-    """Returns the query heads of the most key/value heads, up to `kv_heads`, whose number divides all of them."""
-    divisor = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
-    return call.group * divisor
