@@ -20,16 +20,11 @@ _TOLERANCE = 1e-2
 def implementations() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields each implementation, tried, and the one that is used when none is named."""
     from jattn.ops import available_implementations
+    from jattn.ops.choose import choose
 
     for name, reason in available_implementations().items():
         yield name, functools.partial(_try_implementation, name, reason)
-    yield "default", _default_implementation
-
-
-def _default_implementation() -> str:
-    from jattn.ops.choose import choose
-
-    return choose(None)
+    yield "default", functools.partial(choose, None)
 
 
 def _try_implementation(name: str, reason: str | None) -> str:
