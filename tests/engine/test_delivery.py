@@ -10,6 +10,7 @@ from tests.engine.interrupts import InterruptAt
 
 
 def test_an_interrupt_at_any_line_of_take_loses_no_news() -> None:
+    lines = 0
     for line in itertools.count(1):
         outbox = Outbox()
         for name in ("a", "b"):
@@ -27,4 +28,5 @@ def test_an_interrupt_at_any_line_of_take_loses_no_news() -> None:
         assert taken == [TokenDelta("a", (7,), None), TokenDelta("b", (7,), None)], interrupt.place
         if interrupt.place is None:
             break
-    assert line > 5
+        lines = line
+    assert lines >= 5
