@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -37,6 +37,7 @@ class PagedAttention(nnx.Module):
         use_alibi_sqrt: the square-root form of ALiBi.
         kv_chunk_size: see `jattn.paged_attention`.
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        rngs: not needed; `nnx.bridge.to_linen` gives them to every module.
 
     Raises:
         InvalidInput: num_heads is no multiple of num_kv_heads, or a size is below 1.
@@ -69,6 +70,7 @@ class PagedAttention(nnx.Module):
         use_alibi_sqrt: bool = False,
         kv_chunk_size: int | None = None,
         implementation: str | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
@@ -93,11 +95,17 @@ class PagedAttention(nnx.Module):
         self.kv_chunk_size = kv_chunk_size
         self.implementation = implementation
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What paged and dense attention take alike, by keyword."""
+        names = "scale sliding_window attention_chunk logits_soft_cap use_alibi_sqrt implementation"
+        return {name: getattr(self, name) for name in names.split()}
+
     def __call__(
         self,
         query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        key: jax.Array | None,
+        value: jax.Array | None,
         kv_cache: _Cache,
         metadata: AttentionMetadata,
         *,
@@ -116,8 +124,9 @@ class PagedAttention(nnx.Module):
 
         Args:
             query: float[num_tokens, num_heads, head_dim], rotary embedding applied; fp8 with q_scale.
-            key: float[num_tokens, num_kv_heads, head_dim], likewise.
-            value: float[num_tokens, num_kv_heads, value_head_dim].
+            key: float[num_tokens, num_kv_heads, head_dim], likewise; another number of tokens where nothing is causal
+                (cross attention). None to read a cache that is complete: another layer's, or an encoder's.
+            value: float[num_tokens, num_kv_heads, value_head_dim]; None with key.
             kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch.
             sinks, alibi_slopes, mm_prefix_range, qq_bias, seq_causal, q_scale, out_scale, out_dtype: as in
@@ -135,21 +144,24 @@ class PagedAttention(nnx.Module):
             ("key", key, self.num_kv_heads, self.head_dim),
             ("value", value, self.num_kv_heads, self.value_head_dim),
         ):
-            if array.ndim != 3 or array.shape[1:] != (heads, size):
+            if array is not None and (array.ndim != 3 or array.shape[1:] != (heads, size)):
                 raise InvalidInput(f"{name} has shape {array.shape}; this module needs (num_tokens, {heads}, {size}).")
-        if query.shape[0] != key.shape[0]:
+        if (key is None) != (value is None):
+            raise InvalidInput("one of key and value is None; give both, or none to read the cache alone.")
+        if key is not None and self.causal and query.shape[0] != key.shape[0]:
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
-        kv_cache = ops.write_kv_cache(
-            key,
-            value,
-            kv_cache,
-            metadata.slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            implementation=self.implementation,
-        )
+        if key is not None and value is not None:
+            kv_cache = ops.write_kv_cache(
+                key,
+                value,
+                kv_cache,
+                metadata.slot_mapping,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                implementation=self.implementation,
+            )
         output = ops.paged_attention(
             query,
             kv_cache,
@@ -157,13 +169,9 @@ class PagedAttention(nnx.Module):
             metadata.seq_lens,
             metadata.query_start_loc,
             max_query_len=metadata.max_query_len,
-            scale=self.scale,
             causal=self.causal,
-            sliding_window=self.sliding_window,
-            attention_chunk=self.attention_chunk,
-            logits_soft_cap=self.logits_soft_cap,
-            use_alibi_sqrt=self.use_alibi_sqrt,
             kv_chunk_size=self.kv_chunk_size,
+            **self.options,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
             mm_prefix_range=mm_prefix_range,
@@ -174,6 +182,5 @@ class PagedAttention(nnx.Module):
             v_scale=v_scale,
             out_scale=out_scale,
             out_dtype=out_dtype,
-            implementation=self.implementation,
         )
         return output, kv_cache

@@ -3,7 +3,8 @@
 from jattn.ops.attention import attention, attention_with_lse, paged_attention, paged_attention_with_lse
 from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.cascade import cascade_attention, shared_prefix
-from jattn.ops.choose import available_implementations
+from jattn.ops.choose import available_implementations, choose
+from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
 from torch_core.calls import IMPLEMENTATIONS
 
@@ -13,6 +14,8 @@ __all__ = [
     "attention_with_lse",
     "available_implementations",
     "cascade_attention",
+    "choose",
+    "masked_attention",
     "merge_states",
     "paged_attention",
     "paged_attention_with_lse",

@@ -1,0 +1,392 @@
+"""MultiHeadAttention: flax's module with the same parameters, over padded batches and over paged caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.module import first_from
+
+from jattn.metadata import AttentionMetadata
+from jattn.nn import dense
+from jattn.nn.dense import rotated
+from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache
+from jattn.nn.paged import PagedAttention
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["MultiHeadAttention", "checked_features"]
+
+# vLLM's names.
+_ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")
+
+_Cache = jax.Array | tuple[jax.Array, jax.Array]
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """`nnx.MultiHeadAttention` that trains as flax's does and generates over a paged cache.
+
+    Constructor, call and parameters are flax's, so that the state of one module loads into the other. Three ways to
+    call it:
+
+    - `y = attn(x)`: over a padded batch `[batch..., length, features]`, differentiable, as flax's;
+    - `y, cache = attn(x, cache=cache, metadata=metadata)`: over packed tokens `[tokens, features]` and a paged cache
+      that goes in and comes out: prefill, chunks and decode of ragged sequences in one batch;
+    - `y = attn(x, decode=True)` after `init_cache`: the module holds the cache. A row may be of any length, and
+      each sequence has a length of its own.
+
+    With a cache self-attention is causal whatever `is_causal` says, as flax's decoding is. Nothing is created in a
+    call: graph and tree mode, `nnx.jit`, `nnx.split`, `jax.lax.scan` over steps and `scan_layers` serve it. Under
+    `jax.jit` a function that writes a held cache must return the module; see `PagedCache`.
+
+    Args:
+        num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, dropout_rate, decode: as
+            flax's.
+        head_dim: elements of a head, in place of qkv_features = num_heads * head_dim.
+        scale: factor on the scores; head_dim ** -0.5 by default.
+        rope: `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied to queries and
+            keys after their norms.
+        sliding_window, attention_chunk, logits_soft_cap, use_alibi_sqrt: as in `PagedAttention`.
+        sinks: each head learns a sink logit, the parameter `sinks`; zeros at first.
+        alibi_slopes: a number for each head; they are not trained.
+        attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (a cache that is written once with an
+            encoder's keys, when `inputs_k` is given, and read afterwards).
+        kv_sharing: no keys and values of its own: it takes another layer's, `shared_kv=other.keys_and_values(x)`, or
+            reads that layer's cache and writes none. It has no `key` and `value` parameters.
+        kv_cache_dtype: of a held cache; the dtype of the computation by default.
+        k_scale, v_scale: what a unit of an 8-bit cache is worth.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves a call.
+        attention_fn: refused unless it is flax's default or `jattn.attention_fn`.
+        rngs: source of the initial values, and of dropout.
+        **options: flax's other arguments.
+
+    Raises:
+        InvalidInput: options that do not go together; the message names them.
+        Unsupported: an attention_fn of your own.
+
+    Example:
+        >>> attn = MultiHeadAttention(num_heads=4, in_features=16, num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
+        >>> attn.init_cache((2, 32, 16))  # two sequences of up to 32 tokens
+        >>> prompt, token = jnp.ones((2, 5, 16)), jnp.ones((2, 1, 16))
+        >>> attn(prompt, lengths=jnp.array([5, 3])).shape, attn(token).shape
+        ((2, 5, 16), (2, 1, 16))
+        >>> attn.cache_index[...].tolist()
+        [6, 4]
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        head_dim: int | None = None,
+        scale: float | None = None,
+        rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        attention_chunk: int | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: bool = False,
+        alibi_slopes: Sequence[float] | None = None,
+        use_alibi_sqrt: bool = False,
+        attention_type: str = "decoder",
+        kv_sharing: bool = False,
+        kv_cache_dtype: Any = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        implementation: str | None = None,
+        attention_fn: Callable[..., jax.Array] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        qkv_features = checked_features(
+            num_heads,
+            qkv_features,
+            head_dim,
+            attention_type=attention_type,
+            alibi_slopes=alibi_slopes,
+            attention_fn=attention_fn,
+            own_fn=nnx.dot_product_attention,
+        )
+        if kv_cache_dtype is not None and jnp.dtype(kv_cache_dtype) == jnp.int8 and None in (k_scale, v_scale):
+            raise InvalidInput(
+                "kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing."
+            )
+        super().__init__(
+            num_heads,
+            in_features,
+            qkv_features,
+            out_features,
+            num_kv_heads,
+            in_kv_features,
+            attention_fn=dense.attention_fn,
+            rngs=rngs,
+            **options,
+        )
+        self.core = PagedAttention(
+            num_heads,
+            self.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            scale=scale,
+            causal=attention_type == "decoder",
+            sliding_window=sliding_window,
+            attention_chunk=attention_chunk,
+            logits_soft_cap=logits_soft_cap,
+            use_alibi_sqrt=use_alibi_sqrt,
+            implementation=implementation,
+        )
+        self.rope = rope
+        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
+        self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))
+        self.attention_type = attention_type
+        self.kv_sharing = kv_sharing
+        self.kv_cache_dtype = kv_cache_dtype
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+        if kv_sharing:
+            self.key, self.value, self.key_ln = nnx.data(None), nnx.data(None), nnx.data(None)
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        key_lengths: jax.Array | None = None,
+        shared_kv: tuple[jax.Array, jax.Array] | None = None,
+        cache: _Cache | None = None,
+        metadata: AttentionMetadata | None = None,
+    ) -> Any:
+        """Attends; see the class for the three ways.
+
+        Args:
+            inputs_q, inputs_k, inputs_v, mask, deterministic, rngs, sow_weights, decode, is_causal, out_sharding,
+                qkv_sharding: as flax's. With a cache a mask, dropout and sown weights are refused.
+            input_positions: int[batch..., length] or [tokens], for `rope`; worked out from lengths and metadata where
+                it is None. Keys of the same length have the same positions, others count from 0.
+            lengths: int32[batch...], real tokens of each row of `inputs_q`; the rest is padding, whose outputs are 0
+                but for the output bias.
+            key_lengths: the same of `inputs_k`.
+            shared_kv: another layer's `keys_and_values`, for `kv_sharing` without a cache.
+            cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
+            metadata: the step's batch, for `cache`. In cross attention its lengths, tables and slots are the
+                encoder's, its query_start_loc the decoder's.
+
+        Returns:
+            The output, [batch..., length, out_features] or [tokens, out_features]; with `cache`, that and the cache.
+
+        Raises:
+            InvalidInput: inputs that do not fit each other, the module or its cache; the state is as before.
+            Unsupported: what a paged cache does not serve.
+        """
+        if cache is not None or metadata is not None:
+            decode = False
+        decode = first_from(decode, self.decode, error_msg="decode was given neither to the module nor to the call.")
+        cached = decode or cache is not None
+        self._check_inputs(inputs_q, inputs_k, inputs_v, shared_kv, cached=cached)
+        if (cache is None) != (metadata is None):
+            raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
+        if cache is not None and (lengths is not None or key_lengths is not None):
+            raise InvalidInput("lengths are given beside metadata, which has them; leave them out.")
+        dropout_rng = self._dropout_rng(deterministic, rngs)
+        refused = {"a mask": mask is not None, "dropout": dropout_rng is not None, "sow_weights": sow_weights}
+        if cached and any(refused.values()):
+            what = next(name for name, given in refused.items() if given)
+            raise Unsupported(f"{what} with a cache; use lengths for padding, deterministic=True and no sow_weights.")
+        held = self._held(inputs_q.shape[:-2]) if decode else None
+
+        query = self.query(inputs_q, out_sharding=qkv_sharding)
+        query = query if self.query_ln is None else self.query_ln(query)
+        if self.rope is not None:
+            input_positions = _positions(query, held, metadata) if input_positions is None else input_positions
+            query = rotated(self.rope, query, input_positions)
+        new = shared_kv
+        if not self.kv_sharing and not (cached and inputs_k is None and self.attention_type == "encoder_decoder"):
+            inputs_k = inputs_q if inputs_k is None else inputs_k
+            alike = self.attention_type != "encoder_decoder" and inputs_k.shape[-2] == inputs_q.shape[-2]
+            new = self.keys_and_values(
+                inputs_k, inputs_v, input_positions=input_positions if alike else None, qkv_sharding=qkv_sharding
+            )
+        scores = {
+            "sinks": None if self.sinks is None else self.sinks[...],
+            "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
+        }
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        if held is not None:
+            lens = {"lengths": lengths, "key_lengths": key_lengths}
+            x, held = decode_held(self.core, query, new, held, **lens, **scores, **scales)
+            for variable, array in zip(self._cache_variables(), held, strict=True):
+                variable.put(array)
+        elif cache is not None and metadata is not None:
+            key, value = (None, None) if new is None else (_packed(array) for array in new)
+            x, cache = self.core(_packed(query), key, value, cache, metadata, **scores, **scales)
+            x = x.reshape(query.shape)
+        elif new is not None:
+            x = dense.attention_fn(
+                query,
+                *new,
+                mask=mask,
+                dropout_rng=dropout_rng,
+                dropout_rate=self.dropout_rate,
+                broadcast_dropout=self.broadcast_dropout,
+                deterministic=dropout_rng is None,
+                dtype=self.dtype,
+                precision=self.precision,
+                module=self if sow_weights else None,
+                is_causal=is_causal,
+                lengths=lengths,
+                key_lengths=key_lengths,
+                **self.core.options,
+                **scores,
+            )
+        else:
+            raise InvalidInput("this layer has no keys and values of its own; pass shared_kv, or that layer's cache.")
+        out = self.out(x, out_sharding=out_sharding)
+        return out if cache is None else (out, cache)
+
+    def keys_and_values(
+        self,
+        inputs_k: jax.Array,
+        inputs_v: jax.Array | None = None,
+        *,
+        input_positions: jax.Array | None = None,
+        qkv_sharding: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what this layer attends to, [batch..., length, num_kv_heads, head_dim] each, rope applied."""
+        key = self.key(inputs_k, out_sharding=qkv_sharding)
+        value = self.value(inputs_k if inputs_v is None else inputs_v, out_sharding=qkv_sharding)
+        key = key if self.key_ln is None else self.key_ln(key)
+        return key if self.rope is None else rotated(self.rope, key, input_positions), value
+
+    def init_cache(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_shape: Sequence[int], dtype: Any = None, *, block_size: int = 16, out_sharding: Any = None
+    ) -> None:
+        """Gives the module an empty cache; call it again to forget everything.
+
+        Args:
+            input_shape: (batch..., max_length, features), as flax's; in cross attention the encoder's.
+            dtype: of the elements; `kv_cache_dtype`, or the dtype of the computation, where it is None (flax's default
+                is float32 whatever the weights are).
+            block_size: tokens of a block; max_length is rounded up to whole blocks.
+            out_sharding: of a cache (num_blocks, block_size, num_kv_heads, head_dim) under a mesh.
+
+        Raises:
+            InvalidInput: a size below 1.
+            Unsupported: the module keeps no cache.
+        """
+        if self.kv_sharing or self.attention_type == "encoder_only":
+            raise Unsupported("a layer that shares keys and values, or an encoder's, holds no cache.")
+        dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
+        held = new_held_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
+        sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
+        self.cached_key, self.cached_value = PagedCache(held.key, **sharding), PagedCache(held.value, **sharding)
+        self.cache_index = PagedCache(held.index)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Called by `nnx.view`, which gives the view an empty cache where decode, batch_size and max_length say so."""
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.decode = self.decode if decode is None else decode
+        if decode and batch_size is not None and max_length is not None:
+            batch_dims = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+            self.init_cache((*batch_dims, max_length, self.in_features))
+
+    def _cache_variables(self) -> tuple[PagedCache, PagedCache, PagedCache]:
+        return self.cached_key, self.cached_value, self.cache_index  # type: ignore[return-value]
+
+    def _held(self, batch_dims: tuple[int, ...]) -> HeldCache:
+        if self.kv_sharing or self.attention_type == "encoder_only":
+            raise Unsupported("decode of a layer that holds no cache; pass the other layer's cache and metadata.")
+        if self.cached_key is None:
+            raise InvalidInput("decode without a cache; call init_cache((batch, max_length, features)) first.")
+        held = HeldCache(*(variable.peek() for variable in self._cache_variables()))
+        check_held(held, batch_dims, self.core)
+        return held
+
+    def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:
+        if not self.dropout_rate:
+            return None
+        message = "deterministic was given neither to the module nor to the call, and dropout_rate is not 0."
+        if first_from(deterministic, self.deterministic, error_msg=message):
+            return None
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise InvalidInput("dropout needs rngs, and the module was built with keep_rngs=False; pass them.")
+        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
+
+    def _check_inputs(self, inputs_q: Any, inputs_k: Any, inputs_v: Any, shared_kv: Any, *, cached: bool) -> None:
+        if inputs_q.ndim < 2 or inputs_q.shape[-1] != self.in_features:
+            raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {self.in_features}].")
+        if inputs_k is None and inputs_v is not None:
+            raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
+        if self.kv_sharing and (inputs_k is not None or (shared_kv is not None and cached)):
+            raise InvalidInput("a layer that shares keys and values takes shared_kv without a cache, and no inputs_k.")
+        if shared_kv is not None and not self.kv_sharing:
+            raise InvalidInput("shared_kv is given, and the layer was built without kv_sharing=True.")
+
+
+def checked_features(
+    num_heads: int,
+    qkv_features: int | None,
+    head_dim: int | None,
+    *,
+    attention_type: str,
+    alibi_slopes: Sequence[float] | None,
+    attention_fn: Any,
+    own_fn: Any,
+) -> int | None:
+    """Returns qkv_features, from head_dim where that is given, after the checks that both twins need."""
+    if attention_fn not in (None, own_fn, dense.attention_fn):
+        raise Unsupported(
+            "attention_fn is a function of your own; this module computes attention itself, so that training and "
+            "paged decoding agree. Give your function to flax's module."
+        )
+    if attention_type not in _ATTENTION_TYPES:
+        raise InvalidInput(
+            f"attention_type is {attention_type!r}; use one of {', '.join(map(repr, _ATTENTION_TYPES))}."
+        )
+    if alibi_slopes is not None and len(alibi_slopes) != num_heads:
+        raise InvalidInput(
+            f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
+        )
+    if head_dim is None:
+        return qkv_features
+    if qkv_features not in (None, num_heads * head_dim):
+        raise InvalidInput(f"qkv_features is {qkv_features} and head_dim {head_dim} with {num_heads} heads; give one.")
+    return num_heads * head_dim
+
+
+def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMetadata | None) -> jax.Array | None:
+    """Returns the positions of queries behind a cache; None where they count from 0."""
+    if held is not None:
+        return held.index[..., None] + jnp.arange(query.shape[-3])
+    if metadata is None:
+        return None
+    starts, tokens = metadata.query_start_loc, jnp.arange(query[..., 0, 0].size)
+    sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
+    first = metadata.seq_lens - jnp.diff(starts)
+    return (first[sequence] + tokens - starts[sequence]).reshape(query.shape[:-2])
+
+
+def _packed(array: jax.Array) -> jax.Array:
+    return array.reshape(-1, *array.shape[-2:])

@@ -1,0 +1,77 @@
+"""The module trains as flax's does: the same parameters, outputs and gradients, in both directions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.nn import MultiHeadAttention, attention_fn
+
+BATCH, LENGTH, FEATURES = 2, 6, 16
+KEY_PADDING = jnp.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]], bool)[:, None, None, :]
+MASKS = {
+    "no mask": {},
+    "causal": {"is_causal": True},
+    "causal mask": {"mask": nnx.make_causal_mask(jnp.ones((BATCH, LENGTH)))},
+    "padding": {"mask": KEY_PADDING},
+    "both": {"mask": jnp.broadcast_to(KEY_PADDING, (BATCH, 1, LENGTH, LENGTH)), "is_causal": True},
+}
+# Each with every mask: 40 configurations.
+OPTIONS = {
+    "plain": {},
+    "no bias, groups": {"use_bias": False, "num_kv_heads": 2},
+    "norms, one key head": {"normalize_qk": True, "num_kv_heads": 1},
+    "other widths": {"qkv_features": 24, "out_features": 5},
+    "dropout": {"dropout_rate": 0.4, "deterministic": False},
+    "dropout of its own for each head": {"dropout_rate": 0.4, "deterministic": False, "broadcast_dropout": False},
+    "bfloat16": {"dtype": jnp.bfloat16, "num_kv_heads": 2},
+    "bfloat16 parameters": {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "normalize_qk": True},
+}
+
+
+def twins(seed: int, **options: Any) -> tuple[nnx.MultiHeadAttention, MultiHeadAttention]:
+    """Flax's module and ours, built alike from different seeds."""
+    options = {"num_heads": 4, "in_features": FEATURES, "decode": False, **options}
+    theirs, ours = (
+        kind(**options, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(seed + index))
+        for index, kind in enumerate((nnx.MultiHeadAttention, MultiHeadAttention))
+    )
+    return theirs, ours
+
+
+def inputs(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape or (BATCH, LENGTH, FEATURES)), jnp.float32)
+
+
+def results(module: nnx.MultiHeadAttention, x: jax.Array, call: dict[str, Any]) -> list[Any]:
+    """Output and gradients of the parameters, the largest row first that sees a key in every configuration."""
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        # Variables of this trace, because dropout counts its draws.
+        y = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, rest))(x, **call)[:, 1:]
+        return (y.astype(jnp.float32) ** 2).mean(), y
+
+    (gradients, dx), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+    return [y, dx, *jax.tree.leaves(gradients)]
+
+
+@pytest.mark.parametrize(("options", "mask"), list(itertools.product(OPTIONS, MASKS)))
+def test_weights_load_both_ways_and_give_equal_outputs_and_gradients(options: str, mask: str, seed: int) -> None:
+    theirs, ours = twins(seed % 1000, **OPTIONS[options])
+    x = inputs(seed)
+    loads = ((theirs, ours), (ours, theirs)) if mask == "no mask" else ((theirs, ours),)
+    for source, target in loads:
+        nnx.update(target, nnx.state(source))
+        expected, found = results(theirs, x, MASKS[mask]), results(ours, x, MASKS[mask])
+        # Eight bits of mantissa in bfloat16: both round every product.
+        tolerance = 3e-2 if "bfloat16" in options else 1e-5
+        for one, other in zip(expected, found, strict=True):
+            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+            assert np.abs(one - other).max() <= tolerance * np.abs(one).max()
