@@ -108,11 +108,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             num_heads,
             qkv_features,
             head_dim,
-            attention_type=attention_type,
             alibi_slopes=alibi_slopes,
             attention_fn=attention_fn,
             own_fn=nnx.dot_product_attention,
         )
+        if attention_type not in _ATTENTION_TYPES:
+            raise InvalidInput(
+                f"attention_type is {attention_type!r}; use one of {', '.join(map(repr, _ATTENTION_TYPES))}."
+            )
         if kv_cache_dtype is not None and jnp.dtype(kv_cache_dtype) == jnp.int8 and None in (k_scale, v_scale):
             raise InvalidInput(
                 "kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing."
@@ -350,7 +353,6 @@ def checked_features(
     qkv_features: int | None,
     head_dim: int | None,
     *,
-    attention_type: str,
     alibi_slopes: Sequence[float] | None,
     attention_fn: Any,
     own_fn: Any,
@@ -360,10 +362,6 @@ def checked_features(
         raise Unsupported(
             "attention_fn is a function of your own; this module computes attention itself, so that training and "
             "paged decoding agree. Give your function to flax's module."
-        )
-    if attention_type not in _ATTENTION_TYPES:
-        raise InvalidInput(
-            f"attention_type is {attention_type!r}; use one of {', '.join(map(repr, _ATTENTION_TYPES))}."
         )
     if alibi_slopes is not None and len(alibi_slopes) != num_heads:
         raise InvalidInput(

@@ -46,8 +46,8 @@ def scan_layers(
 
     Example:
         >>> from jattn.nn import MultiHeadAttention
-        >>> make = nnx.vmap(lambda rngs: MultiHeadAttention(2, 8, rngs=rngs))
-        >>> layers = make(nnx.Rngs(0).fork(split=3))
+        >>> make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: MultiHeadAttention(2, 8, rngs=rngs)))
+        >>> layers = make(nnx.Rngs(0))
         >>> metadata = AttentionMetadata(
         ...     block_tables=jnp.array([[1]], jnp.int32), seq_lens=jnp.array([4], jnp.int32),
         ...     query_start_loc=jnp.array([0, 4], jnp.int32), slot_mapping=jnp.arange(4, 8, dtype=jnp.int32),
@@ -65,8 +65,8 @@ def scan_layers(
     num_blocks, block_size = first.shape[0], first.shape[-3]
     if num_blocks % num_layers or num_blocks * block_size > jnp.iinfo(jnp.int32).max:
         raise InvalidInput(
-            f"kv_cache has {num_blocks} blocks of {block_size} tokens for {num_layers} layers; it must be a multiple of "
-            "the layers with slots below 2**31."
+            f"kv_cache has {num_blocks} blocks of {block_size} tokens for {num_layers} layers; it must be a multiple "
+            "of the layers, with slots below 2**31."
         )
 
     def body(carry: tuple[jax.Array, _Cache], layer: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, _Cache], None]:

@@ -28,7 +28,12 @@ def masked_attention(
     alibi_slopes: jax.Array | None = None,
     on_weights: Callable[[jax.Array], jax.Array] | None = None,
     precision: Any = None,
-    **options: Any,
+    scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    attention_chunk: int | None = None,
+    use_alibi_sqrt: bool = False,
 ) -> jax.Array:
     """Attends within each row of a padded batch; every score is kept for the derivative.
 
@@ -43,7 +48,7 @@ def masked_attention(
         sinks, alibi_slopes: as in `attention`.
         on_weights: takes the weights float[batch, num_heads, length, key_length] and returns those to use: dropout.
         precision: of the two products.
-        **options: scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt, as in `attention`.
+        scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt: as in `attention`.
 
     Returns:
         float[batch, length, num_heads, value_head_size] in the query's dtype; rows that see nothing are 0, and so are
@@ -53,7 +58,15 @@ def masked_attention(
         InvalidInput: shapes or dtypes do not fit.
     """
     (batch, length, num_heads, head_size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
-    spec = attention_spec(query, **options)
+    spec = attention_spec(
+        query,
+        scale=scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        attention_chunk=attention_chunk,
+        use_alibi_sqrt=use_alibi_sqrt,
+    )
     # Only described, never run: what masks and score modifications of the packed form need to know.
     call = DenseCall(
         query=query.reshape(-1, num_heads, head_size),

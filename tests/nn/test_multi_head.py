@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.nn import MultiHeadAttention, attention_fn
+from jattn.nn import MultiHeadAttention
 
 BATCH, LENGTH, FEATURES = 2, 6, 16
 KEY_PADDING = jnp.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]], bool)[:, None, None, :]
