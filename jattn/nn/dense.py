@@ -68,7 +68,8 @@ def attention_fn(
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
         force_fp32_for_softmax: the softmax is float32 whatever this says.
         qk_attn_weights_einsum, attn_weights_value_einsum: None.
-        **options: scale, sliding_window, logits_soft_cap, attention_chunk, alibi_slopes, use_alibi_sqrt, sinks.
+        **options: scale, sliding_window, logits_soft_cap, attention_chunk, alibi_slopes, use_alibi_sqrt, sinks,
+            relative_bias.
 
     Returns:
         float[batch..., length, num_heads, value_head_size].
@@ -135,7 +136,7 @@ def dense_attention(
     """Attends within `[batch, length, heads, head_size]`; arguments as in `ops.masked_attention` and `attention_fn`."""
     (batch, length), key_length = query.shape[:2], key.shape[1]
     positional = (options["causal"] and length > 1) or any(
-        options.get(name) is not None for name in ("sliding_window", "attention_chunk", "alibi_slopes")
+        options.get(name) is not None for name in ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
     )
     is_padding = mask is not None and mask.shape[1:3] == (1, 1) and not positional
     reasons = {

@@ -26,6 +26,7 @@ def masked_attention(
     bias: jax.Array | None = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    relative_bias: jax.Array | None = None,
     on_weights: Callable[[jax.Array], jax.Array] | None = None,
     precision: Any = None,
     scale: float | None = None,
@@ -45,7 +46,7 @@ def masked_attention(
             with the last real key.
         mask: bool, broadcastable to [batch, num_heads, length, key_length]; False hides.
         bias: float, likewise, added to the scores.
-        sinks, alibi_slopes: as in `attention`.
+        sinks, alibi_slopes, relative_bias: as in `attention`.
         on_weights: takes the weights float[batch, num_heads, length, key_length] and returns those to use: dropout.
         precision: of the two products.
         scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt: as in `attention`.
@@ -78,10 +79,11 @@ def masked_attention(
         max_query_len=length,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
     )
     call.check()
     # One row of positions serves the whole batch where no row has a length of its own.
-    rows = 1 if query_lens is None and key_lens is None else batch
+    rows = 1 if query_lens is None and key_lens is None and relative_bias is None else batch
     query, (key, value) = _real(query, query_lens), (_real(x, key_lens) for x in (key, value))
     query_lens, key_lens = (
         jnp.full(rows, size, jnp.int32) if lens is None else lens
