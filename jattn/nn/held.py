@@ -18,7 +18,7 @@ from jattn.nn.paged import PagedAttention
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = ["HeldCache", "PagedCache", "check_held", "decode_held", "new_held_cache"]
+__all__ = ["HeldCache", "PagedCache", "check_held", "decode_held", "new_held_cache", "refuse_donated"]
 
 
 class PagedCache(nnx.Cache):
@@ -105,17 +105,19 @@ def check_held(cache: HeldCache, batch_dims: Sequence[int], core: PagedAttention
     Raises:
         InvalidInput: with what it is and what it must be.
     """
-    if any(not isinstance(array, Tracer) and array.is_deleted() for array in cache):
-        raise InvalidInput(
-            "the module's cache was donated to a step and is deleted; go on with the module that the step returned, or "
-            "call init_cache."
-        )
+    refuse_donated("the module's cache", cache, "go on with the module that the step returned, or call init_cache.")
     if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.index.shape != tuple(batch_dims):
         raise InvalidInput(
             f"the module's cache holds {cache.key.shape[2]} heads of {cache.key.shape[3]} for a batch of "
             f"{cache.index.shape}, and the inputs need {core.num_kv_heads} heads of {core.head_dim} for "
             f"{tuple(batch_dims)}; call init_cache with the inputs' batch."
         )
+
+
+def refuse_donated(name: str, cache: Any, fix: str) -> None:
+    """Raises InvalidInput if an array of a cache is gone, where JAX would name neither cause nor remedy."""
+    if any(not isinstance(array, Tracer) and array.is_deleted() for array in jax.tree.leaves(cache)):
+        raise InvalidInput(f"{name} was donated to a step and is deleted; {fix}")
 
 
 def decode_held(

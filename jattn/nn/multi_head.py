@@ -13,7 +13,7 @@ from flax.nnx.module import first_from
 from jattn.metadata import AttentionMetadata
 from jattn.nn import dense
 from jattn.nn.dense import rotated
-from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache
+from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache, refuse_donated
 from jattn.nn.paged import PagedAttention
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -204,6 +204,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self._check_inputs(inputs_q, inputs_k, inputs_v, shared_kv, cached=cached)
         if (cache is None) != (metadata is None):
             raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
+        if cache is not None and self.attention_type == "encoder_only":
+            raise Unsupported("a layer of type 'encoder_only' takes no cache; attend to the whole input at once.")
+        refuse_donated("cache", cache, "use the one that the step returned.")
         if cache is not None and (lengths is not None or key_lengths is not None):
             raise InvalidInput("lengths are given beside metadata, which has them; leave them out.")
         dropout_rng = self._dropout_rng(deterministic, rngs)
