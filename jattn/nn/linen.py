@@ -13,7 +13,7 @@ from flax import linen
 from jattn.nn.dense import attention_fn, rotated
 from jattn.nn.held import HeldCache, check_held, decode_held, new_held_cache
 from jattn.nn.multi_head import checked_features
-from jattn.nn.paged import PagedAttention
+from jattn.nn.paged import CORE_OPTIONS, PagedAttention
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["MultiHeadAttention"]
@@ -91,12 +91,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             self.num_heads,
             features // self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            attention_chunk=self.attention_chunk,
-            logits_soft_cap=self.logits_soft_cap,
-            use_alibi_sqrt=self.use_alibi_sqrt,
-            implementation=self.implementation,
+            **{name: getattr(self, name) for name in CORE_OPTIONS},
         )
         inputs_k = inputs_q if inputs_k is None else inputs_k
         query = self._projected("query", core.num_heads, core, inputs_q)

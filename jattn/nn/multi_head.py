@@ -14,7 +14,7 @@ from jattn.metadata import AttentionMetadata
 from jattn.nn import dense
 from jattn.nn.dense import rotated
 from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache, refuse_donated
-from jattn.nn.paged import PagedAttention
+from jattn.nn.paged import CORE_OPTIONS, PagedAttention
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["MultiHeadAttention", "checked_features"]
@@ -37,30 +37,26 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     - `y = attn(x, decode=True)` after `init_cache`: the module holds the cache. A row may be of any length, and
       each sequence has a length of its own.
 
-    With a cache self-attention is causal whatever `is_causal` says, as flax's decoding is. Nothing is created in a
-    call: graph and tree mode, `nnx.jit`, `nnx.split`, `jax.lax.scan` over steps and `scan_layers` serve it. Under
-    `jax.jit` a function that writes a held cache must return the module; see `PagedCache`.
+    With a cache self-attention is causal, as flax's decoding is; train it with `is_causal=True`. Graph and tree mode,
+    `nnx.split`, `jax.lax.scan` over steps and `scan_layers` serve it. Under `jax.jit` a function that writes a held
+    cache must return the module; see `PagedCache`.
 
     Args:
-        num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features, dropout_rate, decode: as
-            flax's.
+        num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features: as flax's.
         head_dim: elements of a head, in place of qkv_features = num_heads * head_dim.
-        scale: factor on the scores; head_dim ** -0.5 by default.
-        rope: `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied to queries and
-            keys after their norms.
-        sliding_window, attention_chunk, logits_soft_cap, use_alibi_sqrt: as in `PagedAttention`.
+        rope: `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied after norms.
         sinks: each head learns a sink logit, the parameter `sinks`; zeros at first.
         alibi_slopes: a number for each head; they are not trained.
-        attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (a cache that is written once with an
-            encoder's keys, when `inputs_k` is given, and read afterwards).
-        kv_sharing: no keys and values of its own: it takes another layer's, `shared_kv=other.keys_and_values(x)`, or
-            reads that layer's cache and writes none. It has no `key` and `value` parameters.
+        attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (its cache is written with an
+            encoder's keys whenever `inputs_k` is given, and else read).
+        kv_sharing: no `key` and `value` parameters: the layer takes `shared_kv=other.keys_and_values(x)`, or reads that
+            layer's cache and writes none.
         kv_cache_dtype: of a held cache; the dtype of the computation by default.
         k_scale, v_scale: what a unit of an 8-bit cache is worth.
-        implementation: "triton", "torch", "xla", or None for the fastest that serves a call.
         attention_fn: refused unless it is flax's default or `jattn.attention_fn`.
         rngs: source of the initial values, and of dropout.
-        **options: flax's other arguments.
+        **options: flax's other arguments; scale, sliding_window, attention_chunk, logits_soft_cap, use_alibi_sqrt and
+            implementation of `PagedAttention`.
 
     Raises:
         InvalidInput: options that do not go together; the message names them.
@@ -86,20 +82,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         in_kv_features: int | None = None,
         *,
         head_dim: int | None = None,
-        scale: float | None = None,
         rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        attention_chunk: int | None = None,
-        logits_soft_cap: float | None = None,
         sinks: bool = False,
         alibi_slopes: Sequence[float] | None = None,
-        use_alibi_sqrt: bool = False,
         attention_type: str = "decoder",
         kv_sharing: bool = False,
         kv_cache_dtype: Any = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
-        implementation: str | None = None,
         attention_fn: Callable[..., jax.Array] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -120,29 +110,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             raise InvalidInput(
                 "kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing."
             )
-        super().__init__(
-            num_heads,
-            in_features,
-            qkv_features,
-            out_features,
-            num_kv_heads,
-            in_kv_features,
-            attention_fn=dense.attention_fn,
-            rngs=rngs,
-            **options,
-        )
-        self.core = PagedAttention(
-            num_heads,
-            self.head_dim,
-            num_kv_heads=self.num_kv_heads,
-            scale=scale,
-            causal=attention_type == "decoder",
-            sliding_window=sliding_window,
-            attention_chunk=attention_chunk,
-            logits_soft_cap=logits_soft_cap,
-            use_alibi_sqrt=use_alibi_sqrt,
-            implementation=implementation,
-        )
+        of_core = {name: options.pop(name) for name in CORE_OPTIONS if name in options}
+        sizes = (num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features)
+        super().__init__(*sizes, attention_fn=dense.attention_fn, rngs=rngs, **options)
+        causal = attention_type == "decoder"
+        self.core = PagedAttention(num_heads, self.head_dim, num_kv_heads=self.num_kv_heads, causal=causal, **of_core)
         self.rope = rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))

@@ -11,7 +11,10 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from torch_core.errors import InvalidInput
 
-__all__ = ["PagedAttention"]
+__all__ = ["CORE_OPTIONS", "PagedAttention"]
+
+#: What paged and dense attention take alike.
+CORE_OPTIONS = ("scale", "sliding_window", "attention_chunk", "logits_soft_cap", "use_alibi_sqrt", "implementation")
 
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
@@ -97,9 +100,8 @@ class PagedAttention(nnx.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What paged and dense attention take alike, by keyword."""
-        names = "scale sliding_window attention_chunk logits_soft_cap use_alibi_sqrt implementation"
-        return {name: getattr(self, name) for name in names.split()}
+        """The values of `CORE_OPTIONS`, by keyword."""
+        return {name: getattr(self, name) for name in CORE_OPTIONS}
 
     def __call__(
         self,

@@ -71,7 +71,7 @@ def masked_attention(
     # Only described, never run: what masks and score modifications of the packed form need to know.
     call = DenseCall(
         query=query.reshape(-1, num_heads, head_size),
-        key=key.reshape(-1, num_kv_heads, head_size),
+        key=key.reshape(-1, *key.shape[2:]),
         value=value.reshape(-1, *value.shape[2:]),
         query_start_loc=jnp.arange(batch + 1, dtype=jnp.int32) * length,
         key_start_loc=jnp.arange(batch + 1, dtype=jnp.int32) * key_length,
