@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -59,3 +62,19 @@ def test_a_mask_that_no_kernel_takes_is_computed_in_jnp(seed: int) -> None:
     x = inputs(seed, "float32").reshape(BATCH, LENGTH, 4, 64)
     mask = jnp.asarray(np.random.default_rng(seed).random((BATCH, 1, LENGTH, LENGTH)) < 0.7)
     assert apart(attention_fn(x, x, x, mask=mask), nnx.dot_product_attention(x, x, x, mask=mask)) <= 5e-3
+
+
+# T19 of the traps that users meet: torch and JAX bring CUDA libraries of their own.
+@pytest.mark.parametrize("imports", ["import torch, jax", "import jax, torch"])
+def test_either_library_may_be_imported_first(imports: str) -> None:
+    code = f"""
+{imports}
+import jax.numpy as jnp
+from jattn.nn import attention_fn
+ones = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+a = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+assert float((a @ a).sum()) == 64**3 and float((ones[0, :, 0] @ ones[0, :, 0].T).sum()) == 8 * 8 * 64
+assert (attention_fn(ones, ones, ones, is_causal=True) == 1).all()
+"""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)

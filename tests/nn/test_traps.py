@@ -2,7 +2,7 @@
 
 T1, T2, T5: `test_held_cache`. T4: `test_attention_fn`. T6, T11: `test_explicit_cache`. T7 to T9: `test_meshes`. T15:
 `tests/engine/test_engine.py`. T16: `tests/engine/test_detokenize.py`. T17: `tests/engine/test_sampler.py`. T19:
-`tests/rules/test_architecture.py`. T20: `test_linen`. T3 is a figure: `jattn bench module --host`.
+`test_module_gpu`. T20: `test_linen`. T3 is a figure: `jattn bench module --host`.
 """
 
 from __future__ import annotations
