@@ -48,7 +48,8 @@ def step_times(batch: int, context: int, max_length: int, features: int, rounds:
     for kind in (MultiHeadAttention, nnx.MultiHeadAttention):
         module = kind(8, features, decode=True, rngs=nnx.Rngs(0))
         module.init_cache((batch, max_length, features))
-        module.cache_index.set_value(jnp.full_like(module.cache_index[...], context))
+        index: Any = module.cache_index
+        index.set_value(jnp.full_like(index[...], context))
         steps.append(_Step(module, x))
     times = [[step.run() for step in steps] for _ in range(rounds + 3)][3:]
     ours, flax = zip(*times, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from jattn import ops
 from jattn.nn.padded import Packing, real_tokens
@@ -32,7 +33,7 @@ def attention_fn(
     dtype: Any = None,
     precision: Any = None,
     module: Any = None,
-    promote_dtype: Callable[..., Any] = nnx.nn.dtypes.promote_dtype,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
     *,
     input_positions: jax.Array | None = None,

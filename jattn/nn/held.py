@@ -13,12 +13,13 @@ from flax import nnx
 from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata
+from jattn.nn.checks import refuse_donated
 from jattn.nn.padded import Packing, real_tokens
 from jattn.nn.paged import PagedAttention
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = ["HeldCache", "PagedCache", "check_held", "decode_held", "new_held_cache", "refuse_donated"]
+__all__ = ["HeldCache", "PagedCache", "check_held", "decode_held", "new_held_cache"]
 
 
 class PagedCache(nnx.Cache):
@@ -65,17 +66,17 @@ class HeldCache(NamedTuple):
     Attributes:
         key: [1 + sequences * blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block.
         value: the same.
-        index: int32[batch...], tokens of each sequence.
+        seq_lens: int32[batch...], tokens of each sequence.
     """
 
     key: jax.Array
     value: jax.Array
-    index: jax.Array
+    seq_lens: jax.Array
 
     @property
     def blocks_per_sequence(self) -> int:
         """Blocks that each sequence owns, one after the other."""
-        return (self.key.shape[0] - 1) // max(1, self.index.size)
+        return (self.key.shape[0] - 1) // max(1, self.seq_lens.size)
 
     @property
     def max_length(self) -> int:
@@ -106,18 +107,12 @@ def check_held(cache: HeldCache, batch_dims: Sequence[int], core: PagedAttention
         InvalidInput: with what it is and what it must be.
     """
     refuse_donated("the module's cache", cache, "go on with the module that the step returned, or call init_cache.")
-    if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.index.shape != tuple(batch_dims):
+    if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.seq_lens.shape != tuple(batch_dims):
         raise InvalidInput(
             f"the module's cache holds {cache.key.shape[2]} heads of {cache.key.shape[3]} for a batch of "
-            f"{cache.index.shape}, and the inputs need {core.num_kv_heads} heads of {core.head_dim} for "
+            f"{cache.seq_lens.shape}, and the inputs need {core.num_kv_heads} heads of {core.head_dim} for "
             f"{tuple(batch_dims)}; call init_cache with the inputs' batch."
         )
-
-
-def refuse_donated(name: str, cache: Any, fix: str) -> None:
-    """Raises InvalidInput if an array of a cache is gone, where JAX would name neither cause nor remedy."""
-    if any(not isinstance(array, Tracer) and array.is_deleted() for array in jax.tree.leaves(cache)):
-        raise InvalidInput(f"{name} was donated to a step and is deleted; {fix}")
 
 
 def decode_held(
@@ -149,12 +144,12 @@ def decode_held(
     Raises:
         RequestTooLong: the tokens do not fit; outside jit only.
     """
-    batch_dims, length, sequences = query.shape[:-3], query.shape[-3], cache.index.size
-    index = cache.index.reshape(-1)
+    batch_dims, length, sequences = query.shape[:-3], query.shape[-3], cache.seq_lens.size
+    lens = cache.seq_lens.reshape(-1)
     blocks, block_size = cache.blocks_per_sequence, cache.key.shape[1]
     queries = Packing.of(sequences, length, real_tokens(_flat(lengths), length))
-    before = index if core.causal else jnp.zeros_like(index)
-    after, overflow, keys = index, jnp.zeros_like(index, bool), None
+    before = lens if core.causal else jnp.zeros_like(lens)
+    after, overflow, keys = lens, jnp.zeros_like(lens, bool), None
     tables = 1 + jnp.arange(sequences * blocks, dtype=jnp.int32).reshape(sequences, blocks)
     slots = jnp.zeros(0, jnp.int32)
     if new is not None:
@@ -178,11 +173,12 @@ def decode_held(
         slot_mapping=slots,
         max_query_len=length,
     )
-    packed = [None, None] if new is None or keys is None else [keys.pack(_rows(x)) for x in new]
-    out, (key, value) = core(queries.pack(_rows(query)), *packed, (cache.key, cache.value), metadata, **options)
+    key, value = (None, None) if new is None or keys is None else (keys.pack(_rows(x)) for x in new)
+    tokens = (queries.pack(_rows(query)), key, value)
+    out, (key, value) = core(*tokens, (cache.key, cache.value), metadata, **options)
     out = queries.unpack(out).reshape(sequences, length, *out.shape[1:])
     out = jnp.where(overflow[:, None, None, None], jnp.nan, out)
-    return out.reshape(*batch_dims, *out.shape[1:]), HeldCache(key, value, after.reshape(cache.index.shape))
+    return out.reshape(*batch_dims, *out.shape[1:]), HeldCache(key, value, after.reshape(cache.seq_lens.shape))
 
 
 def _flat(lengths: jax.Array | None) -> jax.Array | None:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from jattn.nn.checks import checked_features, refuse_with_cache
 from jattn.nn.dense import attention_fn, rotated
 from jattn.nn.held import HeldCache, check_held, decode_held, new_held_cache
-from jattn.nn.multi_head import checked_features
 from jattn.nn.paged import CORE_OPTIONS, PagedAttention
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -121,13 +121,13 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 **core.options,
             )
         else:
-            if mask is not None or dropout_rng is not None or sow_weights:
-                raise Unsupported("mask, dropout or sow_weights in decode; use lengths for padding, and none of them.")
+            given = {"a mask": mask is not None, "dropout": dropout_rng is not None, "sow_weights": sow_weights}
+            refuse_with_cache(given)
             cache = HeldCache(*(variable.value for variable in held))
             check_held(cache, query.shape[:-3], core)
             if self.rope is not None:
                 if input_positions is None:
-                    input_positions = cache.index[..., None] + jnp.arange(query.shape[-3])
+                    input_positions = cache.seq_lens[..., None] + jnp.arange(query.shape[-3])
                 query, key = (rotated(self.rope, x, input_positions) for x in (query, key))
             x, cache = decode_held(core, query, (key, value), cache, lengths=lengths, alibi_slopes=slopes)
             for variable, array in zip(held, cache, strict=True):

@@ -12,17 +12,20 @@ from flax.nnx.module import first_from
 
 from jattn.metadata import AttentionMetadata
 from jattn.nn import dense
+from jattn.nn.checks import (
+    check_attention_type,
+    check_cache_dtype,
+    check_explicit,
+    check_inputs,
+    checked_features,
+    refuse_with_cache,
+)
 from jattn.nn.dense import rotated
-from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache, refuse_donated
+from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache
 from jattn.nn.paged import CORE_OPTIONS, PagedAttention
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["MultiHeadAttention", "checked_features"]
-
-# vLLM's names.
-_ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")
-
-_Cache = jax.Array | tuple[jax.Array, jax.Array]
+__all__ = ["MultiHeadAttention"]
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -102,14 +105,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             attention_fn=attention_fn,
             own_fn=nnx.dot_product_attention,
         )
-        if attention_type not in _ATTENTION_TYPES:
-            raise InvalidInput(
-                f"attention_type is {attention_type!r}; use one of {', '.join(map(repr, _ATTENTION_TYPES))}."
-            )
-        if kv_cache_dtype is not None and jnp.dtype(kv_cache_dtype) == jnp.int8 and None in (k_scale, v_scale):
-            raise InvalidInput(
-                "kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing."
-            )
+        check_attention_type(attention_type, rope)
+        check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
         of_core = {name: options.pop(name) for name in CORE_OPTIONS if name in options}
         sizes = (num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features)
         super().__init__(*sizes, attention_fn=dense.attention_fn, rngs=rngs, **options)
@@ -144,7 +141,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         lengths: jax.Array | None = None,
         key_lengths: jax.Array | None = None,
         shared_kv: tuple[jax.Array, jax.Array] | None = None,
-        cache: _Cache | None = None,
+        cache: Any = None,
         metadata: AttentionMetadata | None = None,
     ) -> Any:
         """Attends; see the class for the three ways.
@@ -173,19 +170,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             decode = False
         decode = first_from(decode, self.decode, error_msg="decode was given neither to the module nor to the call.")
         cached = decode or cache is not None
-        self._check_inputs(inputs_q, inputs_k, inputs_v, shared_kv, cached=cached)
-        if (cache is None) != (metadata is None):
-            raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
-        if cache is not None and self.attention_type == "encoder_only":
-            raise Unsupported("a layer of type 'encoder_only' takes no cache; attend to the whole input at once.")
-        refuse_donated("cache", cache, "use the one that the step returned.")
-        if cache is not None and (lengths is not None or key_lengths is not None):
-            raise InvalidInput("lengths are given beside metadata, which has them; leave them out.")
-        dropout_rng = self._dropout_rng(deterministic, rngs)
-        refused = {"a mask": mask is not None, "dropout": dropout_rng is not None, "sow_weights": sow_weights}
-        if cached and any(refused.values()):
-            what = next(name for name, given in refused.items() if given)
-            raise Unsupported(f"{what} with a cache; use lengths for padding, deterministic=True and no sow_weights.")
+        check_inputs(self, inputs_q, inputs_k, inputs_v, shared_kv, cached=cached)
+        check_explicit(self, cache, metadata, (lengths, key_lengths))
+        drops = self._drops(deterministic)
+        if cached:
+            refuse_with_cache({"a mask": mask is not None, "dropout": drops, "sow_weights": sow_weights})
         held = self._held(inputs_q.shape[:-2]) if decode else None
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
@@ -200,13 +189,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             new = self.keys_and_values(
                 inputs_k, inputs_v, input_positions=input_positions if alike else None, qkv_sharding=qkv_sharding
             )
-        scores = {
+        scores: dict[str, Any] = {
             "sinks": None if self.sinks is None else self.sinks[...],
             "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
         }
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         if held is not None:
-            lens = {"lengths": lengths, "key_lengths": key_lengths}
+            lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
             x, held = decode_held(self.core, query, new, held, **lens, **scores, **scales)
             for variable, array in zip(self._cache_variables(), held, strict=True):
                 variable.put(array)
@@ -219,10 +208,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 query,
                 *new,
                 mask=mask,
-                dropout_rng=dropout_rng,
+                dropout_rng=self._dropout_rng(rngs) if drops else None,
                 dropout_rate=self.dropout_rate,
                 broadcast_dropout=self.broadcast_dropout,
-                deterministic=dropout_rng is None,
+                deterministic=not drops,
                 dtype=self.dtype,
                 precision=self.precision,
                 module=self if sow_weights else None,
@@ -246,6 +235,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         qkv_sharding: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns what this layer attends to, [batch..., length, num_kv_heads, head_dim] each, rope applied."""
+        if self.key is None or self.value is None:
+            raise InvalidInput("a layer with kv_sharing has no keys and values; ask the layer whose cache it reads.")
         key = self.key(inputs_k, out_sharding=qkv_sharding)
         value = self.value(inputs_k if inputs_v is None else inputs_v, out_sharding=qkv_sharding)
         key = key if self.key_ln is None else self.key_ln(key)
@@ -273,7 +264,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         held = new_held_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
         sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
         self.cached_key, self.cached_value = PagedCache(held.key, **sharding), PagedCache(held.value, **sharding)
-        self.cache_index = PagedCache(held.index)
+        self.cache_index = PagedCache(held.seq_lens)
 
     def set_view(
         self,
@@ -301,58 +292,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         check_held(held, batch_dims, self.core)
         return held
 
-    def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:
-        if not self.dropout_rate:
-            return None
+    def _drops(self, deterministic: bool | None) -> bool:
         message = "deterministic was given neither to the module nor to the call, and dropout_rate is not 0."
-        if first_from(deterministic, self.deterministic, error_msg=message):
-            return None
+        return self.dropout_rate > 0 and not first_from(deterministic, self.deterministic, error_msg=message)
+
+    def _dropout_rng(self, rngs: Any) -> jax.Array:
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
             raise InvalidInput("dropout needs rngs, and the module was built with keep_rngs=False; pass them.")
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
-    def _check_inputs(self, inputs_q: Any, inputs_k: Any, inputs_v: Any, shared_kv: Any, *, cached: bool) -> None:
-        if inputs_q.ndim < 2 or inputs_q.shape[-1] != self.in_features:
-            raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {self.in_features}].")
-        if inputs_k is None and inputs_v is not None:
-            raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
-        if self.kv_sharing and (inputs_k is not None or (shared_kv is not None and cached)):
-            raise InvalidInput("a layer that shares keys and values takes shared_kv without a cache, and no inputs_k.")
-        if shared_kv is not None and not self.kv_sharing:
-            raise InvalidInput("shared_kv is given, and the layer was built without kv_sharing=True.")
-
-
-def checked_features(
-    num_heads: int,
-    qkv_features: int | None,
-    head_dim: int | None,
-    *,
-    alibi_slopes: Sequence[float] | None,
-    attention_fn: Any,
-    own_fn: Any,
-) -> int | None:
-    """Returns qkv_features, from head_dim where that is given, after the checks that both twins need."""
-    if attention_fn not in (None, own_fn, dense.attention_fn):
-        raise Unsupported(
-            "attention_fn is a function of your own; this module computes attention itself, so that training and "
-            "paged decoding agree. Give your function to flax's module."
-        )
-    if alibi_slopes is not None and len(alibi_slopes) != num_heads:
-        raise InvalidInput(
-            f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
-        )
-    if head_dim is None:
-        return qkv_features
-    if qkv_features not in (None, num_heads * head_dim):
-        raise InvalidInput(f"qkv_features is {qkv_features} and head_dim {head_dim} with {num_heads} heads; give one.")
-    return num_heads * head_dim
-
 
 def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMetadata | None) -> jax.Array | None:
     """Returns the positions of queries behind a cache; None where they count from 0."""
     if held is not None:
-        return held.index[..., None] + jnp.arange(query.shape[-3])
+        return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
     if metadata is None:
         return None
     starts, tokens = metadata.query_start_loc, jnp.arange(query[..., 0, 0].size)

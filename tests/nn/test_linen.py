@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], dict[str, Any], str]] 
         Unsupported,
         {"decode": True, "max_length": 8},
         {"mask": jnp.ones((1, 1, 1, 8))},
-        "mask, dropout or sow_weights in decode; use lengths",
+        "a mask with a cache; use lengths",
     ),
     "an attention_fn": (Unsupported, {"attention_fn": lambda q, k, v: v}, {}, "a function of your own"),
     "an einsum": (Unsupported, {"qk_attn_weights_einsum_cls": lambda: jnp.einsum}, {}, "an einsum of your own"),

@@ -27,7 +27,7 @@ OPTIONS = {
     "plain": {},
     "no bias, groups": {"use_bias": False, "num_kv_heads": 2},
     "norms": {"normalize_qk": True},
-    "other widths": {"qkv_features": 24, "out_features": 5},
+    "another width": {"out_features": 5},
     "dropout": {"dropout_rate": 0.4, "deterministic": False},
     "dropout of its own for each head": {"dropout_rate": 0.4, "deterministic": False, "broadcast_dropout": False},
     "bfloat16": {"dtype": jnp.bfloat16, "num_kv_heads": 2},
