@@ -39,16 +39,29 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     chosen = choose(implementation)
     runtime, served_by = (None, chosen) if chosen == "xla" else runtime_of(chosen)
     refuse_unserved(call, served_by)
-    _check_values(call)
+    arrays = call.arrays()
+    traced = any(isinstance(array, Tracer) for array in arrays.values())
+    # What is being traced has no values, and those on a device would have to be waited for.
+    if not traced and jax.default_backend() == "cpu":
+        check_values(call)
     if runtime is None:
         return xla.run(call.map(jnp.asarray))
+    if traced:
+        runtime = bridge.partitioned(runtime)
+    elif any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
+        with bridge.typed_errors():
+            return _run_in_one_program(call, chosen)
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
-    names, static = tuple(call.arrays()), call.map(lambda _: None)
+    static = call.map(lambda _: None)
 
-    def compute(*arrays: jax.Array) -> dict[str, jax.Array]:
-        return bridge.run(static.with_arrays(dict(zip(names, arrays, strict=True))), runtime)
+    def compute(*operands: jax.Array) -> dict[str, jax.Array]:
+        return bridge.run(static.with_arrays(dict(zip(arrays, operands, strict=True))), runtime)
 
-    return transforms.opaque(compute, call.name, chosen)(*map(jnp.asarray, call.arrays().values()))
+    return transforms.opaque(compute, call.name, chosen)(*map(jnp.asarray, arrays.values()))
+
+
+# Several devices run one program; outside jit this is it.
+_run_in_one_program = jax.jit(run, static_argnames="implementation")
 
 
 def _with_float32_scales(call: Call[jax.Array]) -> Call[jax.Array]:
@@ -66,10 +79,3 @@ def _one_float32(name: str, scale: jax.Array) -> jax.Array:
     if scale.size != 1:
         raise InvalidInput(f"{name} has shape {list(scale.shape)}; it must be a number or one element.")
     return jnp.asarray(scale, jnp.float32).reshape(1)
-
-
-def _check_values(call: Call[jax.Array]) -> None:
-    # What is being traced has no values, and those on a device would have to be waited for.
-    arrays = call.arrays().values()
-    if not any(isinstance(array, Tracer) for array in arrays) and jax.default_backend() == "cpu":
-        check_values(call)
