@@ -1,13 +1,13 @@
 """Calls that partition themselves: where operands are split over heads, each device computes its own.
 
 XLA cannot look into a custom call: it would gather every operand and compute everything everywhere. What may be split
-instead stands in the annotations of the call's fields: axes of heads, and nothing else.
+stands in the annotations of the call's fields: axes of heads, and nothing else.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,16 @@ __all__ = ["partitioned"]
 _HEADS = ("num_heads", "num_kv_heads")
 
 
-def partitioned(runtime: Runtime) -> Runtime:
+def partitioned(runtime: Runtime, *, opaque: bool = True) -> Runtime:
     """Returns the runtime for programs that may run on several devices: no operand is gathered.
 
     Along Explicit mesh axes the split is known while tracing, and a shard_map follows it. Along Auto axes the
-    partitioner tells when it compiles (custom_partitioning, with a rule for Shardy). Inside a shard_map over all axes,
-    and where there is one device, nothing is added.
+    partitioner tells when it compiles: XLA's own for jnp, and else custom_partitioning with a rule for Shardy. Inside a
+    shard_map over all axes, and where there is one device, nothing is added.
+
+    Args:
+        runtime: which runs a call on one device.
+        opaque: XLA cannot look into it.
 
     Raises:
         Unsupported: while tracing or compiling: an operand is split along anything but heads, heads are split in
@@ -44,7 +48,8 @@ def partitioned(runtime: Runtime) -> Runtime:
             return runtime(call)
         arrays = call.arrays()
         parts = _Parts(call.map(array_spec), tuple(arrays), (*call.outputs(), *call.written), runtime)
-        return dict(zip(parts.results, _run(parts, tuple(arrays.values())), strict=True))
+        results = _run(parts, tuple(arrays.values()), _run_auto if opaque else _Parts.run)
+        return dict(zip(parts.results, results, strict=True))
 
     return run
 
@@ -111,25 +116,21 @@ class _Parts:
         return specs_of(self.operands), specs_of(self.results)
 
 
-def _run(parts: _Parts, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any]) -> Sequence[jax.Array]:
     shardings = [jax.typeof(array).sharding for array in arrays]
     context = jax.sharding.get_abstract_mesh()
     mesh = next((sharding.mesh for sharding in shardings if not sharding.mesh.empty), context)
     auto = [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
-    if auto and (mesh.explicit_axes or mesh.manual_axes):
+    others = (*mesh.explicit_axes, *mesh.manual_axes)
+    if auto and others and run_auto is _run_auto:
         raise Unsupported(
-            f"{parts.call.name}: mesh axes {', '.join(auto)} are of type Auto beside others of "
-            f"{', '.join((*mesh.explicit_axes, *mesh.manual_axes))} that are not; call it inside a jax.shard_map over "
-            "all axes."
+            f"{parts.call.name}: mesh axes {', '.join(auto)} are of type Auto and {', '.join(others)} are not; call it "
+            "inside a jax.shard_map over all axes, or make all of one type."
         )
-    if auto or mesh.empty:
-        return _run_auto(parts, *arrays)
     if not mesh.explicit_axes:
-        return parts.run(*arrays)
+        return run_auto(parts, *arrays) if auto or mesh.empty else parts.run(*arrays)
     in_specs, out_specs = parts.specs(shardings)
-    arrays = [
-        jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True)
-    ]
+    cut = [jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True)]
     return jax.shard_map(
         parts.run,
         mesh=mesh,
@@ -137,7 +138,7 @@ def _run(parts: _Parts, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         out_specs=out_specs,
         axis_names=set(mesh.explicit_axes),
         check_vma=False,
-    )(*arrays)
+    )(*cut)
 
 
 @functools.partial(custom_partitioning, static_argnums=(0,))

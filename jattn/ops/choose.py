@@ -8,6 +8,7 @@ import jax
 
 from jattn.bridge import native, torch_runtime
 from jattn.bridge.calls import Runtime
+from jattn.ops import xla
 from torch_core.calls import IMPLEMENTATIONS
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -37,12 +38,12 @@ def choose(implementation: str | None) -> str:
 
 
 def runtime_of(implementation: str) -> tuple[Runtime, str]:
-    """Returns the runtime of "triton" or "torch", and whose row of `torch_core.calls.SERVES` says what it serves.
+    """Returns the runtime of an implementation, and whose row of `torch_core.calls.SERVES` says what it serves.
 
-    On CUDA torch launches the same kernels.
+    On CUDA torch launches the same kernels as "triton".
     """
-    if implementation == "triton":
-        return native.run_native, "triton"
+    if implementation != "torch":
+        return {"triton": native.run_native, "xla": xla.run}[implementation], implementation
     return torch_runtime.run_torch, "triton" if jax.default_backend() == "gpu" else "torch"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jattn import bridge
-from jattn.ops import transforms, xla
+from jattn.ops import transforms
 from jattn.ops.choose import choose, runtime_of
 from torch_core.calls import Call, check_values, refuse_unserved
 from torch_core.calls.call import array_fields
@@ -37,20 +37,20 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.
     call.check()
     chosen = choose(implementation)
-    runtime, served_by = (None, chosen) if chosen == "xla" else runtime_of(chosen)
+    runtime, served_by = runtime_of(chosen)
     refuse_unserved(call, served_by)
     arrays = call.arrays()
     traced = any(isinstance(array, Tracer) for array in arrays.values())
     # What is being traced has no values, and those on a device would have to be waited for.
     if not traced and jax.default_backend() == "cpu":
         check_values(call)
-    if runtime is None:
-        return xla.run(call.map(jnp.asarray))
     if traced:
-        runtime = bridge.partitioned(runtime)
+        runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
     elif any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
         with bridge.typed_errors():
             return _run_in_one_program(call, chosen)
+    if chosen == "xla":
+        return runtime(call.map(jnp.asarray))
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
     static = call.map(lambda _: None)
 
