@@ -86,7 +86,9 @@ class _Parts:
         """
         heads: dict[str, tuple[str, ...]] = {}
         for name, sharding in zip(self.operands, found, strict=True):
-            for dim, size, axes in zip(self.dims(name), self.call.arrays()[name].shape, _axes_of(sharding), strict=False):
+            for dim, size, axes in zip(
+                self.dims(name), self.call.arrays()[name].shape, _axes_of(sharding), strict=False
+            ):
                 if axes and dim not in _HEADS:
                     raise Unsupported(
                         f"{self.call.name}: {name} is split along {dim} by mesh axis {', '.join(axes)}; an op splits "
@@ -103,17 +105,13 @@ class _Parts:
                 "sizes divide the key/value heads; where those are fewer than devices, repeat them."
             )
         axes = next(iter(heads.values()), ())
-        sizes = {name: spec.shape for name, spec in (*self.call.arrays().items(), *self.call.outputs().items())}
+        shapes = {name: array.shape for name, array in (*self.call.arrays().items(), *self.call.outputs().items())}
 
-        def specs_of(names: Sequence[str]) -> tuple[PartitionSpec, ...]:
-            return tuple(
-                PartitionSpec(
-                    *(axes if dim in _HEADS and size > 1 else None for dim, size in zip(self.dims(name), sizes[name]))
-                )
-                for name in names
-            )
+        def spec(name: str) -> PartitionSpec:
+            dims = zip(self.dims(name), shapes[name], strict=True)
+            return PartitionSpec(*(axes if dim in _HEADS and size > 1 else None for dim, size in dims))
 
-        return specs_of(self.operands), specs_of(self.results)
+        return tuple(map(spec, self.operands)), tuple(map(spec, self.results))
 
 
 def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any]) -> Sequence[jax.Array]:

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jattn import bridge
 from jattn.ops import transforms
-from jattn.ops.choose import choose, runtime_of
+from jattn.ops.choose import choose, for_this_platform, runtime_of
 from torch_core.calls import Call, check_values, refuse_unserved
 from torch_core.calls.call import array_fields
 from torch_core.errors import InvalidInput
@@ -46,6 +46,8 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         check_values(call)
     if traced:
         runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
+        if implementation is None and jax.default_backend() == "cpu":
+            call = for_this_platform(call.map(jnp.asarray))
     elif any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
         with bridge.typed_errors():
             return _run_in_one_program(call, chosen)
