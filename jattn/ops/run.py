@@ -40,17 +40,16 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     runtime, served_by = runtime_of(chosen)
     refuse_unserved(call, served_by)
     arrays = call.arrays()
-    traced = any(isinstance(array, Tracer) for array in arrays.values())
-    # What is being traced has no values, and those on a device would have to be waited for.
-    if not traced and jax.default_backend() == "cpu":
-        check_values(call)
-    if traced:
+    if any(isinstance(array, Tracer) for array in arrays.values()):
         runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
-        if implementation is None and jax.default_backend() == "cpu":
-            call = for_this_platform(call.map(jnp.asarray))
-    elif any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
-        with bridge.typed_errors():
-            return _run_in_one_program(call, chosen)
+        call = call if implementation else for_this_platform(call)
+    else:
+        # What is being traced has no values, and those on a device would have to be waited for.
+        if jax.default_backend() == "cpu":
+            check_values(call)
+        if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
+            with bridge.typed_errors():
+                return _run_in_one_program(call, chosen)
     if chosen == "xla":
         return runtime(call.map(jnp.asarray))
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
