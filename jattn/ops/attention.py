@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ParamSpec
+from typing import ParamSpec, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,22 @@ from jattn.ops.arguments import attention_spec
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
 
-__all__ = ["attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
+__all__ = ["PagedOptions", "attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
 
 _P = ParamSpec("_P")
+
+
+class PagedOptions(TypedDict, total=False):
+    """What a layer may hand on to `paged_attention` call by call."""
+
+    alibi_slopes: jax.Array | None
+    sinks: jax.Array | None
+    mm_prefix_range: jax.Array | None
+    qq_bias: jax.Array | None
+    seq_causal: jax.Array | None
+    q_scale: float | jax.Array | None
+    out_dtype: jax.typing.DTypeLike | None
+    out_scale: float | jax.Array | None
 
 
 def _paged(
