@@ -7,6 +7,7 @@ stands in the annotations of the call's fields: axes of heads, and nothing else.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,15 +80,16 @@ class _Parts:
         ndim = len(self.call.arrays()[name].shape)
         return (dims[0], *("num_kv_heads" if axis == ndim - 2 else f"axis {axis}" for axis in range(1, ndim)))
 
-    def specs(self, found: Sequence[Any]) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-        """Returns how operands have to be split, and how results are, from the operands' shardings.
+    def specs(self, mesh: Any, found: Sequence[Any]) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+        """Returns how operands have to be split over a mesh, and how results are, from the operands' shardings.
 
         An operand that is whole on every device is cut there, unless it is written: that would move it.
         """
         heads: dict[str, tuple[str, ...]] = {}
+        sizes: dict[str, int] = {}
         for name, sharding in zip(self.operands, found, strict=True):
             for dim, size, axes in zip(
-                self.dims(name), self.call.arrays()[name].shape, _axes_of(sharding), strict=False
+                self.dims(name), self.call.arrays()[name].shape, _axes_of(mesh, sharding.spec), strict=False
             ):
                 if axes and dim not in _HEADS:
                     raise Unsupported(
@@ -96,15 +98,19 @@ class _Parts:
                         "(jax.lax.with_sharding_constraint, or jax.sharding.reshard along Explicit axes), or call it "
                         "inside jax.shard_map with each device's own sequences and blocks."
                     )
-                if dim in _HEADS and size > 1 and (axes or name in self.call.written):
-                    heads[f"{name} ({size} heads)"] = axes
-        if len(set(heads.values())) > 1:
-            ways = ", ".join(f"{name} by {' and '.join(axes) or 'none'}" for name, axes in heads.items())
+                if dim in _HEADS and size > 1:
+                    heads[name], sizes[name] = axes, size
+        ways = {axes for name, axes in heads.items() if axes or name in self.call.written}
+        axes = max(ways, default=())
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if len(ways) > 1 or any(size % parts for size in sizes.values()):
+            given = ", ".join(
+                f"{name} ({sizes[name]} heads) by {' and '.join(axes) or 'none'}" for name, axes in heads.items()
+            )
             raise Unsupported(
-                f"{self.call.name}: heads are split by different mesh axes: {ways}. Split all alike, by axes whose "
+                f"{self.call.name}: heads are split by mesh axes as follows: {given}. Split all alike, by axes whose "
                 "sizes divide the key/value heads; where those are fewer than devices, repeat them."
             )
-        axes = next(iter(heads.values()), ())
         shapes = {name: array.shape for name, array in (*self.call.arrays().items(), *self.call.outputs().items())}
 
         def spec(name: str) -> PartitionSpec:
@@ -127,7 +133,7 @@ def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any
         )
     if not mesh.explicit_axes:
         return run_auto(parts, *arrays) if auto or mesh.empty else parts.run(*arrays)
-    in_specs, out_specs = parts.specs(shardings)
+    in_specs, out_specs = parts.specs(mesh, shardings)
     cut = [jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True)]
     return jax.shard_map(
         parts.run,
@@ -146,13 +152,13 @@ def _run_auto(parts: _Parts, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def _partition(parts: _Parts, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[Any, ...]:
     try:
-        in_specs, out_specs = parts.specs([operand.sharding for operand in operands])
+        in_specs, out_specs = parts.specs(mesh, [operand.sharding for operand in operands])
     except Unsupported as error:
         raise recorded(error) from error
     return (mesh, parts.run, *(tuple(NamedSharding(mesh, spec) for spec in specs) for specs in (out_specs, in_specs)))
 
 
-def _rule(parts: _Parts, *_: Any) -> tuple[str, dict[str, int]]:
+def _rule(parts: _Parts, mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
     """Returns Shardy's rule: axes of one name are one factor, query heads are key/value heads times group."""
     if parts.runtime is run_torch:
         raise Unsupported(
@@ -162,7 +168,8 @@ def _rule(parts: _Parts, *_: Any) -> tuple[str, dict[str, int]]:
         )
     num_heads, num_kv_heads = (getattr(parts.call, name, 1) for name in _HEADS)
     query_heads, sizes = "num_kv_heads" if num_heads == num_kv_heads else "num_heads", {}
-    if 1 < num_kv_heads < num_heads:
+    # An axis that does not divide the key/value heads would be split itself, and could not be named in a refusal.
+    if 1 < num_kv_heads < num_heads and not any(num_kv_heads % size for size in mesh.shape.values()):
         query_heads, sizes = "(num_kv_heads group)", {"group": num_heads // num_kv_heads}
 
     def mapping(name: str) -> str:
@@ -176,7 +183,7 @@ def _rule(parts: _Parts, *_: Any) -> tuple[str, dict[str, int]]:
 _run_auto.def_partition(_partition, sharding_rule=_rule)
 
 
-def _axes_of(sharding: Any) -> list[tuple[str, ...]]:
+def _axes_of(mesh: Any, spec: PartitionSpec) -> list[tuple[str, ...]]:
     """Returns the mesh axes of more than one device that split each of an array's first axes."""
-    named = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in sharding.spec]
-    return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in named]
+    named = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    return [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in named]
