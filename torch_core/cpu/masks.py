@@ -16,27 +16,35 @@ __all__ = ["DistanceBias", "Extras", "additive_mask", "first_key", "first_row_wi
 
 @dataclass(frozen=True, slots=True)
 class DistanceBias:
-    """What is added to a score by how far the key is from its row: ALiBi.
+    """What is added to a score by how far the key is from its row.
 
     Attributes:
-        slopes: float32 `[num_heads]`.
+        slopes: float32 `[num_heads]` of ALiBi, or None.
         use_alibi_sqrt: the square-root form.
+        biases: float32 `[num_heads, 2 * D + 1]` for the distances from -D to D, or None.
     """
 
-    slopes: np.ndarray
+    slopes: np.ndarray | None
     use_alibi_sqrt: bool
+    biases: np.ndarray | None
 
     @classmethod
     def of(cls, call: AttentionCall[Tensor]) -> DistanceBias | None:
         """Returns that of a call, or None."""
-        if call.alibi_slopes is None:
-            return None
-        return cls(raw_array(call.alibi_slopes.float()), call.spec.use_alibi_sqrt)
+        given = (call.alibi_slopes, call.relative_bias)
+        slopes, biases = (None if array is None else raw_array(array.float()) for array in given)
+        return None if slopes is biases is None else cls(slopes, call.spec.use_alibi_sqrt, biases)
 
     def at(self, distances: np.ndarray) -> np.ndarray:
         """Returns `[num_heads, *distances.shape]` for float32 positions of keys minus those of their rows."""
-        form = -np.sqrt(np.maximum(-distances, 0)) if self.use_alibi_sqrt else distances
-        return self.slopes.reshape(-1, *[1] * distances.ndim) * form
+        bias = np.float32(0)
+        if self.slopes is not None:
+            form = -np.sqrt(np.maximum(-distances, 0)) if self.use_alibi_sqrt else distances
+            bias = self.slopes.reshape(-1, *[1] * distances.ndim) * form
+        if self.biases is not None:
+            furthest = self.biases.shape[1] // 2
+            bias = bias + self.biases[:, np.clip(distances, -furthest, furthest).astype(np.int64) + furthest]
+        return np.asarray(bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def visible_keys(
 
 def biases(call: AttentionCall[Tensor]) -> dict[str, Tensor | None]:
     """Returns the arguments of `score_bias` that are arrays of a call."""
-    return {"alibi_slopes": call.alibi_slopes, "qq_bias": call.qq_bias}
+    return {"alibi_slopes": call.alibi_slopes, "relative_bias": call.relative_bias, "qq_bias": call.qq_bias}
 
 
 def score_bias(
@@ -72,6 +72,7 @@ def score_bias(
     spec: AttentionSpec,
     dtype: torch.dtype,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     qq_bias: Tensor | None = None,
 ) -> Tensor | None:
     """Returns what is added to the scaled and capped scores of one sequence, before the mask.
@@ -83,6 +84,8 @@ def score_bias(
         dtype: the dtype of the result.
         alibi_slopes: float `[num_heads]`, or None. Adds `slope * (j - p)` (Press et al., arXiv 2108.12409), or, in
             the square root form, `-slope * sqrt(p - j)` for `j <= p` and nothing for later keys.
+        relative_bias: float `[num_heads, 2 * D + 1]`, or None. Adds entry `D + clip(j - p, -D, D)`
+            (Raffel et al., arXiv 1910.10683: one for a bucket of distances).
         qq_bias: float `[rows, rows]` with at least `query_len` rows, or None: the bias between the new tokens of a
             sequence, the same for every sequence (tree attention: 0 on ancestors, -inf elsewhere). Column 0 is the
             first new token. It is added after the mask has been decided: -inf hides a key, and nothing shows one.
@@ -91,10 +94,14 @@ def score_bias(
         `[num_heads or 1, query_len, key_len]`, or None when there is nothing to add.
     """
     bias = None
+    distance = torch.arange(key_len)[None, :] - torch.arange(key_len - query_len, key_len)[:, None]
     if alibi_slopes is not None:
-        distance = torch.arange(key_len)[None, :] - torch.arange(key_len - query_len, key_len)[:, None]
         form = -(-distance).clamp(min=0).to(dtype).sqrt() if spec.use_alibi_sqrt else distance.to(dtype)
         bias = alibi_slopes.cpu().to(dtype)[:, None, None] * form
+    if relative_bias is not None:
+        furthest = relative_bias.shape[1] // 2
+        relative = relative_bias.cpu().to(dtype)[:, distance.clamp(-furthest, furthest) + furthest]
+        bias = relative if bias is None else bias + relative
     if qq_bias is not None:
         context_len = key_len - query_len
         between = torch.zeros(1, query_len, key_len, dtype=dtype)
