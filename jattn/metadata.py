@@ -67,11 +67,17 @@ class AttentionMetadata:
             >>> step.slot_mapping.tolist(), step.max_query_len
             ([20, 21, 22, 23, 8, 9, 39, -1], 6)
         """
-        sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "max_blocks": max_blocks}
-        common = build_common_metadata(
-            rows, block_size=block_size, num_blocks=num_blocks, max_query_len=max_query_len, **sizes
+        return cls.from_common(
+            build_common_metadata(
+                rows,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_seqs=num_seqs,
+                num_tokens=num_tokens,
+                max_blocks=max_blocks,
+                max_query_len=max_query_len,
+            )
         )
-        return cls.from_common(common)
 
     @classmethod
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +31,12 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         InvalidInput: the call does not hold together; outside jit, on a CPU, also lengths, ids or slots out of range.
         Unsupported: the implementation cannot run here, or does not serve the call.
     """
-    call = _with_float32_scales(call)
+    call, arrays = _with_float32_scales(call)
     # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.
     call.check()
     chosen = choose(implementation)
     runtime, served_by = runtime_of(chosen)
     refuse_unserved(call, served_by)
-    arrays = call.arrays()
     if any(isinstance(array, Tracer) for array in arrays.values()):
         runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
         call = call if implementation else for_this_platform(call)
@@ -65,15 +62,18 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
 _run_in_one_program = jax.jit(run, static_argnames="implementation")
 
 
-def _with_float32_scales(call: Call[jax.Array]) -> Call[jax.Array]:
-    scales = {}
-    for name, array in call.arrays().items():
+def _with_float32_scales(call: Call[jax.Array]) -> tuple[Call[jax.Array], dict[str, jax.Array]]:
+    arrays, scales = call.arrays(), {}
+    for name, array in arrays.items():
         field = array_fields(type(call))[name]
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
             raise InvalidInput(f"{name} is a {type(array).__name__}; it must be a JAX array of shape {field}.")
         if field.number:
             scales[name] = float(array) if isinstance(array, np.generic) else _one_float32(name, array)
-    return replace(call, **scales) if scales else call
+    if not scales:
+        return call, arrays
+    call = call.with_arrays(scales)
+    return call, call.arrays()
 
 
 def _one_float32(name: str, scale: jax.Array) -> jax.Array:
