@@ -66,7 +66,7 @@ def generate(prompts: list[list[int]], model, config) -> tuple[list[list[int]], 
     )
     pool = KVPool(spec, num_layers=config.num_hidden_layers, num_blocks=1 + columns * len(prompts))
     tables = 1 + np.arange(columns * len(prompts), dtype=np.int32).reshape(len(prompts), columns)
-    rows = [SequenceRow(table, 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
+    rows = [SequenceRow(table.tolist(), 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
     metadata = AttentionMetadata.build(rows, block_size=BLOCK_SIZE, num_blocks=pool.num_blocks, max_blocks=columns)
     positions = np.concatenate([np.arange(len(prompt), dtype=np.int32) for prompt in prompts])
     token_ids = jnp.array([token for prompt in prompts for token in prompt], jnp.int32)
