@@ -29,7 +29,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
 
     Raises:
         InvalidInput: the call does not hold together; outside jit, on a CPU, also lengths, ids or slots out of range.
-        Unsupported: the implementation cannot run here, or does not serve the call.
+        Unsupported: the implementation cannot run here, or does not serve the call or its operands' split over devices.
     """
     call, arrays = _with_float32_scales(call)
     # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.

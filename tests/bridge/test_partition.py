@@ -99,9 +99,9 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
     half = PartitionSpec(None, None, "tp")
     paged = {"block_tables": TABLES, "seq_lens": SEQ_LENS, "query_start_loc": STARTS, "spec": SPEC, "max_query_len": 4}
     if name == "paged":
-        more = {"alibi_slopes": slopes, "sinks": slopes, "with_lse": True}
-        vector = dict.fromkeys(("alibi_slopes", "sinks"), PartitionSpec("tp"))
-        return PagedCall(query=query, kv_cache=cache, **paged, **more), heads | vector
+        more = {"alibi_slopes": slopes, "sinks": slopes, "relative_bias": slopes[:, None] * np.ones(5, np.float32)}
+        vector = dict.fromkeys(more, PartitionSpec("tp"))
+        return PagedCall(query=query, kv_cache=cache, with_lse=True, **paged, **more), heads | vector
     if name == "pair":
         pair = {"key_cache": cache[:, 0], "value_cache": cache[:, 1]}
         return PagedCall(query=query, **pair, **paged), heads | dict.fromkeys(pair, half)
