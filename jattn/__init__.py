@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch_core.errors import PoolLost as PoolLost
     from torch_core.errors import RequestTooLong as RequestTooLong
     from torch_core.errors import Unsupported as Unsupported
+    from torch_core.metadata import SequenceRow as SequenceRow
     from torch_core.specs import KVCacheSpec as KVCacheSpec
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ _HOMES = {
     "jattn.ops": ("attention attention_with_lse merge_states paged_attention paged_attention_with_lse write_kv_cache"),
     "jattn.pool": "KVPool",
     "torch_core.errors": ("CacheCorruption InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"),
+    "torch_core.metadata": "SequenceRow",
     "torch_core.specs": "KVCacheSpec",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

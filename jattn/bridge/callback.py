@@ -21,7 +21,7 @@ import torch
 from jax.experimental.buffer_callback import buffer_callback
 from torch._C import _from_dlpack
 
-__all__ = ["call_torch", "typed_errors"]
+__all__ = ["call_torch", "recorded", "typed_errors"]
 
 
 def call_torch(
@@ -90,6 +90,14 @@ def typed_errors() -> Iterator[None]:
         raise original from None
 
 
+def recorded(error: BaseException) -> RuntimeError:
+    """Returns what to raise into XLA in place of an error, so that `typed_errors` finds it again.
+
+    XLA turns any exception into text, KeyboardInterrupt too.
+    """
+    return RuntimeError(f"{type(error).__name__}: {error} [{_recorded.put(error)}]")
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _TorchCallback:
     """One call site: turns buffers into tensors, runs the function where XLA expects it, keeps what it raised.
@@ -107,9 +115,7 @@ class _TorchCallback:
         except BaseException as error:
             del context, outputs, arguments
             _drop_locals(error)
-            # XLA turns any exception into text, KeyboardInterrupt too; the key lets typed_errors find the object.
-            key = _recorded.put(error)
-            raise RuntimeError(f"{type(error).__name__}: {error} [{key}]") from error
+            raise recorded(error) from error
 
     def _run(self, context: Any, outputs: Sequence[Any], arguments: Sequence[Any]) -> None:
         # The converter itself: torch.from_dlpack asks the buffer for its device and stream first, which takes longer

@@ -47,11 +47,9 @@ class PagedAttention(nnx.Module):
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from torch_core.metadata import SequenceRow
         >>> core = PagedAttention(num_heads=4, head_dim=8, num_kv_heads=2, implementation="xla")
-        >>> metadata = AttentionMetadata(
-        ...     block_tables=jnp.array([[1]], jnp.int32), seq_lens=jnp.array([3], jnp.int32),
-        ...     query_start_loc=jnp.array([0, 3], jnp.int32), slot_mapping=jnp.array([4, 5, 6], jnp.int32),
-        ...     max_query_len=3)
+        >>> metadata = AttentionMetadata.build([SequenceRow([1], 0, 3)], block_size=4, num_blocks=2)
         >>> query, key = jnp.ones((3, 4, 8)), jnp.ones((3, 2, 8))
         >>> output, cache = core(query, key, key, jnp.zeros((2, 2, 4, 2, 8)), metadata)
         >>> output.shape, cache.shape
