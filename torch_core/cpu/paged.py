@@ -54,7 +54,7 @@ def paged_attention(call: PagedCall[Tensor]) -> dict[str, Tensor]:
         for at in range(0, len(members), limit):
             part = members[at : at + limit]
             rows = _rows([starts[member[0]] for member in part])
-            results.store(rows, *decode_group(call, query[rows], part, num_blocks, scale, extras.slopes))
+            results.store(rows, *decode_group(call, query[rows], part, num_blocks, scale, extras.by_distance))
     for seq in single:
         rows = slice(starts[seq], starts[seq + 1])
         results.store(rows, *_attend_single(call, query[rows], scale, extras.of_sequence(call, seq), seq))
