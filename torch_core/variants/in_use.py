@@ -24,10 +24,13 @@ _SCALED: dict[str, Any] = {"k_scale": _SCALE, "v_scale": _SCALE}
 _WINDOW_SINKS: dict[str, Any] = {"spec": _WINDOW, "sinks": ArraySpec((32,), "float32")}
 
 
-def plans_in_use() -> dict[str, OperationPlan]:
+def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     """Returns representative plans by label: 32 query heads of size 128 over 8 key/value heads unless it says other.
 
     A label starts with the operation; the rest names what differs from bfloat16, block size 16 and causal.
+
+    Args:
+        arch: compute capability as one number; for 90 some plans of the older devices are among them.
     """
     calls: dict[str, Call[ArraySpec]] = {
         "write": _write(),
@@ -71,18 +74,18 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
     }
-    older = DeviceLimits(arch=80)
-    return {
-        **{label: plan_call(call) for label, call in calls.items()},
-        **{f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense")},
-    }
+    plans = {label: plan_call(call, DeviceLimits(arch=arch)) for label, call in calls.items()}
+    if arch == 90:
+        older = DeviceLimits(arch=80)
+        plans |= {f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense")}
+    return plans
 
 
-def variants_in_use() -> dict[str, tuple[KernelVariant, bool]]:
+def variants_in_use(arch: int = 90) -> dict[str, tuple[KernelVariant, bool]]:
     """Returns each distinct compiled kernel with whether it is hot, labelled by plan and kernel."""
     variants: dict[str, tuple[KernelVariant, bool]] = {}
     seen: set[KernelVariant] = set()
-    for label, plan in plans_in_use().items():
+    for label, plan in plans_in_use(arch).items():
         for launch in plan.launches:
             variant = kernel_variant(launch, plan.specs)
             if variant not in seen:

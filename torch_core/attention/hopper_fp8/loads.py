@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import copy_tile, key_tiles, tile_rows, work_item
 from torch_core.device.mask import visible_keys
@@ -37,7 +38,7 @@ def load_fp8_queries_and_keys(call, rings, SHAPE: gl.constexpr):
             rings.told.index(slot).store(values)
             mbarrier.expect(queries.full.index(slot), ROWS * HEAD_SIZE)
             for i in gl.static_range(WARPGROUPS):
-                tma.async_copy_global_to_shared(
+                async_load(
                     call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
                     queries.tiles.index(slot * WARPGROUPS + i),
                 )  # fmt: skip

@@ -21,6 +21,7 @@ from torch_core.attention.hopper_fp8.step import (
     pack_fp8_weights,
     weigh_values,
 )
+from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_rows import finish_rows, own_tiles, store_lse
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
@@ -144,7 +145,7 @@ def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, TOKEN_STRIDE: 
     LANES: gl.constexpr = HALF // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=16, rank=2)
-    tile = q._reinterpret(out.dtype.element_ty, [64, HALF], shared)
+    tile = reinterpret(q, out.dtype.element_ty, 64, HALF, shared)
     halves = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
     out_rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_turns import ring_slot
 
@@ -71,8 +72,8 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     raw_layout: gl.constexpr = _WIDE_RAW if HEAD_SIZE == 128 else _NARROW_RAW
     v_layout: gl.constexpr = _WIDE_TURNED if HEAD_SIZE == 128 else _NARROW_TURNED
-    raw_words = raw.tiles._reinterpret(gl.int32, [raw.full.shape[0], 32 * HEAD_SIZE], raw_layout)
-    v_words = values.tiles._reinterpret(gl.int32, [values.full.shape[0], 32 * HEAD_SIZE], v_layout)
+    raw_words = reinterpret(raw.tiles, gl.int32, raw.full.shape[0], 32 * HEAD_SIZE, raw_layout)
+    v_words = reinterpret(values.tiles, gl.int32, values.full.shape[0], 32 * HEAD_SIZE, v_layout)
     programs = gl.num_programs(0)
     step = 0
     for turn in range((call.num_items + programs - 1) // programs):
