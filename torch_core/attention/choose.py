@@ -28,9 +28,9 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     launches: list[LaunchPlan] = []
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
     if not isinstance(call, PagedCall) or short < call.max_query_len:
-        long = {"min_query": short + 1}
-        hopper = hopper_launch(call, limits, **long) or hopper_fp8_launch(call, limits, **long)
-        launches.append(hopper or rows_launch(call, **long))
+        long = short + 1
+        hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
+        launches.append(hopper or rows_launch(call, min_query=long))
     if isinstance(call, PagedCall) and short:
         split, scratch = split_launches(call, max_query=short, zero_padding=not launches)
         launches += split

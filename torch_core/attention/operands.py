@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_core.calls import AttentionCall, DenseCall, PagedCall
 from torch_core.calls.call import array_fields
-from torch_core.plan.operands import power_of_two, scale_number
+from torch_core.plan.operands import named_launch, power_of_two, scale_number
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import LARGEST_CODE, ArraySpec
 
@@ -121,15 +121,8 @@ def make_launch(
         **_scalars(call),
         **(arguments or {}),
     }
-    names = kernel.arg_names
-    return LaunchPlan(
-        kernel=kernel,
-        grid=grid,
-        arguments=tuple((name, known[name]) for name in names if name not in constexprs and name in known),
-        constexprs=tuple((name, constexprs[name]) for name in names if name in constexprs),
-        writes=("out", *(("lse",) if call.with_lse else ()), *writes),
-        **options,
-    )
+    writes = ("out", *(("lse",) if call.with_lse else ()), *writes)
+    return named_launch(kernel, grid, known, constexprs, writes=writes, **options)
 
 
 def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
