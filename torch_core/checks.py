@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch_core.errors import InvalidInput
 
 __all__ = ["INT32_MAX", "check_int", "shown"]
@@ -9,7 +11,7 @@ __all__ = ["INT32_MAX", "check_int", "shown"]
 INT32_MAX = (1 << 31) - 1
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raises InvalidInput unless `value` is an int, and no bool, from `low` to `high`; None for no upper limit."""
     is_int = not isinstance(value, bool) and isinstance(value, int)
     if isinstance(value, int) and is_int and low <= value and (high is None or value <= high):

@@ -43,9 +43,11 @@ class Outbox:
     def take(self) -> list[TokenDelta]:
         """Returns what came since the last call, one delta for each request; all of it or, if interrupted, nothing."""
         news = self._news
+        # Before the try: Python 3.13 puts parts of a comprehension outside the one that it stands in.
+        deltas = [delta for request, start in news.items() if (delta := _delta(request, start)) is not None]
         try:
             self._news = {}
-            return [delta for request, start in news.items() if (delta := _delta(request, start)) is not None]
+            return deltas
         except BaseException:
             self._news = news
             raise

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jattn.engine import Engine, EngineConfig
 from jattn.models import Decoder
 from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"num_blocks": 12},
     "no prefixes": {"num_blocks": 12, "enable_prefix_caching": False},
     "overlap": {"num_blocks": 12, "steps_in_flight": 2},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,10 @@ from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
 from torch_core.errors import PoolLost
 
-SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 KINDS = (KeyboardInterrupt, MemoryError, PoolLost)
 # Each meets others of the moves: preemption, swap, scrub, overlapping steps, prefix hits.
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"num_blocks": 12},
     "swap": {"num_blocks": 12, "num_host_blocks": 12, "enable_prefix_caching": False},
     "scrub": {"num_blocks": 12, "scrub_on_free": True},
@@ -111,7 +112,9 @@ class Service:
                 assert self.reasons[name] == "length", name
         stats = self.engine.cache_stats()
         assert (stats.used, stats.deferred, stats.steps_in_flight, stats.num_sequences) == (0, 0, 0, 0)
-        self.engine._owner._work._cache.audit()
+        work = self.engine._owner._work
+        assert work is not None
+        work._cache.audit()
         self.live.clear()
 
 

@@ -224,7 +224,7 @@ def test_a_layer_is_alone_unless_it_is_given_a_place():
         def __init__(self):
             self.num_heads = 1
 
-        def forward(self, *args):
+        def forward(self, *args, **options):
             raise NotImplementedError
 
     assert Layer().context_parallel == ContextParallel()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.errors import Unsupported
 from torch_core.plan.compile import KernelVariant, kernel_variant
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.planner import plan_call
@@ -30,7 +32,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     A label starts with the operation; the rest names what differs from bfloat16, block size 16 and causal.
 
     Args:
-        arch: compute capability as one number; for 90 some plans of the older devices are among them.
+        arch: compute capability as one number; for 90 some plans of the older devices are among them. What a device
+            does not serve is left out.
     """
     calls: dict[str, Call[ArraySpec]] = {
         "write": _write(),
@@ -74,7 +77,10 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
     }
-    plans = {label: plan_call(call, DeviceLimits(arch=arch)) for label, call in calls.items()}
+    plans = {}
+    for label, call in calls.items():
+        with suppress(Unsupported):
+            plans[label] = plan_call(call, DeviceLimits(arch=arch))
     if arch == 90:
         older = DeviceLimits(arch=80)
         plans |= {f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense")}
