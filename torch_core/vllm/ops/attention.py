@@ -1,9 +1,4 @@
-"""vLLM's attention operations by their names and parameters, over this project's: code written for vLLM runs by import.
-
-Parameter names and order are those of vLLM 0.33 (vllm/v1/attention/ops). What vLLM passes for its own kernels only
-(segment buffers, thresholds, descriptor switches) is accepted and not used. What has no counterpart here raises
-`Unsupported` with the reason.
-"""
+"""vLLM's attention over a paged cache in this project's layout, over packed keys, and the merge of two results."""
 
 from __future__ import annotations
 
@@ -12,19 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core.calls import DenseCall, MergeCall, PagedCall, WriteCall
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.calls import DenseCall, MergeCall, PagedCall
+from torch_core.errors import Unsupported
 from torch_core.ops import run
 from torch_core.specs import AttentionSpec
-from torch_core.vllm.types import CACHE_DTYPES
+from torch_core.vllm.ops.scales import Scale, one_scale, refuse_4_bits, run_descaled
 
 __all__ = [
     "context_attention_fwd",
+    "decode_attention_fwd",
     "merge_attn_states",
-    "triton_reshape_and_cache_flash",
-    "triton_reshape_and_cache_flash_diffkv",
-    "triton_reshape_and_cache_flash_per_token_head_quant",
     "unified_attention",
+    "unified_attention_diffkv",
 ]
 
 
@@ -42,16 +36,16 @@ def unified_attention(
     window_size: tuple[int, int],
     block_table: Tensor,
     softcap: float,
-    q_descale: Tensor | float | None,
-    k_descale: Tensor | float | None,
-    v_descale: Tensor | float | None,
+    q_descale: Scale,
+    k_descale: Scale,
+    v_descale: Scale,
     seq_threshold_3D: int | None = None,
     num_par_softmax_segments: int | None = None,
     softmax_segm_output: Tensor | None = None,
     softmax_segm_max: Tensor | None = None,
     softmax_segm_expsum: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    output_scale: Tensor | float | None = None,
+    output_scale: Scale = None,
     qq_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     mm_prefix_range: Tensor | None = None,
@@ -85,7 +79,8 @@ def unified_attention(
             window reaches as far to the right as to the left.
         block_table: int32 [num_seqs, max_blocks].
         softcap: soft cap on the scores; 0 for none.
-        q_descale: what one unit of an fp8 query is worth: a number, one element, or a view that repeats one.
+        q_descale: what one unit of an fp8 query is worth: a number, one element, a view that repeats one, or
+            [num_seqs, num_kv_heads], which costs a launch before and after.
         k_descale: the same for keys of an 8-bit cache.
         v_descale: the same for values.
         alibi_slopes: float [num_heads].
@@ -101,19 +96,19 @@ def unified_attention(
 
     Raises:
         InvalidInput: shapes or dtypes do not fit.
-        Unsupported: rswa, 4-bit caches, a scale per sequence or head, chunk_lookback above 0, clamped prefix ranges.
+        Unsupported: rswa, 4-bit caches, chunk_lookback above 0, clamped prefix ranges.
     """
     if rswa_window is not None and rswa_prefix_lens is not None:
         raise Unsupported(
             "rswa_window and rswa_prefix_lens: a prefix that escapes the window is not served; pass None."
         )
-    _refuse_4_bits(kv_quant_mode)
+    refuse_4_bits(kv_quant_mode)
     left, right, chunk = _window(window_size, causal, chunk_lookback)
     if mm_prefix_range is not None and mm_prefix_clamp_sliding_window and (left is not None or chunk is not None):
         raise Unsupported("mm_prefix_clamp_sliding_window: prefix ranges always reach past the window; pass False.")
     # A cache of 16 bits or more holds the real values: its write has no scale either.
     scaled = k.dtype.itemsize == 1 and k_scale_cache is None
-    run(
+    run_descaled(
         PagedCall(
             query=q,
             key_cache=k,
@@ -131,11 +126,7 @@ def unified_attention(
                 use_alibi_sqrt=use_alibi_sqrt,
             ),
             max_query_len=int(max_seqlen_q),
-            out=out,
-            q_scale=_one_scale("q_descale", q_descale),
-            k_scale=_one_scale("k_descale", k_descale) if scaled else None,
-            v_scale=_one_scale("v_descale", v_descale) if scaled else None,
-            out_scale=_one_scale("output_scale", output_scale),
+            out_scale=one_scale("output_scale", output_scale),
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             qq_bias=qq_bias,
@@ -143,8 +134,110 @@ def unified_attention(
             seq_causal=causal if isinstance(causal, Tensor) else None,
             k_scale_cache=k_scale_cache,
             v_scale_cache=v_scale_cache,
+        ),
+        out,
+        q_descale=q_descale,
+        k_descale=k_descale if scaled else None,
+        v_descale=v_descale if scaled else None,
+    )
+
+
+def unified_attention_diffkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    block_table: Tensor,
+    softcap: float,
+    max_seqlen_q: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    use_alibi_sqrt: bool = False,
+    seq_threshold_3D: int | None = None,
+    num_par_softmax_segments: int | None = None,
+    softmax_segm_output: Tensor | None = None,
+    softmax_segm_max: Tensor | None = None,
+    softmax_segm_expsum: Tensor | None = None,
+) -> None:
+    """Does what `unified_attention` does for values of another head size; k and v are views of one packed cache.
+
+    Args as there, but: k [num_blocks, block_size, num_kv_heads, head_size], v and out with the values' head size, and
+    max_seqlen_q, which vLLM takes for 1: None stands for the safe bound, the number of tokens.
+    """
+    bound, none = q.shape[0] if max_seqlen_q is None else max_seqlen_q, None
+    mask = causal, window_size, block_table, softcap
+    unified_attention(
+        q, k, v, out, cu_seqlens_q, bound, seqused_k, 0, softmax_scale, *mask, none, none, none,
+        alibi_slopes=alibi_slopes, sinks=sinks, use_alibi_sqrt=use_alibi_sqrt,
+    )  # fmt: skip
+
+
+def decode_attention_fwd(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    req_to_token: Tensor,
+    b_seq_len: Tensor,
+    attn_logits: Tensor | None,
+    num_kv_splits: int,
+    sm_scale: float,
+    page_size: int = 1,
+    logit_cap: float = 0.0,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    is_mla: bool = False,
+) -> None:
+    """Attends one query of each sequence over a paged cache; writes `o` and `lse`.
+
+    Not used: attn_logits, num_kv_splits, is_mla.
+
+    Args:
+        q: [num_seqs, num_heads, head_size].
+        k_buffer: [num_pages, page_size, num_kv_heads, head_size], or the same without its first axis split.
+        v_buffer: the same; the head size may differ.
+        o: [num_seqs, num_heads, value_head_size]; written.
+        lse: [num_seqs, num_heads], natural log; written.
+        req_to_token: int32 [num_seqs, pages], the pages of each sequence.
+        b_seq_len: int32 [num_seqs].
+        attn_logits: vLLM's scratch.
+        num_kv_splits: how vLLM divides the keys.
+        sm_scale: factor on the scores.
+        page_size: tokens of a page.
+        logit_cap: soft cap on the scores; 0 for none.
+        k_scale: what one unit of an 8-bit key is worth.
+        v_scale: the same for values.
+        is_mla: says that the values are part of the keys.
+
+    Raises:
+        InvalidInput: shapes or dtypes do not fit.
+        Unsupported: on CUDA heads beyond 256, as MLA has them.
+    """
+    k, v = (x if x.ndim == 4 else x.unflatten(0, (-1, page_size)) for x in (k_buffer, v_buffer))
+    scaled = k.dtype.itemsize == 1
+    found = run(
+        PagedCall(
+            query=q,
+            key_cache=k,
+            value_cache=v,
+            block_tables=req_to_token.to(torch.int32),
+            seq_lens=b_seq_len.to(torch.int32),
+            query_start_loc=torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
+            spec=AttentionSpec(scale=float(sm_scale), logits_soft_cap=float(logit_cap) or None),
+            max_query_len=1,
+            out=o,
+            with_lse=True,
+            k_scale=one_scale("k_scale", k_scale) if scaled else None,
+            v_scale=one_scale("v_scale", v_scale) if scaled else None,
         )
     )
+    lse.copy_(found["lse"])
 
 
 def context_attention_fwd(
@@ -225,7 +318,7 @@ def merge_attn_states(
     suffix_lse: Tensor,
     output_lse: Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
-    output_scale: Tensor | float | None = None,
+    output_scale: Scale = None,
 ) -> None:
     """Merges attention over a prefix with attention over the rest and writes `output`.
 
@@ -250,128 +343,10 @@ def merge_attn_states(
             lse_b=suffix_lse.T,
             out=output,
             lse=None if output_lse is None else output_lse.T,
-            out_scale=_one_scale("output_scale", output_scale),
+            out_scale=one_scale("output_scale", output_scale),
             num_tokens_a=prefill_tokens_with_context,
         )
     )
-
-
-def triton_reshape_and_cache_flash(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor | float | None,
-    v_scale: Tensor | float | None,
-    interleaved_v_pack_factor: int = 1,
-) -> None:
-    """Writes new keys and values at their slots; an fp8 cache stores value / scale, saturated.
-
-    Args:
-        key: [num_tokens or more, num_kv_heads, head_size].
-        value: the same.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_size]; uint8 memory is taken as kv_cache_dtype.
-        value_cache: the same.
-        slot_mapping: int32 or int64 [num_tokens]; negative ones are skipped.
-        kv_cache_dtype: a name of `CACHE_DTYPES` but "int8"; "half" and "float" too.
-        k_scale: one element; used by fp8 caches only.
-        v_scale: the same.
-        interleaved_v_pack_factor: must be 1.
-
-    Raises:
-        InvalidInput: shapes or dtypes do not fit.
-        Unsupported: another kv_cache_dtype, packed values, or head-major 5-D caches.
-    """
-    if interleaved_v_pack_factor != 1:
-        raise Unsupported(
-            f"interleaved_v_pack_factor is {interleaved_v_pack_factor}; values are not packed here: use 1."
-        )
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.ndim != 4:
-            raise Unsupported(
-                f"{name} has {cache.ndim} axes; only [num_blocks, block_size, num_kv_heads, head_size] is served."
-            )
-    quantized, scales = _stored_dtype(kv_cache_dtype), {}
-    if quantized is not None:
-        key_cache, value_cache = key_cache.view(quantized), value_cache.view(quantized)
-        scales = {"k_scale": _one_scale("k_scale", k_scale), "v_scale": _one_scale("v_scale", v_scale)}
-    _write(key, value, key_cache, value_cache, slot_mapping, **scales)
-
-
-def triton_reshape_and_cache_flash_diffkv(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor | float | None,
-    v_scale: Tensor | float | None,
-) -> None:
-    """Does what `triton_reshape_and_cache_flash` does, for a cache whose last axis holds a key and then a value.
-
-    Args:
-        key: [num_tokens or more, num_kv_heads, key_head_size].
-        value: [num_tokens or more, num_kv_heads, value_head_size].
-        kv_cache: [num_blocks, block_size, num_kv_heads, key_head_size + value_head_size].
-        slot_mapping: int32 or int64 [num_tokens].
-        kv_cache_dtype: as there.
-        k_scale: as there.
-        v_scale: as there.
-
-    Raises:
-        InvalidInput: shapes or dtypes do not fit.
-        Unsupported: another kv_cache_dtype.
-    """
-    sizes = [key.shape[-1], value.shape[-1]]
-    if kv_cache.shape[-1] != sum(sizes):
-        raise InvalidInput(f"kv_cache has {kv_cache.shape[-1]} elements per head; key and value have {sizes}.")
-    caches = kv_cache.split(sizes, dim=-1)
-    triton_reshape_and_cache_flash(key, value, caches[0], caches[1], slot_mapping, kv_cache_dtype, k_scale, v_scale)
-
-
-def triton_reshape_and_cache_flash_per_token_head_quant(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    k_scale_cache: Tensor,
-    v_scale_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_quant_mode: Any = None,
-) -> None:
-    """Quantises keys and values with a scale per token and head and writes both.
-
-    Args:
-        key: [num_tokens or more, num_kv_heads, head_size].
-        value: the same.
-        key_cache: int8 or fp8 [num_blocks, block_size, num_kv_heads, head_size].
-        value_cache: the same.
-        k_scale_cache: float32 [num_blocks, block_size, num_kv_heads].
-        v_scale_cache: the same.
-        slot_mapping: int32 or int64 [num_tokens].
-        kv_quant_mode: vLLM's enum; the dtype of the caches says int8 or fp8.
-
-    Raises:
-        InvalidInput: shapes or dtypes do not fit.
-        Unsupported: a 4-bit mode, or caches that are neither int8 nor fp8.
-    """
-    _refuse_4_bits(kv_quant_mode)
-    _write(key, value, key_cache, value_cache, slot_mapping, k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache)
-
-
-def _write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **scales: Any
-) -> None:
-    # vLLM's slots are int64, and this project's int32.
-    slots = slot_mapping.to(torch.int32)
-    run(WriteCall(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots, **scales))
-
-
-def _refuse_4_bits(kv_quant_mode: Any) -> None:
-    if "INT4" in str(getattr(kv_quant_mode, "name", kv_quant_mode)):
-        raise Unsupported(f"kv_quant_mode is {kv_quant_mode}; caches are 8-bit or wider: use int8 or fp8.")
 
 
 def _window(
@@ -386,26 +361,3 @@ def _window(
     if chunk_lookback == 0:
         return None, None, left + 1
     return left, None if causal is True else left, None
-
-
-def _one_scale(name: str, scale: Tensor | float | None) -> Tensor | float | None:
-    if not isinstance(scale, Tensor):
-        return scale
-    if scale.numel() != 1 and any(stride for stride, size in zip(scale.stride(), scale.shape, strict=True) if size > 1):
-        raise Unsupported(
-            f"{name} has shape {list(scale.shape)}; one scale per tensor is served: pass one element, or a view that "
-            "repeats it."
-        )
-    return scale.as_strided((1,), (1,)).to(torch.float32)
-
-
-def _stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
-    """Returns the fp8 type of a cache's bytes; None when its elements are the real values."""
-    names = {**CACHE_DTYPES, "half": torch.float16, "float": torch.float32}
-    del names["int8"]
-    if kv_cache_dtype not in names:
-        raise Unsupported(
-            f"kv_cache_dtype is {kv_cache_dtype!r}; use one of {', '.join(names)}, or the per-token-head operation."
-        )
-    dtype = names[kv_cache_dtype]
-    return dtype if dtype is not None and dtype.itemsize == 1 else None
