@@ -14,11 +14,9 @@ from torch_core.metadata import (
     Buckets,
     PackedLayout,
     StagingRing,
-    compute_slot_mapping,
-    compute_slot_mapping_start_idx,
     metadata_layout,
-    pad_to_bucket,
 )
+from torch_core.metadata.slots import write_slots
 
 
 def refuses(message: str, error: type[Exception] = InvalidInput):
@@ -45,7 +43,7 @@ def test_a_value_beyond_the_largest_bucket_is_refused():
 
 def test_a_negative_value_is_refused():
     with refuses("value is -1; it cannot be negative."):
-        pad_to_bucket(-1, (1, 2))
+        Buckets("value", (1, 2)).pad(-1)
 
 
 def test_bucket_lists_must_increase():
@@ -104,35 +102,13 @@ def test_layout_mistakes_are_refused():
         layout.unpack(np.zeros(3, np.int32))
 
 
-def test_tokens_before_the_start_index_get_no_slot():
-    tables = np.array([[3, 5], [7, 0]], np.int32)
-    starts, computed = np.array([0, 6, 7], np.int32), np.array([0, 2], np.int32)
-    first = compute_slot_mapping_start_idx(np.diff(starts), computed, 3)
-
-    slots = compute_slot_mapping(tables, starts, computed, block_size=4, start_idx=first, num_tokens=8)
-
-    assert first.tolist() == [3, 0]
-    assert slots.tolist() == [-1, -1, -1, 15, 20, 21, 30, -1]
-
-
 def test_a_row_without_tokens_gets_no_slots():
-    tables = np.array([[3], [5]], np.int32)
+    tables, slots = np.array([[3], [5]], np.int32), np.empty(3, np.int32)
 
-    slots = compute_slot_mapping(tables, np.array([0, 0, 2], np.int32), np.array([1, 0], np.int32), block_size=4)
+    positions = write_slots(slots, np.array([0, 0, 2], np.int32), np.array([1, 0], np.int32), tables, block_size=4)
 
-    assert slots.tolist() == [20, 21]
-
-
-def test_without_a_window_every_token_is_written():
-    assert compute_slot_mapping_start_idx(np.array([4]), np.array([2]), None).tolist() == [0]
-
-
-def test_slot_mapping_refuses_bad_sizes():
-    tables, starts, computed = np.array([[3]], np.int32), np.array([0, 2], np.int32), np.array([0], np.int32)
-    with refuses("num_tokens is 1; the step has 2 new tokens. Pad to at least that many."):
-        compute_slot_mapping(tables, starts, computed, block_size=4, num_tokens=1)
-    with refuses("sliding_window is 0; it must be at least 1, or None for off."):
-        compute_slot_mapping_start_idx(np.array([4]), np.array([2]), 0)
+    assert slots.tolist() == [20, 21, -1]
+    assert positions.tolist() == [0, 1]
 
 
 def converted(cache, seq_ids, tables):

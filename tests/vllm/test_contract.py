@@ -150,12 +150,12 @@ class Bare(AttentionBackend):
     get_builder_cls = staticmethod(TorchAttentionBackend.get_builder_cls)
 
 
-def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_config):
+def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_config, refusals):
     device = DeviceInfo(type="cuda", capability=DeviceCapability(9, 0), num_sms=132)
 
-    assert Bare.validate_configuration(make_config(), device) == []
-    assert Bare.validate_configuration(
-        make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True,
+    assert refusals(Bare, make_config(), device) == []
+    assert refusals(
+        Bare, make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True,
                     use_batch_invariant=True, use_per_head_quant_scales=True, dtype=torch.float32), device,
     ) == [
         "dtype is float32; it serves float16, bfloat16",
@@ -167,13 +167,13 @@ def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_con
         "its results depend on the batch (use_batch_invariant)",
     ]  # fmt: skip
     chosen = subclass_attention_backend_with_overrides("Few", Bare, {"supported_head_sizes": (64, 128)})
-    assert chosen.validate_configuration(make_config(head_size=80), device) == ["head_size is 80; it serves 64, 128"]
+    assert refusals(chosen, make_config(head_size=80), device) == ["head_size is 80; it serves 64, 128"]
 
 
-def test_the_torch_backend_serves_every_option_but_batch_invariance(make_config):
+def test_the_torch_backend_serves_every_option_but_batch_invariance(make_config, refusals):
     config = make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True)
 
-    assert TorchAttentionBackend.validate_configuration(config, DeviceInfo(type="cpu")) == []
+    assert refusals(TorchAttentionBackend, config, DeviceInfo(type="cpu")) == []
 
 
 def test_a_bare_builder_captures_and_drafts_like_any_step():

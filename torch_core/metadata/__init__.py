@@ -8,7 +8,7 @@ from torch_core.metadata.batch import (
     split_decodes_prefills_and_extends,
     split_prefill_chunks,
 )
-from torch_core.metadata.buckets import Buckets, pad_to_bucket
+from torch_core.metadata.buckets import Buckets
 from torch_core.metadata.build import build_common_metadata
 from torch_core.metadata.cascade import (
     CascadeCosts,
@@ -25,7 +25,7 @@ from torch_core.metadata.fast_prefill import make_kv_sharing_fast_prefill_common
 from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layout
 from torch_core.metadata.local_attention import make_local_attention_virtual_batches
 from torch_core.metadata.rows import SequenceRow, SequenceRowLike
-from torch_core.metadata.slots import compute_positions, compute_slot_mapping, compute_slot_mapping_start_idx
+from torch_core.metadata.slots import compute_positions
 from torch_core.metadata.staging import StagingRing
 from torch_core.metadata.table_cache import BlockTableCache
 
@@ -48,15 +48,12 @@ __all__ = [
     "check_metadata",
     "common_prefix_length",
     "compute_positions",
-    "compute_slot_mapping",
-    "compute_slot_mapping_start_idx",
     "encoder_layout",
     "get_dcp_local_seq_lens",
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     "make_local_attention_virtual_batches",
     "mask_slots_of_other_ranks",
     "metadata_layout",
-    "pad_to_bucket",
     "prefix_piece_tokens",
     "reorder_batch_to_split_decodes_and_prefills",
     "split_decodes_and_prefills",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_core.errors import InvalidInput, RequestTooLong
 
-__all__ = ["Buckets", "pad_to_bucket"]
+__all__ = ["Buckets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +76,3 @@ class Buckets:
                 "larger bucket."
             )
         return self.sizes[index]
-
-
-def pad_to_bucket(value: int, buckets: Buckets | Sequence[int]) -> int:
-    """Returns the smallest bucket that holds `value`.
-
-    Args:
-        value: the true size, 0 or more.
-        buckets: a `Buckets`, or a strictly increasing sequence of positive ints.
-
-    Raises:
-        InvalidInput: `value` is negative or the sequence is not increasing.
-        RequestTooLong: `value` is beyond the largest bucket.
-
-    Example:
-        >>> pad_to_bucket(5, (1, 2, 4, 8))
-        8
-    """
-    if not isinstance(buckets, Buckets):
-        buckets = Buckets("value", tuple(buckets))
-    return buckets.pad(value)

@@ -89,7 +89,7 @@ class CommonAttentionState:
         if batch_size not in self._buffers:
             self._buffers[batch_size] = StepBuffers(layout, self._device)
         buffers = self._buffers[batch_size]
-        spec, config = self._builder.kv_cache_spec, self._builder.config
+        spec, config = self._builder.kv_cache_spec, self._builder.vllm_config
         empty = build_common_metadata(
             [],
             block_size=spec.block_size,

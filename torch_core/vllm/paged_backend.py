@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch_core.vllm.backend import AttentionBackend
+from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.types import CACHE_DTYPES, AttentionType
 
 __all__ = ["PagedAttentionBackend"]
@@ -15,6 +16,11 @@ class PagedAttentionBackend(AttentionBackend):
 
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = tuple(CACHE_DTYPES)
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = tuple(AttentionType)
+
+    @staticmethod
+    def get_metadata_cls() -> type[PagedAttentionMetadata]:
+        """Returns `PagedAttentionMetadata`."""
+        return PagedAttentionMetadata
 
     @classmethod
     def supports_sink(cls) -> bool:

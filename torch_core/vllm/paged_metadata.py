@@ -33,6 +33,8 @@ class PagedAttentionMetadata:
         num_decode_tokens: their tokens.
         num_prefills: the other rows.
         num_prefill_tokens: their tokens.
+        max_prefill_seq_len: bound on the `seq_lens` of the prefills.
+        max_decode_seq_len: bound on those of the decodes.
         common_prefix_len: tokens of a prefix that is attended once for all sequences; 0 for none.
         shared_prefix: the batch split at that prefix.
         encoder_seq_lens: [num_seqs]; keys of cross attention.
@@ -61,6 +63,8 @@ class PagedAttentionMetadata:
     num_decode_tokens: int = 0
     num_prefills: int = 0
     num_prefill_tokens: int = 0
+    max_prefill_seq_len: int = 0
+    max_decode_seq_len: int = 0
     common_prefix_len: int = 0
     shared_prefix: SharedPrefix[Tensor] | None = None
     encoder_seq_lens: Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -67,9 +68,11 @@ def select_backend(
     """
     if not isinstance(device, DeviceInfo):
         device = DeviceInfo.of(device)
-    refusals = []
+    refusals, demands = [], asdict(config)
+    for name in ("num_heads", "num_kv_heads"):
+        del demands[name]
     for backend in backends:
-        reasons = backend.validate_configuration(config, device)
+        reasons = backend.validate_configuration(**demands, device_capability=device.capability)
         if not reasons:
             return backend
         refusals.append(f"{backend.get_name()}: {'; '.join(reasons)}.")

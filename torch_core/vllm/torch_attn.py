@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.paged_backend import PagedAttentionBackend
 from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
@@ -24,10 +25,8 @@ TorchAttentionMetadata = PagedAttentionMetadata
 class TorchAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
     """Builds the torch backend's metadata; there are no graphs on the CPU, and cascade never pays there."""
 
-    def use_cascade_attention(self, common_prefix_len: int, query_lens: object, *, num_sms: int) -> bool:
-        """Returns False."""
-        del common_prefix_len, query_lens, num_sms  # The CPU has no idle multiprocessors to win back.
-        return False
+    # The CPU has no idle multiprocessors to win back.
+    use_cascade_attention = AttentionMetadataBuilder.use_cascade_attention
 
 
 class TorchAttentionImpl(PagedAttentionImpl):

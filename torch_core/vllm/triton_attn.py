@@ -6,17 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from torch_core.vllm.config import AttentionSelectorConfig
 from torch_core.vllm.paged_backend import PagedAttentionBackend
 from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.types import (
-    CACHE_DTYPES,
-    AttentionCGSupport,
-    DeviceCapability,
-    DeviceInfo,
-)
+from torch_core.vllm.types import CACHE_DTYPES, AttentionCGSupport, DeviceCapability
 
 __all__ = [
     "TritonAttentionBackend",
@@ -34,7 +28,7 @@ _FP8_CAPABILITY = DeviceCapability(8, 9)
 class TritonAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
     """Builds the Triton backend's metadata; any batch can be replayed, since the kernels read lengths on the device."""
 
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
 
 class TritonAttentionImpl(PagedAttentionImpl):
@@ -71,14 +65,25 @@ class TritonAttentionBackend(PagedAttentionBackend):
         return True
 
     @classmethod
-    def supports_combination(cls, config: AttentionSelectorConfig, device: DeviceInfo) -> str | None:
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        device_capability: DeviceCapability | None,
+    ) -> str | None:
         """Returns why an fp8 cache cannot be served by an older device."""
-        dtype = CACHE_DTYPES.get(config.kv_cache_dtype)
-        if dtype is None or not dtype.is_floating_point or dtype.itemsize > 1 or device.capability is None:
+        del head_size, dtype, block_size, use_mla, has_sink, use_sparse
+        stored = CACHE_DTYPES.get(kv_cache_dtype or "auto")
+        if stored is None or not stored.is_floating_point or stored.itemsize > 1:
             return None
-        if device.capability >= _FP8_CAPABILITY:
+        if device_capability is None or device_capability >= _FP8_CAPABILITY:
             return None
         return (
-            f"kv_cache_dtype {config.kv_cache_dtype!r} needs compute capability {_FP8_CAPABILITY}; the device has "
-            f"{device.capability}"
+            f"kv_cache_dtype {kv_cache_dtype!r} needs compute capability {_FP8_CAPABILITY}; the device has "
+            f"{device_capability}"
         )

@@ -107,12 +107,19 @@ class DeviceInfo:
     capability: DeviceCapability | None = None
     num_sms: int = 0
 
+    def __post_init__(self) -> None:
+        if (self.type, self.capability is None) not in (("cpu", True), ("cuda", False)):
+            raise Unsupported(
+                f"device type is {self.type!r} with capability {self.capability}; there are backends for 'cuda' with "
+                "one and for 'cpu'."
+            )
+
     @classmethod
     def of(cls, device: torch.device | str) -> DeviceInfo:
         """Returns the facts of a device of this machine; creates a CUDA context when it is a CUDA device.
 
         Raises:
-            Unsupported: there is no such device.
+            Unsupported: there is no such device, or none of its type is served.
 
         Example:
             >>> DeviceInfo.of("cpu").type
