@@ -23,6 +23,8 @@ from torch_core.vllm import (
     StepBuffers,
     StepGraphs,
     TritonAttentionMetadataBuilder,
+    get_num_prefill_decode_query_kv_tokens,
+    get_seq_len_block_table_args,
     upload,
 )
 
@@ -151,6 +153,33 @@ def test_encoder_decoder_models_have_more_inputs(builder):
     }  # fmt: skip
 
 
+def test_captured_metadata_counts_the_rows_that_a_step_may_fill(builder):
+    def cross_layout(size):
+        extra = encoder_layout(num_seqs=size, num_encoder_tokens=8, max_encoder_blocks=2)
+        return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4, extra=extra)
+
+    state = CommonAttentionState(builder, cross_layout, "cpu")
+    with state.graph_capture(max_batch_size=2):
+        metadata = state.graph_capture_get_metadata_for_batch(2, True)
+
+    assert metadata.num_actual_tokens == 2
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (2, 2, 0)
+    assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (0, 16)
+    assert get_num_prefill_decode_query_kv_tokens(metadata, "encoder_decoder") == (0, 8, 2)
+    assert get_seq_len_block_table_args(metadata, False, "encoder_decoder")[1] == 8
+
+
+def test_captured_rows_of_several_tokens_are_prefills(builder):
+    state = CommonAttentionState(
+        builder, lambda size: metadata_layout(num_seqs=size, num_tokens=3 * size, max_blocks=4), "cpu"
+    )
+    with state.graph_capture(max_batch_size=2):
+        metadata = state.graph_capture_get_metadata_for_batch(2)
+
+    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (2, 6, 0)
+    assert metadata.max_prefill_seq_len == 16
+
+
 def test_a_clone_starts_with_nothing_captured(state):
     with state.graph_capture(max_batch_size=4):
         state.graph_capture_get_metadata_for_batch(4)
@@ -226,3 +255,4 @@ def test_rows_are_counted_as_decodes_and_prefills(builder):
 
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 2)
     assert (metadata.num_prefills, metadata.num_prefill_tokens) == (1, 3)
+    assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (3, 5)

@@ -105,6 +105,8 @@ def test_a_backend_names_its_classes(backend):
     assert backend.forward_includes_kv_cache_update
     assert not backend.is_ssm()
     assert backend.get_supported_head_sizes()[-1] == 256
+    assert set(backend.get_supported_dtypes()) == {torch.float16, torch.bfloat16, torch.float32}
+    assert backend.get_metadata_cls() is PagedAttentionMetadata
 
 
 def test_block_sizes_are_served_or_replaced():
@@ -185,6 +187,28 @@ def test_a_bare_builder_captures_and_drafts_like_any_step():
 
     assert builder.build_for_cudagraph_capture("batch", arrays={}) == (0, "batch", False, {})
     assert builder.build_for_drafting("batch", 2) == (0, "batch", True, None)
+
+
+def test_a_builder_that_was_written_for_vllm_captures_and_drafts():
+    class Builder(AttentionMetadataBuilder):
+        _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+        def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            return common_prefix_len, common_attn_metadata, fast_build
+
+    config = BuilderConfig(num_heads=4, num_speculative_tokens=2)
+    builder: Any = Builder(SPEC, ["layer.0"], config, torch.device("cpu"))
+
+    assert Builder.get_cudagraph_support(vllm_config=config, kv_cache_spec=SPEC) is AttentionCGSupport.UNIFORM_BATCH
+    assert (builder.kv_cache_spec, builder.layer_names, builder.vllm_config) == (SPEC, ("layer.0",), config)
+    assert builder.reorder_batch_threshold == 3
+    assert builder.build_for_cudagraph_capture("batch") == (0, "batch", False)
+    assert builder.build_for_drafting(common_attn_metadata="batch", draft_index=2) == (0, "batch", True)
+    assert builder.use_cascade_attention(8192, np.ones(64), 32, 8, False, False, False, 132, 1) is False
 
 
 def make_builder(**config):
@@ -298,6 +322,21 @@ def test_cascade_follows_the_layers_masks():
     assert not choice(attention_chunk=8192)
     assert not choice(context_parallel=ContextParallel(dcp_world_size=2))
     assert not choice(batch_invariant=True)
+
+
+def test_cascade_follows_what_vllm_asks_with():
+    spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
+    builder = TritonAttentionMetadataBuilder(spec, [], BuilderConfig(num_heads=32), "cpu")
+    names = ("num_query_heads", "num_kv_heads", "use_alibi", "use_sliding_window", "use_local_attention", "num_sms",
+             "dcp_world_size")  # fmt: skip
+    asked = dict(zip(names, (32, 8, False, False, False, 132, 1), strict=True))
+
+    assert builder.use_cascade_attention(8192, np.ones(64), *asked.values())
+    for name, value in (("use_alibi", True), ("use_sliding_window", True), ("use_local_attention", True),
+                        ("num_sms", 0), ("dcp_world_size", 2)):  # fmt: skip
+        assert not builder.use_cascade_attention(8192, np.ones(64), **{**asked, name: value}), name
+    with refuses("num_query_heads is 30; it must be a multiple of num_kv_heads, 8."):
+        builder.use_cascade_attention(8192, np.ones(64), **{**asked, "num_query_heads": 30})
 
 
 @pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", "nvfp4"])

@@ -76,7 +76,7 @@ class CommonAttentionState:
         self._check_capturing(batch_size)
         return CommonAttentionState(self._builder, self._layout_for, self._device)
 
-    def graph_capture_get_metadata_for_batch(self, batch_size: int, *, is_encoder_decoder_model: bool = False) -> Any:
+    def graph_capture_get_metadata_for_batch(self, batch_size: int, is_encoder_decoder_model: bool = False) -> Any:
         """Returns metadata over static tensors for a batch size; its sequences are empty until a step is prepared.
 
         Raises:
@@ -105,7 +105,7 @@ class CommonAttentionState:
         )
         return self._builder.build_for_cudagraph_capture(empty, arrays=buffers.arrays)
 
-    def get_graph_input_buffers(self, batch_size: int, *, is_encoder_decoder_model: bool = False) -> dict[str, Tensor]:
+    def get_graph_input_buffers(self, batch_size: int, is_encoder_decoder_model: bool = False) -> dict[str, Tensor]:
         """Returns the static tensors that a graph of this batch size reads, by name.
 
         Raises:
