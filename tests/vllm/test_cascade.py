@@ -78,6 +78,8 @@ def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
 
     within_bound(found, plain, case.expected(AttentionSpec(scale=SCALE)))
     assert (found[case.step.num_actual_tokens :] == 0).all()
+    none = metadata_of(case.step)
+    assert (none.cu_prefix_query_lens, none.prefix_kv_lens, none.suffix_kv_lens) == (None, None, None)
 
 
 def test_cascade_stores_a_quantised_output(rng):

@@ -156,6 +156,10 @@ def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_con
     device = DeviceInfo(type="cuda", capability=DeviceCapability(9, 0), num_sms=132)
 
     assert refusals(Bare, make_config(), device) == []
+    assert Bare.get_supported_kernel_block_sizes() == [MultipleOf(1)]
+    assert [kind for kind in AttentionType if Bare.supports_attn_type(kind)] == ["decoder"]
+    assert not Bare.is_mla()
+    assert not Bare.is_sparse()
     assert refusals(
         Bare, make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True,
                     use_batch_invariant=True, use_per_head_quant_scales=True, dtype=torch.float32), device,
@@ -253,6 +257,11 @@ def test_a_layer_is_alone_unless_it_is_given_a_place():
 
     assert Layer().context_parallel == ContextParallel()
     assert not Layer().need_to_return_lse_for_decode
+    assert not Layer().supports_mtp_with_cp_non_trivial_interleave_size
+    Layer.context_parallel = ContextParallel(dcp_world_size=2)
+    assert not Layer().need_to_return_lse_for_decode
+    Layer.can_return_lse_for_decode = True
+    assert Layer().need_to_return_lse_for_decode
 
 
 def test_lengths_of_ranks_that_share_sequences_are_not_captured():
@@ -369,7 +378,9 @@ def test_one_static_fp8_scale_can_be_fused_into_the_output():
 
 
 def test_nothing_is_prepared_from_weights_by_default():
-    assert TorchAttentionImpl(4, 32, 0.5).process_weights_after_loading(torch.bfloat16) is None
+    impl: Any = TorchAttentionImpl(4, 32, 0.5)
+    assert impl.process_weights_after_loading(torch.bfloat16) is None
+    assert not AttentionImpl.fused_output_quant_supported(impl, FP8_STATIC_TENSOR)
 
 
 def test_scales_come_as_tensors_and_numbers():
@@ -389,7 +400,7 @@ def test_latent_attention_sizes_come_from_the_model_configuration():
     )
     assert (dims.qk_head_dim, dims.cache_head_size) == (192, 576)
     config.q_lora_rank = 1536
-    assert get_mla_dims(config).q_lora_rank == 1536
+    assert get_mla_dims(SimpleNamespace(hf_text_config=config)).q_lora_rank == 1536
 
 
 @pytest.mark.parametrize("value", [None, 0, "512", True])
@@ -397,6 +408,22 @@ def test_missing_latent_sizes_are_refused(value):
     config = SimpleNamespace(kv_lora_rank=value, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     with refuses(f"kv_lora_rank of the model configuration is {value!r}; latent attention needs a positive int."):
         get_mla_dims(config)
+
+
+def test_a_layer_keeps_what_it_was_made_with():
+    sinks = torch.zeros(4)
+    layer = TritonAttentionImpl(4, 32, 1, 2, [0.5, 0.25, 0.125, 1.0], 8, "fp8", 3.0, "decoder", "layer.0", sinks)
+    bare = TritonAttentionImpl(4, 32, 0.5)
+
+    assert (layer.num_heads, layer.head_size, layer.num_kv_heads, layer.kv_cache_dtype) == (4, 32, 2, "fp8")
+    assert isinstance(layer.scale, float)
+    assert layer.alibi_slopes is not None
+    assert layer.alibi_slopes.dtype == torch.float32
+    assert (layer.spec.window_left, layer.spec.logits_soft_cap) == (7, 3.0)
+    assert layer.kv_sharing_target_layer_name == "layer.0"
+    assert layer.sinks is sinks
+    assert (bare.num_kv_heads, bare.alibi_slopes, bare.sinks, bare.kv_cache_dtype) == (4, None, None, "auto")
+    assert (bare.spec.window_left, bare.spec.logits_soft_cap) == (None, None)
 
 
 def test_layers_with_equal_options_share_them():

@@ -41,7 +41,7 @@ def metadata(*, cross):
 
 
 @pytest.mark.parametrize(
-    ("tables", "empty"), [(None, True), ({}, True), ({0: None, 1: None}, True), ({0: None, 1: [3]}, False)]
+    ("tables", "empty"), [(None, True), ({}, True), ({0: None, 1: None}, True), ({0: None, 1: [3]}, False), ([], False)]
 )
 def test_tables_are_empty_without_any_blocks(tables, empty):
     assert is_block_tables_empty(tables) is empty

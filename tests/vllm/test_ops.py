@@ -274,6 +274,16 @@ def test_the_kernels_of_context_attention_fwd_take_padding_longer_than_the_bound
     assert (out == 0).all()
 
 
+def test_context_attention_fwd_takes_any_head_size(seed):
+    query, key, value, starts, lens = _packed(seed)
+    out = torch.full_like(query[..., :13], torch.nan)
+    vllm_compat.context_attention_fwd(query[..., :13], key[..., :13], value[..., :13], out, starts, lens, 5)
+    offsets, spec = torch.tensor([0, 3, 4, 9], dtype=torch.int32), AttentionSpec(scale=13**-0.5)
+    bounds = {"max_query_len": 5, "max_key_len": 5, "compute_dtype": torch.float64}
+    arrays = (x[..., :13].contiguous() for x in (query, key, value))
+    _close(out, reference.attention(*arrays, offsets, offsets, spec=spec, **bounds))
+
+
 def test_context_attention_fwd_takes_no_sequence(seed):
     query, key, value, starts, lens = _packed(seed)
     out = torch.full_like(query, torch.nan)

@@ -171,6 +171,8 @@ def test_an_empty_list_serves_anything():
     )
 
     assert any_of.supports_kv_cache_dtype("nvfp4")
+    assert TORCH.supports_kv_cache_dtype(None)
+    assert TORCH.supports_block_size(None)
     assert any_of.supports_head_size(1000)
     assert any_of.supports_block_size(7)
 

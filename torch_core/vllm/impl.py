@@ -137,7 +137,7 @@ class AttentionImpl(AttentionImplBase):
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: Any,
-        output: Tensor,
+        output: Tensor | None = None,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:

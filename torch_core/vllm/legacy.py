@@ -31,13 +31,15 @@ __all__ = [
 
 
 def is_block_tables_empty(block_tables: Mapping[Any, Any] | None) -> bool:
-    """Returns whether there are no block tables: None, or None for every sequence (a profiling run).
+    """Returns whether there are no block tables: None, or a mapping to None alone (a profiling run).
 
     Example:
         >>> is_block_tables_empty({0: None}), is_block_tables_empty({0: [3]})
         (True, False)
     """
-    return block_tables is None or all(table is None for table in block_tables.values())
+    if isinstance(block_tables, Mapping):
+        return all(table is None for table in block_tables.values())
+    return block_tables is None
 
 
 def compute_slot_mapping_start_idx(

@@ -40,7 +40,10 @@ class MLADims:
 
 
 def get_mla_dims(config: Any) -> MLADims:
-    """Returns the sizes that a model configuration (any object with these attributes) states.
+    """Returns the sizes that a model's text configuration (any object with these attributes) states.
+
+    Args:
+        config: the configuration, or an engine's that has it as `hf_text_config`.
 
     Raises:
         InvalidInput: an attribute is missing or not a positive int.
@@ -51,7 +54,7 @@ def get_mla_dims(config: Any) -> MLADims:
         ...                              qk_rope_head_dim=64, v_head_dim=128)).cache_head_size
         576
     """
-    sizes: dict[str, int] = {}
+    config, sizes = getattr(config, "hf_text_config", config), {}
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         sizes[name] = _size(name, getattr(config, name, None))
     rank = getattr(config, "q_lora_rank", None)

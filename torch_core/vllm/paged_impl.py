@@ -127,7 +127,7 @@ class PagedAttentionImpl(AttentionImpl):
         value: Tensor | None,
         kv_cache: Tensor | None,
         attn_metadata: PagedAttentionMetadata | None,
-        output: Tensor,
+        output: Tensor | None = None,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
@@ -142,7 +142,7 @@ class PagedAttentionImpl(AttentionImpl):
             kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], written in place; None in encoders. An fp8
                 cache may be stored as uint8.
             attn_metadata: of the step; None in a profiling run, which only clears the output.
-            output: like `query`, in its dtype, or e4m3 with `output_scale`; padding rows become 0.
+            output: needed; like `query`, in its dtype, or e4m3 with `output_scale`; padding rows become 0.
             output_scale: the output holds `result / output_scale`.
             output_block_scale: not served.
 
