@@ -40,8 +40,17 @@ def run(*, sequences: Sequence[int] = SEQUENCES, prefixes: Sequence[int] = PREFI
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     for prefix in prefixes:
         for seqs in sequences:
-            shape = {"num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": _SIZE, "bytes_per_element": 2}
-            chosen.append(use_cascade_attention(prefix, np.ones(seqs), num_sms=num_sms, **shape))
+            chosen.append(
+                use_cascade_attention(
+                    prefix,
+                    np.ones(seqs),
+                    num_query_heads=HEADS,
+                    num_kv_heads=KV_HEADS,
+                    head_size=_SIZE,
+                    bytes_per_element=2,
+                    num_sms=num_sms,
+                )
+            )
             batch = random_batch(((seqs, 1, prefix + _OWN - 1),))
             batch.block_tables[:, : prefix // BLOCK_SIZE] = batch.block_tables[0, : prefix // BLOCK_SIZE]
             read = (prefix + seqs * _OWN) * 2 * KV_HEADS * _SIZE * 2

@@ -1,4 +1,4 @@
-"""Buckets, layouts, slots, the persistent table and the staging ring."""
+"""Buckets, layouts, slots and the persistent table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch_core.metadata import (
     BlockTableCache,
     Buckets,
     PackedLayout,
-    StagingRing,
     metadata_layout,
 )
 from torch_core.metadata.slots import write_slots
@@ -197,38 +196,3 @@ def test_random_histories_of_tables_equal_a_conversion_from_scratch(seed):
             else:
                 known[name] = table
         assert converted(cache, names, [known[name] for name in names]) == [list(known[name]) for name in names]
-
-
-@pytest.fixture
-def layout():
-    return metadata_layout(num_seqs=1, num_tokens=1, max_blocks=1)
-
-
-def test_a_staging_buffer_is_never_handed_out_twice_at_once(layout):
-    ring = StagingRing(layout, depth=2)
-    first, second = ring.acquire(7), ring.acquire(8)
-    assert not np.shares_memory(first, second)
-
-    message = (
-        "All 2 staging buffers are in flight (oldest step 7); retire it when its copy is done, or make the ring deeper."
-    )
-    with refuses(message):
-        ring.acquire(9)
-    ring.retire(8)
-    assert ring.acquire(9) is second
-
-
-def test_staging_mistakes_are_refused(layout):
-    ring = StagingRing(layout, depth=2)
-    ring.acquire(7)
-    with refuses("Step 7 already has a staging buffer; steps in flight need different numbers."):
-        ring.acquire(7)
-    with refuses("Step 6 has no staging buffer; it was retired before or never began."):
-        ring.retire(6)
-    with refuses("depth is 0; it must be at least 1."):
-        StagingRing(layout, depth=0)
-    buffer = np.zeros(layout.num_elements, np.int32)
-    with refuses("buffers has 1 entries; depth is 2."):
-        StagingRing(layout, depth=2, buffers=[buffer])
-    with refuses("buffers[1] shares memory with an earlier one; each step needs its own."):
-        StagingRing(layout, depth=2, buffers=[buffer, buffer])

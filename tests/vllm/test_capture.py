@@ -97,10 +97,24 @@ def test_a_host_buffer_is_not_given_out_before_its_copy():
     first, second = buffers.host_buffer(0), buffers.host_buffer(1)
     assert not np.shares_memory(first, second)
 
-    with pytest.raises(InvalidInput, match=r"^All 2 staging buffers are in flight \(oldest step 0\)"):
+    with pytest.raises(
+        InvalidInput, match=r"^All 2 host buffers are taken \(oldest step 0\); upload a step, or give more depth\.$"
+    ):
         buffers.host_buffer(2)
     buffers.upload(0)
     assert buffers.host_buffer(2) is first
+
+
+def test_steps_in_flight_have_numbers_of_their_own():
+    buffers = StepBuffers(layout_for(4), "cpu")
+    buffers.host_buffer(0)
+    for _ in range(2):
+        with refuses("Step 0 already has a host buffer; steps in flight need different numbers."):
+            buffers.host_buffer(0)
+        if 0 in buffers._taken:
+            buffers.upload(0)
+    with refuses("depth is 0; it must be at least 1."):
+        StepBuffers(layout_for(4), "cpu", depth=0)
 
 
 def test_a_step_without_a_buffer_cannot_be_uploaded():

@@ -26,7 +26,6 @@ from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layou
 from torch_core.metadata.local_attention import make_local_attention_virtual_batches
 from torch_core.metadata.rows import SequenceRow, SequenceRowLike
 from torch_core.metadata.slots import compute_positions
-from torch_core.metadata.staging import StagingRing
 from torch_core.metadata.table_cache import BlockTableCache
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "PackedLayout",
     "SequenceRow",
     "SequenceRowLike",
-    "StagingRing",
     "ThreeWaySplit",
     "build_common_metadata",
     "build_dense_metadata",

@@ -66,7 +66,7 @@ def build_common_metadata(
         layout: where to put the arrays, from `metadata_layout` with these padded sizes (perhaps with extra fields);
             None makes one.
         buffer: the int32 buffer to write; None makes a new one. The record is valid until the buffer is written
-            again: never pass one whose copy to the device may still be running (see `StagingRing`). Extra fields are
+            again: never pass one whose copy to the device may still be running (see `StepBuffers`). Extra fields are
             left as they are.
 
     Raises:

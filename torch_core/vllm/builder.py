@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,9 +77,6 @@ class AttentionMetadataBuilder(ABC):
             fast_build: prefer a quick build over quick attention; for drafts that are used once.
             arrays: the batch on the device already, by field name, from `upload` or `StepBuffers`; shared by the
                 builders of all cache groups. None uploads it.
-
-        Raises:
-            InvalidInput: the batch was built for another cache.
         """
 
     def build_for_cudagraph_capture(
@@ -109,24 +105,9 @@ class AttentionMetadataBuilder(ABC):
         del metadata, blk_table, slot_mapping  # For builders that support it.
         raise Unsupported(f"{type(self).__name__} does not update block tables; call build for each cache group.")
 
-    def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: np.ndarray,
-        num_query_heads: int | None = None,
-        num_kv_heads: int | None = None,
-        use_alibi: bool = False,
-        use_sliding_window: bool = False,
-        use_local_attention: bool = False,
-        num_sms: int = 0,
-        dcp_world_size: int = 1,
-    ) -> bool:
-        """Returns whether attending a shared prefix once should pay; never, by default.
-
-        What the configuration says need not be said again, and heads are its own when they are None.
-        """
-        del common_prefix_len, query_lens, num_query_heads, num_kv_heads, use_alibi, use_sliding_window
-        del use_local_attention, num_sms, dcp_world_size  # For builders that support it.
+    def use_cascade_attention(self, *args: Any, **options: Any) -> bool:
+        """Returns whether attending a shared prefix once should pay; never, by default."""
+        del args, options  # For builders that support it.
         return False
 
     def _init_reorder_batch_threshold(

@@ -58,15 +58,9 @@ def compute_slot_mapping_start_idx(
 
 
 def compute_slot_mapping(
-    is_profile_run: bool,
-    slot_mapping: list[int],
-    seq_id: int,
-    seq_len: int,
-    context_len: int,
-    start_idx: int,
-    block_size: int,
-    block_tables: Mapping[int, Sequence[int]] | None,
-) -> None:
+    is_profile_run: bool, slot_mapping: list[int], seq_id: int, seq_len: int, context_len: int, start_idx: int,
+    block_size: int, block_tables: Mapping[int, Sequence[int]] | None,
+) -> None:  # fmt: skip
     """Appends the slots of a sequence's new tokens to `slot_mapping`.
 
     In a profiling run, where there are no tables, every token of the sequence gets -1; otherwise those before

@@ -83,10 +83,10 @@ class PagedAttentionMetadata:
         """A shared prefix is attended once."""
         return self.shared_prefix is not None
 
-    @property
-    def cu_prefix_query_lens(self) -> Tensor | None:
-        """See `SharedPrefix`; None without one."""
-        return None if self.shared_prefix is None else self.shared_prefix.cu_prefix_query_lens
+    # Of `shared_prefix`; None without one.
+    cu_prefix_query_lens = property(lambda self: getattr(self.shared_prefix, "cu_prefix_query_lens", None))
+    prefix_kv_lens = property(lambda self: getattr(self.shared_prefix, "prefix_kv_lens", None))
+    suffix_kv_lens = property(lambda self: getattr(self.shared_prefix, "suffix_kv_lens", None))
 
     def update_shared_prefix(self) -> None:
         """Splits the batch anew, in place, after other lengths and tables were uploaded into the same tensors.
@@ -99,16 +99,6 @@ class PagedAttentionMetadata:
             fresh = _split(self, self.shared_prefix.max_prefix_query_len)
             for name in ("cu_prefix_query_lens", "suffix_block_table", "suffix_kv_lens"):
                 getattr(self.shared_prefix, name).copy_(getattr(fresh, name))
-
-    @property
-    def prefix_kv_lens(self) -> Tensor | None:
-        """See `SharedPrefix`; None without one."""
-        return None if self.shared_prefix is None else self.shared_prefix.prefix_kv_lens
-
-    @property
-    def suffix_kv_lens(self) -> Tensor | None:
-        """See `SharedPrefix`; None without one."""
-        return None if self.shared_prefix is None else self.shared_prefix.suffix_kv_lens
 
     def with_shared_prefix(self, common_prefix_len: int, piece_tokens: int) -> PagedAttentionMetadata:
         """Returns the same with a prefix that is attended once, in pieces of so many queries."""

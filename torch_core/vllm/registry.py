@@ -10,10 +10,9 @@ import torch
 
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.vllm.backend import AttentionBackend
+from torch_core.vllm.backends import TorchAttentionBackend, TritonAttentionBackend
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import AttentionSelectorConfig
-from torch_core.vllm.torch_attn import TorchAttentionBackend
-from torch_core.vllm.triton_attn import TritonAttentionBackend
 from torch_core.vllm.types import DeviceInfo
 
 __all__ = [

@@ -23,42 +23,17 @@ __all__ = [
 
 
 def unified_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    seqused_k: Tensor,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool | Tensor,
-    window_size: tuple[int, int],
-    block_table: Tensor,
-    softcap: float,
-    q_descale: Scale,
-    k_descale: Scale,
-    v_descale: Scale,
-    seq_threshold_3D: int | None = None,
-    num_par_softmax_segments: int | None = None,
-    softmax_segm_output: Tensor | None = None,
-    softmax_segm_max: Tensor | None = None,
-    softmax_segm_expsum: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    output_scale: Scale = None,
-    qq_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    mm_prefix_range: Tensor | None = None,
-    rswa_prefix_lens: Tensor | None = None,
-    rswa_window: int | None = None,
-    use_alibi_sqrt: bool = False,
-    kv_quant_mode: Any = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
-    chunk_lookback: int = -1,
-    use_td: bool = False,
-    mm_prefix_clamp_sliding_window: bool = False,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, seqused_k: Tensor,
+    max_seqlen_k: int, softmax_scale: float, causal: bool | Tensor, window_size: tuple[int, int], block_table: Tensor,
+    softcap: float, q_descale: Scale, k_descale: Scale, v_descale: Scale, seq_threshold_3D: int | None = None,
+    num_par_softmax_segments: int | None = None, softmax_segm_output: Tensor | None = None,
+    softmax_segm_max: Tensor | None = None, softmax_segm_expsum: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, output_scale: Scale = None, qq_bias: Tensor | None = None,
+    sinks: Tensor | None = None, mm_prefix_range: Tensor | None = None, rswa_prefix_lens: Tensor | None = None,
+    rswa_window: int | None = None, use_alibi_sqrt: bool = False, kv_quant_mode: Any = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None, chunk_lookback: int = -1,
+    use_td: bool = False, mm_prefix_clamp_sliding_window: bool = False,
+) -> None:  # fmt: skip
     """Attends any mix of prefill and decode rows over a paged cache and writes `out`.
 
     Not used: max_seqlen_k, seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
@@ -66,13 +41,11 @@ def unified_attention(
 
     Args:
         q: [num_tokens, num_heads, head_size].
-        k: the key cache [num_blocks, block_size, num_kv_heads, head_size], any strides with the last one 1.
-        v: the value cache.
+        k, v: the caches [num_blocks, block_size, num_kv_heads, head_size], any strides with the last one 1.
         out: like q, or fp8 with output_scale; written.
         cu_seqlens_q: int32 [num_seqs + 1].
         max_seqlen_q: upper bound on the query lengths.
         seqused_k: int32 [num_seqs], tokens in the cache.
-        max_seqlen_k: upper bound on those.
         softmax_scale: factor on the scores.
         causal: one flag, or bool [num_seqs].
         window_size: (W - 1, 0) or (W - 1, W - 1) for a window of W, (-1, -1) for none. Without a causal mask the
@@ -81,17 +54,14 @@ def unified_attention(
         softcap: soft cap on the scores; 0 for none.
         q_descale: what one unit of an fp8 query is worth: a number, one element, a view that repeats one, or
             [num_seqs, num_kv_heads], which costs a launch before and after.
-        k_descale: the same for keys of an 8-bit cache.
-        v_descale: the same for values.
-        alibi_slopes: float [num_heads].
+        k_descale, v_descale: the same for an 8-bit cache.
+        alibi_slopes, sinks: float [num_heads].
         output_scale: what one unit of an fp8 output is worth.
         qq_bias: float [rows, rows].
-        sinks: float [num_heads].
         mm_prefix_range: int32 [num_seqs, ranges, 2], both ends inclusive.
         use_alibi_sqrt: the square root form of ALiBi.
         kv_quant_mode: vLLM's enum; only 4-bit modes are told apart, the scales say the rest.
-        k_scale_cache: float32 [num_blocks, block_size, num_kv_heads], scales per token and head.
-        v_scale_cache: the same for values.
+        k_scale_cache, v_scale_cache: float32 [num_blocks, block_size, num_kv_heads], scales per token and head.
         chunk_lookback: -1, or 0 for chunked local attention with chunks of W.
 
     Raises:
@@ -143,27 +113,13 @@ def unified_attention(
 
 
 def unified_attention_diffkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
-    block_table: Tensor,
-    softcap: float,
-    max_seqlen_q: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    use_alibi_sqrt: bool = False,
-    seq_threshold_3D: int | None = None,
-    num_par_softmax_segments: int | None = None,
-    softmax_segm_output: Tensor | None = None,
-    softmax_segm_max: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, softmax_scale: float,
+    causal: bool, window_size: tuple[int, int], block_table: Tensor, softcap: float, max_seqlen_q: int | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, use_alibi_sqrt: bool = False,
+    seq_threshold_3D: int | None = None, num_par_softmax_segments: int | None = None,
+    softmax_segm_output: Tensor | None = None, softmax_segm_max: Tensor | None = None,
     softmax_segm_expsum: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Does what `unified_attention` does for values of another head size; k and v are views of one packed cache.
 
     Args as there, but: k [num_blocks, block_size, num_kv_heads, head_size], v and out with the values' head size, and
@@ -178,42 +134,26 @@ def unified_attention_diffkv(
 
 
 def decode_attention_fwd(
-    q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    req_to_token: Tensor,
-    b_seq_len: Tensor,
-    attn_logits: Tensor | None,
-    num_kv_splits: int,
-    sm_scale: float,
-    page_size: int = 1,
-    logit_cap: float = 0.0,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    is_mla: bool = False,
-) -> None:
+    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, o: Tensor, lse: Tensor, req_to_token: Tensor, b_seq_len: Tensor,
+    attn_logits: Tensor | None, num_kv_splits: int, sm_scale: float, page_size: int = 1, logit_cap: float = 0.0,
+    k_scale: Scale = None, v_scale: Scale = None, is_mla: bool = False,
+) -> None:  # fmt: skip
     """Attends one query of each sequence over a paged cache; writes `o` and `lse`.
 
     Not used: attn_logits, num_kv_splits, is_mla.
 
     Args:
         q: [num_seqs, num_heads, head_size].
-        k_buffer: [num_pages, page_size, num_kv_heads, head_size], or the same without its first axis split.
-        v_buffer: the same; the head size may differ.
+        k_buffer, v_buffer: [num_pages, page_size, num_kv_heads, head_size], or without the first axis split; the head
+            sizes may differ.
         o: [num_seqs, num_heads, value_head_size]; written.
         lse: [num_seqs, num_heads], natural log; written.
         req_to_token: int32 [num_seqs, pages], the pages of each sequence.
         b_seq_len: int32 [num_seqs].
-        attn_logits: vLLM's scratch.
-        num_kv_splits: how vLLM divides the keys.
         sm_scale: factor on the scores.
         page_size: tokens of a page.
         logit_cap: soft cap on the scores; 0 for none.
-        k_scale: what one unit of an 8-bit key is worth.
-        v_scale: the same for values.
-        is_mla: says that the values are part of the keys.
+        k_scale, v_scale: what one unit of an 8-bit cache is worth.
 
     Raises:
         InvalidInput: shapes or dtypes do not fit.
@@ -241,26 +181,15 @@ def decode_attention_fwd(
 
 
 def context_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    b_start_loc: Tensor,
-    b_seq_len: Tensor,
-    max_input_len: int,
-    is_causal: bool = True,
-    softmax_scale: float | None = None,
-    sliding_window_q: int | None = None,
-    sliding_window_k: int | None = None,
-    sinks: Tensor | None = None,
-    sinks_bias_key0: bool = False,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_input_len: int,
+    is_causal: bool = True, softmax_scale: float | None = None, sliding_window_q: int | None = None,
+    sliding_window_k: int | None = None, sinks: Tensor | None = None, sinks_bias_key0: bool = False,
+) -> None:  # fmt: skip
     """Attends packed sequences to their own keys and values and writes `o` (vLLM's prefill operation).
 
     Args:
         q: [num_tokens, num_heads, head_size].
-        k: [num_tokens, num_kv_heads, head_size].
-        v: the same.
+        k, v: [num_tokens, num_kv_heads, head_size].
         o: like q; written.
         b_start_loc: int32 [num_seqs] or longer, first token of each sequence; they rise, and rows between two sequences
             are padding.
@@ -268,8 +197,7 @@ def context_attention_fwd(
         max_input_len: upper bound on b_seq_len.
         is_causal: hide keys after the query.
         softmax_scale: factor on the scores; head_size ** -0.5 when None.
-        sliding_window_q: tokens before the query that stay visible; 0 or None for all.
-        sliding_window_k: tokens after it; 0 or None for all.
+        sliding_window_q, sliding_window_k: tokens before and after the query that stay visible; 0 or None for all.
         sinks: float [num_heads].
         sinks_bias_key0: must be False.
 
@@ -311,23 +239,15 @@ def context_attention_fwd(
 
 
 def merge_attn_states(
-    output: Tensor,
-    prefix_output: Tensor,
-    prefix_lse: Tensor,
-    suffix_output: Tensor,
-    suffix_lse: Tensor,
-    output_lse: Tensor | None = None,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: Scale = None,
-) -> None:
+    output: Tensor, prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor,
+    output_lse: Tensor | None = None, prefill_tokens_with_context: int | None = None, output_scale: Scale = None,
+) -> None:  # fmt: skip
     """Merges attention over a prefix with attention over the rest and writes `output`.
 
     Args:
         output: [num_tokens, num_heads, head_size], or fp8 with output_scale; written.
-        prefix_output: [num_tokens, num_heads, head_size].
-        prefix_lse: float32 [num_heads, num_tokens], natural log.
-        suffix_output: as prefix_output.
-        suffix_lse: as prefix_lse.
+        prefix_output, suffix_output: [num_tokens, num_heads, head_size].
+        prefix_lse, suffix_lse: float32 [num_heads, num_tokens], natural log.
         output_lse: float32 [num_heads, num_tokens]; written when given.
         prefill_tokens_with_context: tokens from this one on have no prefix: the suffix is copied.
         output_scale: what one unit of an fp8 output is worth.

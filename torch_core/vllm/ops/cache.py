@@ -20,27 +20,18 @@ __all__ = [
 
 
 def triton_reshape_and_cache_flash(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Scale,
-    v_scale: Scale,
-    interleaved_v_pack_factor: int = 1,
-) -> None:
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
+    k_scale: Scale, v_scale: Scale, interleaved_v_pack_factor: int = 1,
+) -> None:  # fmt: skip
     """Writes new keys and values at their slots; an fp8 cache stores value / scale, saturated.
 
     Args:
-        key: [num_tokens or more, num_kv_heads, head_size].
-        value: the same.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_size]; uint8 memory is taken as kv_cache_dtype.
-        value_cache: the same.
+        key, value: [num_tokens or more, num_kv_heads, head_size].
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size]; uint8 memory is taken as
+            kv_cache_dtype.
         slot_mapping: int32 or int64 [num_tokens]; negative ones are skipped.
         kv_cache_dtype: a name of `CACHE_DTYPES` but "int8"; "half" and "float" too.
-        k_scale: one element, or one for each key/value head; used by fp8 caches only.
-        v_scale: the same.
+        k_scale, v_scale: one element, or one for each key/value head; used by fp8 caches only.
         interleaved_v_pack_factor: must be 1.
 
     Raises:
@@ -76,13 +67,9 @@ def triton_reshape_and_cache_flash_diffkv(
     """Does what `triton_reshape_and_cache_flash` does, for a cache whose last axis holds a key and then a value.
 
     Args:
-        key: [num_tokens or more, num_kv_heads, key_head_size].
-        value: [num_tokens or more, num_kv_heads, value_head_size].
+        key, value: [num_tokens or more, num_kv_heads, head size of either].
         kv_cache: [num_blocks, block_size, num_kv_heads, key_head_size + value_head_size].
-        slot_mapping: int32 or int64 [num_tokens].
-        kv_cache_dtype: as there.
-        k_scale: as there.
-        v_scale: as there.
+        slot_mapping, kv_cache_dtype, k_scale, v_scale: as there.
 
     Raises:
         InvalidInput: shapes or dtypes do not fit.
@@ -96,24 +83,15 @@ def triton_reshape_and_cache_flash_diffkv(
 
 
 def triton_reshape_and_cache_flash_per_token_head_quant(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    k_scale_cache: Tensor,
-    v_scale_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_quant_mode: Any = None,
-) -> None:
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, k_scale_cache: Tensor, v_scale_cache: Tensor,
+    slot_mapping: Tensor, kv_quant_mode: Any = None,
+) -> None:  # fmt: skip
     """Quantises keys and values with a scale per token and head and writes both.
 
     Args:
-        key: [num_tokens or more, num_kv_heads, head_size].
-        value: the same.
-        key_cache: int8 or fp8 [num_blocks, block_size, num_kv_heads, head_size].
-        value_cache: the same.
-        k_scale_cache: float32 [num_blocks, block_size, num_kv_heads].
-        v_scale_cache: the same.
+        key, value: [num_tokens or more, num_kv_heads, head_size].
+        key_cache, value_cache: int8 or fp8 [num_blocks, block_size, num_kv_heads, head_size].
+        k_scale_cache, v_scale_cache: float32 [num_blocks, block_size, num_kv_heads].
         slot_mapping: int32 or int64 [num_tokens].
         kv_quant_mode: vLLM's enum; the dtype of the caches says int8 or fp8.
 

@@ -22,37 +22,19 @@ __all__ = ["chunked_prefill_paged_decode", "context_attention_fwd"]
 
 
 def context_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    kv_cache_dtype: str,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    b_loc: Tensor,
-    b_start_loc: Tensor,
-    b_seq_len: Tensor,
-    max_seq_len: int | None,
-    max_input_len: int,
-    k_scale: Scale,
-    v_scale: Scale,
-    alibi_slopes: Tensor | None = None,
-    sliding_window: int | None = None,
-    sm_scale: float | None = None,
-    skip_decode: bool = False,
-    fp8_out_scale: Scale = None,
-    sinks: Tensor | None = None,
-    is_block_table_ptr: bool = False,
-    causal: bool = True,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor, b_loc: Tensor,
+    b_start_loc: Tensor, b_seq_len: Tensor, max_seq_len: int | None, max_input_len: int, k_scale: Scale, v_scale: Scale,
+    alibi_slopes: Tensor | None = None, sliding_window: int | None = None, sm_scale: float | None = None,
+    skip_decode: bool = False, fp8_out_scale: Scale = None, sinks: Tensor | None = None,
+    is_block_table_ptr: bool = False, causal: bool = True,
+) -> None:  # fmt: skip
     """Attends new tokens to their cached context and to each other; writes their rows of `o` and no other.
 
     Not used: max_seq_len.
 
     Args:
         q: [num_tokens, num_heads, head_size].
-        k: keys of the new tokens [num_tokens, num_kv_heads, head_size]; need not be in the cache.
-        v: the same for values.
+        k, v: of the new tokens [num_tokens, num_kv_heads, head_size]; need not be in the cache.
         o: like q, or fp8 with fp8_out_scale; written.
         kv_cache_dtype: a name of `CACHE_DTYPES` but "int8".
         k_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], or [num_blocks, num_kv_heads, block_size,
@@ -61,16 +43,13 @@ def context_attention_fwd(
         b_loc: integers [num_seqs, blocks], the blocks of each context.
         b_start_loc: int32 [num_seqs + 1].
         b_seq_len: int32 [num_seqs], the new tokens included.
-        max_seq_len: bound on those.
         max_input_len: bound on the query lengths.
-        k_scale: what one unit of a key of an fp8 cache is worth.
-        v_scale: the same for values.
-        alibi_slopes: float [num_heads].
+        k_scale, v_scale: what one unit of an fp8 cache is worth.
+        alibi_slopes, sinks: float [num_heads].
         sliding_window: tokens that a query sees, its own included; 0 or None for all.
         sm_scale: factor on the scores; head_size ** -0.5 when None.
         skip_decode: leave the rows of single new tokens alone.
         fp8_out_scale: what one unit of an fp8 output is worth.
-        sinks: float [num_heads].
         is_block_table_ptr: must be False.
         causal: hide keys after the query.
 
@@ -100,28 +79,12 @@ def context_attention_fwd(
 
 
 def chunked_prefill_paged_decode(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    output: Tensor,
-    kv_cache_dtype: str,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    max_query_len: int,
-    k_scale: Scale,
-    v_scale: Scale,
-    alibi_slopes: Tensor | None = None,
-    sliding_window: int | None = None,
-    sm_scale: float | None = None,
-    output_scale: Scale = None,
-    sinks: Tensor | None = None,
-    is_block_table_ptr: bool = False,
-    causal: bool = True,
-) -> None:
+    query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, kv_cache_dtype: str, key_cache: Tensor,
+    value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int,
+    max_query_len: int, k_scale: Scale, v_scale: Scale, alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None, sm_scale: float | None = None, output_scale: Scale = None,
+    sinks: Tensor | None = None, is_block_table_ptr: bool = False, causal: bool = True,
+) -> None:  # fmt: skip
     """Attends chunks of prompts as `context_attention_fwd` does, and single new tokens to the cache, which has them.
 
     Args as there, by the names of vLLM; key and value may be None when max_query_len is 1.
@@ -179,23 +142,10 @@ def _context(cache: Tensor, tables: Tensor, lens: Tensor, room: int, scale: Scal
 
 
 def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    lengths: tuple[int, int | None],
-    scales: tuple[Scale, Scale],
-    sm_scale: float | None,
-    causal: bool,
-    sliding_window: int | None,
-    *,
-    out_scale: Scale,
-    **options: Any,
-) -> None:
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, tables: Tensor, starts: Tensor, seq_lens: Tensor,
+    max_query_len: int, lengths: tuple[int, int | None], scales: tuple[Scale, Scale], sm_scale: float | None,
+    causal: bool, sliding_window: int | None, *, out_scale: Scale, **options: Any,
+) -> None:  # fmt: skip
     """Attends, and writes the rows of sequences with so many new tokens; the others of `out` stay as they are."""
     found = run(
         PagedCall(
