@@ -51,15 +51,7 @@ def build_encoder_metadata(
     num_blocks: int,
     seq_ids: Sequence[str | None],
 ) -> EncoderMetadata:
-    """Writes the encoder fields of a step into its buffer.
-
-    Args:
-        rows: one for each decoder row, in the same order.
-        layout: has the fields of `encoder_layout`.
-        buffer: the step's packed buffer.
-        block_size: tokens of one block of the encoder's cache group.
-        num_blocks: blocks of its pool.
-        seq_ids: names of the decoder rows, for messages.
+    """Writes the encoder fields of a step, one row for each of the decoder's, into its packed buffer.
 
     Raises:
         InvalidInput: the rows do not match the decoder's, or a length or block id is wrong.

@@ -43,12 +43,7 @@ def write_slots(
 ) -> np.ndarray:
     """Writes the slot of each new token, `block * block_size + offset`, and padding behind; returns their positions.
 
-    Args:
-        out: int32[T], the slot mapping to write.
-        query_start_loc: int32[S + 1].
-        num_computed_tokens: int32[S].
-        block_tables: int32[S, max_blocks]; trusted to hold every position.
-        block_size: tokens of one block.
+    All arrays are int32; the tables are trusted to hold every position.
 
     Example:
         >>> out, tables = np.empty(4, np.int32), np.array([[3, 7]], np.int32)
@@ -76,15 +71,9 @@ def write_uniform_slots(
     *,
     block_size: int,
 ) -> None:
-    """Writes positions and slots of rows with equally many new tokens, and padding behind; the short way to decode.
+    """Writes positions and slots (int32[T]) of rows with equally many new tokens, and padding; the short way to decode.
 
-    Args:
-        out: int32[T], the slot mapping to write.
-        positions: int32[T], to write.
-        computed: int32[S], tokens of each row before the step.
-        num_new_tokens: of every row, at least 1.
-        block_tables: int32[at least S, max_blocks], contiguous.
-        block_size: tokens of one block.
+    `computed`, int32[S], are the tokens of each row before the step; the tables are contiguous.
     """
     num_rows, width = computed.shape[0], block_tables.shape[1]
     if num_rows == num_new_tokens == 1:

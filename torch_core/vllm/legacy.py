@@ -139,32 +139,18 @@ class CommonMetadataBuilder:
             InvalidInput: a sequence that is no prompt has not one new token, or its table is too short.
         """
         tables, is_prompt = inter_data.block_tables, inter_data.is_prompt
+        columns = "seq_ids input_tokens orig_seq_lens seq_lens query_lens context_lens curr_sliding_window_blocks"
         for seq_id, tokens, seq_len, curr_seq_len, query_len, context_len, window_blocks in zip(
-            inter_data.seq_ids,
-            inter_data.input_tokens,
-            inter_data.orig_seq_lens,
-            inter_data.seq_lens,
-            inter_data.query_lens,
-            inter_data.context_lens,
-            inter_data.curr_sliding_window_blocks,
-            strict=True,
+            *(getattr(inter_data, name) for name in columns.split()), strict=True
         ):
             if not is_prompt and query_len != 1:
                 raise InvalidInput(
                     f"sequence {seq_id} has query_len {query_len}, seq_len {seq_len} and context_len {context_len}; "
                     "one that is not a prompt has one new token."
                 )
-            start_idx = compute_slot_mapping_start_idx(is_prompt, query_len, context_len, self.sliding_window)
-            compute_slot_mapping(
-                is_block_tables_empty(tables),
-                self.slot_mapping,
-                seq_id,
-                seq_len,
-                context_len,
-                start_idx,
-                self.block_size,
-                tables,
-            )
+            start = compute_slot_mapping_start_idx(is_prompt, query_len, context_len, self.sliding_window)
+            where = (seq_id, seq_len, context_len, start, self.block_size, tables)
+            compute_slot_mapping(is_block_tables_empty(tables), self.slot_mapping, *where)
             self.context_lens.append(context_len)
             if is_prompt:
                 for modality, placeholders in (inter_data.multi_modal_placeholder_maps or {}).items():

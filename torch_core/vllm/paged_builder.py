@@ -55,13 +55,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     ) -> PagedAttentionMetadata:
         """See `AttentionMetadataBuilder.build`; the build is always fast.
 
-        Args:
-            common_prefix_len: as there.
-            common_attn_metadata: as there.
-            fast_build: as there.
-            arrays: as there.
-            mm_prefix_range: int32 [num_seqs, ranges, 2] on the device; bidirectional spans.
-            seq_causal: bool [num_seqs] on the device; overrides the batch's `causal` for each sequence.
+        Args are those of it, and on the device `mm_prefix_range`, int32 [num_seqs, ranges, 2] (bidirectional spans) and
+        `seq_causal`, bool [num_seqs] (overrides the batch's `causal` for each sequence).
 
         Raises:
             InvalidInput: the batch is for another block size or cache group, lacks the encoder's fields, or shares no
@@ -78,12 +73,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         local_seq_lens = None
         if parallel.dcp_world_size > 1:
             _check_local_slots(common, parallel)
-            local_seq_lens = get_dcp_local_seq_lens(
-                on_device["seq_lens"],
-                dcp_world_size=parallel.dcp_world_size,
-                dcp_rank=parallel.dcp_rank,
-                interleave_size=parallel.interleave_size,
-            )
+            local_seq_lens = get_dcp_local_seq_lens(on_device["seq_lens"], **parallel.dcp_place)
         encoder = common.encoder
         metadata = PagedAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -113,13 +103,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         )
         if not common_prefix_len:
             return metadata
-        heads, kv_heads, rows = (
-            self.vllm_config.num_heads,
-            self.kv_cache_spec.num_kv_heads,
-            metadata.slot_mapping.shape[0],
-        )
-        piece_tokens = prefix_piece_tokens(rows, num_query_heads=heads, num_kv_heads=kv_heads)
-        return metadata.with_shared_prefix(common_prefix_len, piece_tokens)
+        heads = {"num_query_heads": self.vllm_config.num_heads, "num_kv_heads": self.kv_cache_spec.num_kv_heads}
+        return metadata.with_shared_prefix(common_prefix_len, prefix_piece_tokens(common.num_tokens, **heads))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
@@ -158,21 +143,14 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def use_cascade_attention(
-        self,
-        common_prefix_len: int,
-        query_lens: np.ndarray,
-        num_query_heads: int | None = None,
-        num_kv_heads: int | None = None,
-        use_alibi: bool = False,
-        use_sliding_window: bool = False,
-        use_local_attention: bool = False,
-        num_sms: int = 0,
-        dcp_world_size: int = 1,
-    ) -> bool:
+        self, common_prefix_len: int, query_lens: np.ndarray, num_query_heads: int | None = None,
+        num_kv_heads: int | None = None, use_alibi: bool = False, use_sliding_window: bool = False,
+        use_local_attention: bool = False, num_sms: int = 0, dcp_world_size: int = 1,
+    ) -> bool:  # fmt: skip
         """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`.
 
-        Never where results must not depend on the batch: whether a prefix is shared does. Nor where the keys are not
-        the batch's own.
+        What the configuration says need not be said again. Never where results must not depend on the batch: whether a
+        prefix is shared does. Nor where the keys are not the batch's own.
         """
         spec, config = self.kv_cache_spec, self.vllm_config
         if config.batch_invariant or config.attn_type is not AttentionType.DECODER:
@@ -227,17 +205,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
 
 def _check_local_slots(common: CommonAttentionMetadata, place: ContextParallel) -> None:
     """Refuses slots that are not this rank's: keys would be written where no rank reads them."""
-    ranks = {
-        "dcp_world_size": place.dcp_world_size,
-        "dcp_rank": place.dcp_rank,
-        "interleave_size": place.interleave_size,
-    }
     num_tokens, block_size = common.num_actual_tokens, common.block_size
     positions, slots = common.positions[:num_tokens], common.slot_mapping[:num_tokens]
-    before = get_dcp_local_seq_lens(positions, **ranks)
+    before = get_dcp_local_seq_lens(positions, **place.dcp_place)
     rows = np.repeat(np.arange(common.num_reqs), common.query_lens[: common.num_reqs])
     own = common.block_tables[rows, before // block_size] * block_size + before % block_size
-    wanted = mask_slots_of_other_ranks(own, positions, **ranks)
+    wanted = mask_slots_of_other_ranks(own, positions, **place.dcp_place)
     if (slots != wanted).any():
         first = int((slots != wanted).argmax())
         raise InvalidInput(

@@ -170,14 +170,9 @@ class PagedAttentionImpl(AttentionImpl):
         return output
 
     def forward_with_lse(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: PagedAttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Writes keys and values, attends to this rank's part of each sequence, and returns what a merge needs.
 
         Args are those of `forward`: all ranks give the same query and their own cache, slots of other ranks' tokens are
@@ -196,7 +191,6 @@ class PagedAttentionImpl(AttentionImpl):
             raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")
         query = query.view(-1, self.num_heads, self.head_size)
         cache = self._checked_cache(kv_cache, attn_metadata)
-        self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
         if self.context_parallel.dcp_world_size > 1:
             local_seq_lens = attn_metadata.dcp_local_seq_lens
@@ -210,6 +204,7 @@ class PagedAttentionImpl(AttentionImpl):
                 )
             sinks = None if self.context_parallel.dcp_rank else self.sinks
             call = replace(call, seq_lens=local_seq_lens, sinks=sinks)
+        self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
         results = ops.run(call)
         return results["out"], results["lse"]
 

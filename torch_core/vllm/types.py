@@ -172,6 +172,12 @@ class ContextParallel:
             )
 
     @property
+    def dcp_place(self) -> dict[str, int]:
+        """The arguments by which `torch_core.metadata` knows this place."""
+        names = ("dcp_world_size", "dcp_rank", "interleave_size")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def total_cp_world_size(self) -> int:
         """Ranks of both kinds together."""
         return self.pcp_world_size * self.dcp_world_size

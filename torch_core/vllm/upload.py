@@ -44,7 +44,7 @@ class StepBuffers:
     """Device tensors that keep their addresses from step to step, for CUDA graphs, and the host buffers to fill them.
 
     A step takes a host buffer, builds its metadata into it, and uploads it: one asynchronous copy from pinned memory,
-    which reads its source after the call returned. So a host buffer is handed out again only after its copy has finished
+    which reads its source after the call returned. So a host buffer is handed out again only after its copy
     (TensorRT-LLM issue 15546); the device buffer is overwritten in stream order, so work of the step before that was
     launched on the same stream has read it by then.
 
@@ -85,8 +85,8 @@ class StepBuffers:
             self._free.append(buffer)
         if not self._free:
             raise InvalidInput(
-                f"All {len(self._taken)} host buffers are taken (oldest step {min(self._taken)}); upload a step, or give "
-                "more depth."
+                f"All {len(self._taken)} host buffers are taken (oldest step {min(self._taken)}); upload a step, or "
+                "give more depth."
             )
         self._taken[step] = self._free.pop(0)
         return self._taken[step][1]
