@@ -51,10 +51,6 @@ def reorder_batch_to_split_decodes_and_prefills(
     no context. vLLM swaps the rows of its persistent batch in place (`vllm/v1/attention/backends/utils.py`); the rows
     here are values, so the order is returned.
 
-    Args:
-        rows: the rows of the step.
-        decode_threshold: longest query of a decode, at least 1.
-
     Returns:
         int[rows]: `order[i]` is the row that comes i-th.
 
@@ -107,14 +103,10 @@ def split_decodes_and_prefills(
 
 
 def split_decodes_prefills_and_extends(metadata: CommonAttentionMetadata, decode_threshold: int = 1) -> ThreeWaySplit:
-    """Returns where decodes, extends and prefills of an ordered batch divide; padding rows count for none.
-
-    Args:
-        metadata: a batch in the order of `reorder_batch_to_split_decodes_and_prefills`.
-        decode_threshold: longest query of a decode, at least 1.
+    """Returns where decodes, extends and prefills of a batch divide; padding rows count for none.
 
     Raises:
-        InvalidInput: the batch is not in that order.
+        InvalidInput: the batch is not in the order of `reorder_batch_to_split_decodes_and_prefills`.
     """
     two = split_decodes_and_prefills(metadata, decode_threshold)
     reqs = metadata.num_reqs
@@ -140,10 +132,7 @@ def split_decodes_prefills_and_extends(metadata: CommonAttentionMetadata, decode
 def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
     """Returns runs of rows whose lengths sum to at most `workspace_size`: (first row, row after the last).
 
-    Args:
-        seq_lens: int[rows].
-        workspace_size: tokens that fit at once.
-        request_offset: added to the row numbers.
+    `request_offset` is added to the row numbers.
 
     Raises:
         RequestTooLong: one sequence alone does not fit.

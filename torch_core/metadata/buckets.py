@@ -44,10 +44,9 @@ class Buckets:
     @classmethod
     def powers_of_two(cls, name: str, largest: int, *, smallest: int = 1) -> Buckets:
         """Returns the powers of two from `smallest` (rounded up to one) below `largest`, and `largest` itself."""
-        if isinstance(largest, bool) or not isinstance(largest, int) or largest < 1:
-            raise InvalidInput(f"The largest bucket of {name} is {largest!r}; it must be an int of at least 1.")
-        if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
-            raise InvalidInput(f"The smallest bucket of {name} is {smallest!r}; it must be an int of at least 1.")
+        for which, size in (("largest", largest), ("smallest", smallest)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InvalidInput(f"The {which} bucket of {name} is {size!r}; it must be an int of at least 1.")
         sizes = []
         size = 1 << (smallest - 1).bit_length()
         while size < largest:

@@ -23,10 +23,6 @@ def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dic
     otherwise (derived metadata: `unpadded`, virtual batches). On the CPU the tensors are a copy too, so that the host
     buffer may be used again.
 
-    Args:
-        metadata: the record of the step.
-        device: where to.
-
     Example:
         >>> from torch_core.metadata import SequenceRow, build_common_metadata
         >>> upload(build_common_metadata([SequenceRow([3], 0, 2)], block_size=4, num_blocks=8), "cpu")["slot_mapping"]
