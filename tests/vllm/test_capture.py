@@ -97,9 +97,7 @@ def test_a_host_buffer_is_not_given_out_before_its_copy():
     first, second = buffers.host_buffer(0), buffers.host_buffer(1)
     assert not np.shares_memory(first, second)
 
-    with pytest.raises(
-        InvalidInput, match=r"^All 2 host buffers are taken \(oldest step 0\); upload a step"
-    ):
+    with pytest.raises(InvalidInput, match=r"^All 2 host buffers are taken \(oldest step 0\); upload a step"):
         buffers.host_buffer(2)
     buffers.upload(0)
     assert buffers.host_buffer(2) is first
