@@ -98,12 +98,10 @@ class CommonMetadataBuilder:
     inter_data_list and chunked_prefill_enabled.
 
     Attributes:
-        num_prefills: sequences of prompts.
-        num_prefill_tokens: their new tokens.
+        num_prefills, num_prefill_tokens: sequences of prompts, and their new tokens.
         num_decode_tokens: the other sequences' new tokens, one of each.
         context_lens: tokens before the step, by sequence.
-        prefill_seq_lens: lengths of the prompts.
-        curr_seq_lens: lengths of the others after the step.
+        prefill_seq_lens, curr_seq_lens: lengths of the prompts, and of the others after the step.
         block_tables: by sequence, those that attention may read.
         slot_mapping: of all new tokens.
         multimodal_placeholder_maps: by modality; of the class that the engine's are of.
@@ -241,10 +239,7 @@ def get_seq_len_block_table_args(
     Decoders read their own, and the bound is that of the prompts or of the decodes; cross attention the encoder's
     lengths and the cross tables; encoders have no tables.
 
-    Args:
-        attn_metadata: `PagedAttentionMetadata`, or older metadata with vLLM's names.
-        is_prompt: the prompts of the batch are meant, not the decodes.
-        attn_type: what attends.
+    `attn_metadata` are `PagedAttentionMetadata`, or older metadata with vLLM's names.
 
     Raises:
         InvalidInput: the metadata lacks the encoder's fields, or the kind is unknown.

@@ -15,10 +15,9 @@ class MLADims:
     """The sizes of one layer; field names are those of a Hugging Face DeepSeek configuration.
 
     Attributes:
-        q_lora_rank: width of the compressed query; None when queries are not compressed.
-        kv_lora_rank: width of the compressed keys and values.
-        qk_nope_head_dim: part of a query or key head without rotary embedding.
-        qk_rope_head_dim: part with it; stored once per token, for all heads.
+        q_lora_rank, kv_lora_rank: widths of the compressed query (None when it is not) and of keys and values.
+        qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without rotary embedding and with it; the
+            second is stored once per token, for all heads.
         v_head_dim: width of a value head.
     """
 
@@ -54,9 +53,9 @@ def get_mla_dims(config: Any) -> MLADims:
         ...                              qk_rope_head_dim=64, v_head_dim=128)).cache_head_size
         576
     """
-    config, sizes = getattr(config, "hf_text_config", config), {}
-    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        sizes[name] = _size(name, getattr(config, name, None))
+    config = getattr(config, "hf_text_config", config)
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {name: _size(name, getattr(config, name, None)) for name in names}
     rank = getattr(config, "q_lora_rank", None)
     return MLADims(q_lora_rank=None if rank is None else _size("q_lora_rank", rank), **sizes)
 

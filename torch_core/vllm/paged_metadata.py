@@ -17,36 +17,18 @@ class PagedAttentionMetadata:
     """What the layers of one cache group read in one step. Tensors are int32 on the device; padded rows are empty.
 
     Field names are those of vLLM's `TritonAttentionMetadata`, and of its older metadata for encoder-decoder models.
+    What is not listed is what `torch_core.metadata` says of it, in `CommonAttentionMetadata` and `EncoderMetadata`.
 
     Attributes:
-        num_actual_tokens: new tokens without padding.
-        max_query_len: bound on the query lengths.
-        query_start_loc: [num_seqs + 1].
-        max_seq_len: bound on `seq_lens`.
-        seq_lens: [num_seqs].
         block_table: [num_seqs, max_blocks].
-        slot_mapping: [num_tokens].
-        block_size: tokens of a block of the cache that the tables are for.
-        cache_group: the allocator's group of layers.
-        causal: whether queries see no later key.
-        num_decodes: rows with one new token.
-        num_decode_tokens: their tokens.
-        num_prefills: the other rows.
-        num_prefill_tokens: their tokens.
-        max_prefill_seq_len: bound on the `seq_lens` of the prefills.
-        max_decode_seq_len: bound on those of the decodes.
+        num_decodes, num_decode_tokens: rows with one new token, and their tokens.
+        num_prefills, num_prefill_tokens: the other rows, and their tokens.
+        max_prefill_seq_len, max_decode_seq_len: bounds on the `seq_lens` of either.
         common_prefix_len: tokens of a prefix that is attended once for all sequences; 0 for none.
         shared_prefix: the batch split at that prefix.
-        encoder_seq_lens: [num_seqs]; keys of cross attention.
-        max_encoder_seq_len: bound on them.
-        cross_block_tables: [num_seqs, max_encoder_blocks].
-        cross_slot_mapping: [encoder tokens]; where this step's encoder keys are written.
-        num_encoder_tokens: how many of them are real.
-        dcp_local_seq_lens: [num_seqs]; the part of `seq_lens` on this rank.
         mm_prefix_range: [num_seqs, ranges, 2]; spans that see each other in both directions.
         seq_causal: bool [num_seqs]; which sequences are causal, where they differ.
-        scheduler_metadata: always None: the kernels plan on the device.
-        prefix_scheduler_metadata: always None.
+        scheduler_metadata, prefix_scheduler_metadata: always None: the kernels plan on the device.
     """
 
     num_actual_tokens: int

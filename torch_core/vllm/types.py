@@ -140,10 +140,9 @@ class ContextParallel:
     """This rank's place among those that share sequences; given to a layer explicitly, never looked up globally.
 
     Attributes:
-        dcp_world_size: ranks that share the cached tokens of each sequence (decode context parallelism).
-        dcp_rank: this one.
-        pcp_world_size: ranks that share the tokens of a prompt (prefill context parallelism).
-        pcp_rank: this one.
+        dcp_world_size, dcp_rank: ranks that share the cached tokens of each sequence (decode context parallelism), and
+            this one.
+        pcp_world_size, pcp_rank: ranks that share the tokens of a prompt (prefill context parallelism), and this one.
         interleave_size: consecutive tokens that live on one rank.
 
     Raises:
