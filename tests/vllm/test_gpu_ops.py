@@ -86,11 +86,16 @@ def chunked(device: str, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def padded(device: str, dtype: torch.dtype) -> torch.Tensor:
-    x = packed(device, dtype)
-    out = torch.full_like(x["q"], torch.nan)
-    starts, lens = torch.tensor([2, 80, 90], device=device), torch.tensor([30, 5, 15], device=device)
-    ops.context_attention_fwd(x["q"], x["k"], x["v"], out, starts, lens, 30)
+def padded(device: str, dtype: torch.dtype, rows: int = 105) -> torch.Tensor:
+    starts, lens = torch.tensor([2, rows * 3 // 4, rows - 15]), torch.tensor([rows // 4, 5, 15])
+    x = [tensor.to(device, dtype) for tensor in tensors((rows, HEADS, HEAD), *[(rows, KV_HEADS, HEAD)] * 2)]
+    inside = torch.zeros(rows, dtype=torch.bool)
+    for start, length in zip(starts.tolist(), lens.tolist(), strict=True):
+        inside[start : start + length] = True
+    for tensor in x:
+        tensor[~inside.to(device)] = torch.nan
+    out = torch.full_like(x[0], torch.nan)
+    ops.context_attention_fwd(x[0], x[1], x[2], out, starts.to(device), lens.to(device), rows // 4)
     return out
 
 
@@ -101,6 +106,7 @@ RUNS: dict[str, Callable[[str, torch.dtype], torch.Tensor]] = {
     "a cached prefix": prefix,
     "chunks and decodes": chunked,
     "padding between sequences": padded,
+    "padding between long sequences": lambda device, dtype: padded(device, dtype, 1200),
 }
 
 
