@@ -106,6 +106,17 @@ def test_cascade_refuses_what_it_cannot_serve(rng):
         case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, alibi_slopes=[0.5, 0.25, 0.125, 0.0625]), metadata)
 
 
+def test_a_refused_cascade_writes_nothing(rng):
+    case = Case(rng, shared_prefix_rows(3, 2))
+    before, output = case.cache.clone(), torch.empty_like(case.query)
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sliding_window=64)
+
+    with pytest.raises(Unsupported):
+        impl.forward(ONES, case.query, case.key, case.value, case.cache, metadata_of(case.step, prefix=8), output)
+
+    assert torch.equal(case.cache.nan_to_num(), before.nan_to_num())
+
+
 def test_cross_attention_shares_no_prefix(rng):
     rows = shared_prefix_rows(3, 2)
     encoder_rows = [EncoderRow([36], 2, 2), EncoderRow([37], 2, 2), EncoderRow([38], 2, 2)]

@@ -397,7 +397,7 @@ def test_a_missing_cache_or_key_is_refused(rng):
     with refuses("key or value is None; encoder attention has no cache to read them from."):
         encoder.forward(ONES, case.query, None, None, None, metadata_of(case.step), output)
     cross = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder_decoder")
-    with refuses("the metadata has no cross_slot_mapping, which cross attention needs. Build it with encoder_rows."):
+    with refuses("the metadata has no cross_block_tables, which cross attention needs. Build it with encoder_rows."):
         cross.forward(ONES, case.query, case.key, case.value, case.cache, metadata_of(case.step), output)
 
 

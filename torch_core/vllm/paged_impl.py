@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_core import ops
-from torch_core.calls import DenseCall, PagedCall, WriteCall
+from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer
@@ -161,12 +161,12 @@ class PagedAttentionImpl(AttentionImpl):
             self._attend_dense(query, key, value, attn_metadata, out=out, out_scale=output_scale)
             return output
         cache = self._checked_cache(kv_cache, attn_metadata)
+        call, prefix = self._call(layer, query, cache, attn_metadata, out=out, out_scale=output_scale), None
+        if attn_metadata.shared_prefix is not None:
+            prefix = attn_metadata.shared_prefix
+            cascade_calls(call, prefix)  # Refuses before anything is written.
         self._write(layer, key, value, cache, attn_metadata)
-        call = self._call(layer, query, cache, attn_metadata, out=out, out_scale=output_scale)
-        if attn_metadata.shared_prefix is None:
-            ops.run(call)
-        else:
-            ops.cascade_attention(call, attn_metadata.shared_prefix)
+        ops.run(call) if prefix is None else ops.cascade_attention(call, prefix)
         return output
 
     def forward_with_lse(
