@@ -14,6 +14,7 @@ from torch_core.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow, build_common_metadata
 from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
+    CACHE_DTYPES,
     FP8_STATIC_TENSOR,
     AttentionBackend,
     AttentionCGSupport,
@@ -43,7 +44,6 @@ from torch_core.vllm import (
     infer_global_hyperparameters,
     is_quantized_kv_cache,
     is_valid_kv_cache_layout,
-    kv_cache_torch_dtype,
     reshape_attn_output_for_spec_decode,
     reshape_query_for_spec_decode,
     subclass_attention_backend,
@@ -356,12 +356,8 @@ def test_a_cache_dtype_that_is_not_served_counts_as_quantised(name):
 
 def test_cache_dtypes_have_names():
     assert [is_quantized_kv_cache(name) for name in ("auto", "bfloat16", "fp8", "int8")] == [False, False, True, True]
-    assert kv_cache_torch_dtype("auto", torch.float16) is torch.float16
-    assert kv_cache_torch_dtype("fp8_e5m2", torch.float16) is torch.float8_e5m2
-    with refuses(
-        "kv_cache_dtype is 'nf4'; it must be one of auto, float32, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8."
-    ):
-        kv_cache_torch_dtype("nf4", torch.float16)
+    assert CACHE_DTYPES["auto"] is None
+    assert CACHE_DTYPES["fp8_e5m2"] is torch.float8_e5m2
 
 
 def test_layouts_have_names():

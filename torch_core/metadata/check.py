@@ -10,14 +10,7 @@ from torch_core.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = [
-    "check_block_tables",
-    "check_metadata",
-    "check_query_start_loc",
-    "check_written_blocks",
-    "first_true",
-    "row_name",
-]
+__all__ = ["check_metadata"]
 
 SeqIds = Sequence[str | None] | None
 

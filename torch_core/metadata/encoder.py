@@ -14,7 +14,7 @@ from torch_core.metadata.layout import PackedLayout
 from torch_core.metadata.slots import write_slots
 from torch_core.metadata.tables import write_tables
 
-__all__ = ["EncoderRow", "build_encoder_metadata", "encoder_layout"]
+__all__ = ["EncoderRow", "encoder_layout"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 from torch_core.errors import InvalidInput
 from torch_core.metadata.check import row_name
 
-__all__ = ["Lengths", "RowColumns", "SequenceRow", "SequenceRowLike", "lengths_of"]
+__all__ = ["SequenceRow", "SequenceRowLike"]
 
 _INT32_MAX = np.iinfo(np.int32).max
 

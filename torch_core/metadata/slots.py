@@ -8,12 +8,7 @@ import numpy as np
 
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = [
-    "compute_positions",
-    "multiples",
-    "write_slots",
-    "write_uniform_slots",
-]
+__all__ = ["compute_positions"]
 
 
 def compute_positions(query_start_loc: np.ndarray, num_computed_tokens: np.ndarray) -> np.ndarray:

@@ -23,7 +23,6 @@ __all__ = [
     "QuantKey",
     "is_quantized_kv_cache",
     "is_valid_kv_cache_layout",
-    "kv_cache_torch_dtype",
 ]
 
 #: The names of cache dtypes; "auto" is the model's own dtype.
@@ -217,21 +216,6 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """
     dtype = CACHE_DTYPES.get(kv_cache_dtype, torch.int8)
     return dtype is not None and dtype.itemsize == 1
-
-
-def kv_cache_torch_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Returns the torch dtype of a cache; "auto" is the model's.
-
-    Raises:
-        InvalidInput: the name is unknown.
-
-    Example:
-        >>> kv_cache_torch_dtype("fp8", torch.bfloat16)
-        torch.float8_e4m3fn
-    """
-    if kv_cache_dtype not in CACHE_DTYPES:
-        raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
-    return CACHE_DTYPES[kv_cache_dtype] or model_dtype
 
 
 def is_valid_kv_cache_layout(value: str) -> bool:
