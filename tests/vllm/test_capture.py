@@ -111,7 +111,7 @@ def test_steps_in_flight_have_numbers_of_their_own():
             buffers.host_buffer(0)
         if 0 in buffers._taken:
             buffers.upload(0)
-    with refuses("depth is 0; it must be at least 1."):
+    with refuses("depth is 0; it must be an int of at least 1."):
         StepBuffers(layout_for(4), "cpu", depth=0)
 
 

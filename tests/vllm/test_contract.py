@@ -292,14 +292,14 @@ def test_ranks_are_numbered_over_both_kinds():
     assert (place.total_cp_world_size, place.total_cp_rank) == (8, 7)
     with refuses("dcp_rank is 2 of dcp_world_size 2; it must be from 0 to size - 1."):
         ContextParallel(dcp_world_size=2, dcp_rank=2)
-    with refuses("interleave_size is 0; it must be at least 1."):
+    with refuses("interleave_size is 0; it must be an int of at least 1."):
         ContextParallel(interleave_size=0)
 
 
 def test_builder_configurations_are_checked():
     with refuses("sliding_window is 0; it must be an int of at least 1."):
         BuilderConfig(num_heads=4, sliding_window=0)
-    with refuses("num_speculative_tokens is -1; it cannot be negative."):
+    with refuses("num_speculative_tokens is -1; it must be an int of at least 0."):
         BuilderConfig(num_heads=4, num_speculative_tokens=-1)
 
 
@@ -402,7 +402,7 @@ def test_latent_attention_sizes_come_from_the_model_configuration():
 @pytest.mark.parametrize("value", [None, 0, "512", True])
 def test_missing_latent_sizes_are_refused(value):
     config = SimpleNamespace(kv_lora_rank=value, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    with refuses(f"kv_lora_rank of the model configuration is {value!r}; latent attention needs a positive int."):
+    with refuses(f"kv_lora_rank of the model configuration is {value!r}; it must be an int of at least 1."):
         get_mla_dims(config)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import first_true
 from torch_core.metadata.common import CommonAttentionMetadata
@@ -60,7 +61,7 @@ def reorder_batch_to_split_decodes_and_prefills(
         >>> reorder_batch_to_split_decodes_and_prefills(rows).tolist()
         [1, 2, 0]
     """
-    _check_threshold(decode_threshold)
+    check_int("decode_threshold", decode_threshold, 1)
     computed = np.array([row.num_computed_tokens for row in rows], np.int64)
     new = np.array([row.num_new_tokens for row in rows], np.int64)
     region = np.where(computed == 0, 2, np.where(new > decode_threshold, 1, 0))
@@ -87,7 +88,7 @@ def split_decodes_and_prefills(
         >>> split_decodes_and_prefills(build_common_metadata(rows, block_size=4, num_blocks=8))
         BatchSplit(num_decodes=2, num_prefills=1, num_decode_tokens=2, num_prefill_tokens=4)
     """
-    _check_threshold(decode_threshold)
+    check_int("decode_threshold", decode_threshold, 1)
     lens = metadata.query_lens[: metadata.num_reqs]
     is_prefill = lens > decode_threshold
     first, index = _boundary(is_prefill)
@@ -155,11 +156,6 @@ def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offs
     if len(seq_lens) > start:
         chunks.append((start + request_offset, len(seq_lens) + request_offset))
     return chunks
-
-
-def _check_threshold(decode_threshold: int) -> None:
-    if decode_threshold < 1:
-        raise InvalidInput(f"decode_threshold is {decode_threshold}; it must be at least 1.")
 
 
 def _boundary(flags: np.ndarray) -> tuple[int, int | None]:

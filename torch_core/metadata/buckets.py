@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, RequestTooLong
 
 __all__ = ["Buckets"]
@@ -45,8 +46,7 @@ class Buckets:
     def powers_of_two(cls, name: str, largest: int, *, smallest: int = 1) -> Buckets:
         """Returns the powers of two from `smallest` (rounded up to one) below `largest`, and `largest` itself."""
         for which, size in (("largest", largest), ("smallest", smallest)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InvalidInput(f"The {which} bucket of {name} is {size!r}; it must be an int of at least 1.")
+            check_int(f"The {which} bucket of {name}", size, 1)
         sizes = []
         size = 1 << (smallest - 1).bit_length()
         while size < largest:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from torch_core.checks import INT32_MAX
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import check_block_tables, check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
@@ -19,7 +20,6 @@ from torch_core.metadata.tables import write_tables
 __all__ = ["build_common_metadata"]
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
-_INT32_MAX = np.iinfo(np.int32).max
 
 
 def build_common_metadata(
@@ -174,9 +174,9 @@ def _check_pool(block_size: int, num_blocks: int) -> None:
         raise InvalidInput(f"block_size is {block_size}; it must be at least 1.")
     if num_blocks < 2:
         raise InvalidInput(f"num_blocks is {num_blocks}; it must be at least 2, since block 0 is the null block.")
-    if num_blocks * block_size > _INT32_MAX:
+    if num_blocks * block_size > INT32_MAX:
         raise InvalidInput(
-            f"num_blocks * block_size is {num_blocks * block_size}; int32 slots allow at most {_INT32_MAX}."
+            f"num_blocks * block_size is {num_blocks * block_size}; int32 slots allow at most {INT32_MAX}."
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.checks import check_int
 from torch_core.specs import PAD_SLOT_ID
 
 __all__ = ["get_dcp_local_seq_lens", "mask_slots_of_other_ranks"]
@@ -51,9 +51,6 @@ def mask_slots_of_other_ranks(
 
 
 def _check_ranks(dcp_world_size: int, dcp_rank: int, interleave_size: int) -> None:
-    if dcp_world_size < 1 or interleave_size < 1:
-        raise InvalidInput(
-            f"dcp_world_size is {dcp_world_size} and interleave_size {interleave_size}; both must be at least 1."
-        )
-    if not 0 <= dcp_rank < dcp_world_size:
-        raise InvalidInput(f"dcp_rank is {dcp_rank}; it must be from 0 to {dcp_world_size - 1}.")
+    check_int("dcp_world_size", dcp_world_size, 1)
+    check_int("interleave_size", interleave_size, 1)
+    check_int("dcp_rank", dcp_rank, 0, dcp_world_size - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_core.errors import InvalidInput
+from torch_core.checks import check_int
 
 __all__ = ["MLADims", "get_mla_dims"]
 
@@ -55,12 +55,8 @@ def get_mla_dims(config: Any) -> MLADims:
     """
     config = getattr(config, "hf_text_config", config)
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = {name: _size(name, getattr(config, name, None)) for name in names}
+    sizes = {name: getattr(config, name, None) for name in names}
     rank = getattr(config, "q_lora_rank", None)
-    return MLADims(q_lora_rank=None if rank is None else _size("q_lora_rank", rank), **sizes)
-
-
-def _size(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"{name} of the model configuration is {value!r}; latent attention needs a positive int.")
-    return value
+    for name, size in {**sizes, **({} if rank is None else {"q_lora_rank": rank})}.items():
+        check_int(f"{name} of the model configuration", size, 1)
+    return MLADims(q_lora_rank=rank, **sizes)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = [
@@ -159,8 +160,7 @@ class ContextParallel:
             size, rank = getattr(self, f"{name}_world_size"), getattr(self, f"{name}_rank")
             if size < 1 or not 0 <= rank < size:
                 raise InvalidInput(f"{name}_rank is {rank} of {name}_world_size {size}; it must be from 0 to size - 1.")
-        if self.interleave_size < 1:
-            raise InvalidInput(f"interleave_size is {self.interleave_size}; it must be at least 1.")
+        check_int("interleave_size", self.interleave_size, 1)
 
     def refuse_spread_prompts(self) -> None:
         """Raises Unsupported when ranks share the tokens of a prompt, which nothing here computes."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout
 
@@ -55,8 +56,7 @@ class StepBuffers:
     """
 
     def __init__(self, layout: PackedLayout, device: torch.device | str, *, depth: int = 2) -> None:
-        if depth < 1:
-            raise InvalidInput(f"depth is {depth}; it must be at least 1.")
+        check_int("depth", depth, 1)
         self.layout = layout
         self._device_buffer = torch.zeros(layout.num_elements, dtype=torch.int32, device=device)
         self.arrays: dict[str, Tensor] = layout.unpack(self._device_buffer)
