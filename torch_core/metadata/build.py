@@ -189,12 +189,7 @@ def _padded(name: str, size: int | None, needed: int, what: str) -> int:
 
 
 def _table_width(
-    max_blocks: int | None,
-    widest: int,
-    live: np.ndarray,
-    totals: np.ndarray,
-    block_size: int,
-    columns: RowColumns,
+    max_blocks: int | None, widest: int, live: np.ndarray, totals: np.ndarray, block_size: int, columns: RowColumns
 ) -> int:
     if max_blocks is None:
         return widest

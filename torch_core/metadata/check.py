@@ -168,11 +168,7 @@ def check_block_tables(
 
 
 def check_written_blocks(
-    slots: np.ndarray,
-    query_lens: np.ndarray,
-    *,
-    block_size: int,
-    seq_ids: Callable[[], SeqIds] | None = None,
+    slots: np.ndarray, query_lens: np.ndarray, *, block_size: int, seq_ids: Callable[[], SeqIds] | None = None
 ) -> None:
     """Raises InvalidInput for a slot of real tokens (int32[T], in row order) written twice, or a block by two rows."""
     # A screen that may suspect padding as well; what it suspects is looked at slot by slot.

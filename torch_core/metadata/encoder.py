@@ -83,12 +83,7 @@ def build_encoder_metadata(
     seq_lens[:count] = totals
     seq_lens[count:] = 0
     write_tables(
-        [row.block_ids for row in rows],
-        tables[:count],
-        live,
-        totals,
-        block_size=block_size,
-        seq_ids=lambda: seq_ids,
+        [row.block_ids for row in rows], tables[:count], live, totals, block_size=block_size, seq_ids=lambda: seq_ids
     )
     tables[count:] = 0
     check_block_tables(

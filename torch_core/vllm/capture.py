@@ -44,10 +44,7 @@ class CommonAttentionState:
     """
 
     def __init__(
-        self,
-        builder: AttentionMetadataBuilder,
-        layout_for: Callable[[int], PackedLayout],
-        device: torch.device | str,
+        self, builder: AttentionMetadataBuilder, layout_for: Callable[[int], PackedLayout], device: torch.device | str
     ) -> None:
         self._builder = builder
         self._layout_for = layout_for

@@ -79,9 +79,7 @@ def select_backend(
 
 
 def subclass_attention_backend(
-    name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
-    builder_cls: type[AttentionMetadataBuilder],
+    name_prefix: str, attention_backend_cls: type[AttentionBackend], builder_cls: type[AttentionMetadataBuilder]
 ) -> type[AttentionBackend]:
     """Returns a subclass of a backend, named with a prefix, that builds its metadata with another class.
 
