@@ -39,6 +39,11 @@ def layout_for(size):
     return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4)
 
 
+def cross_layout(size):
+    extra = encoder_layout(num_seqs=size, num_encoder_tokens=8, max_encoder_blocks=2)
+    return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4, extra=extra)
+
+
 def decode(size, buffer=None, lengths=(5, 9)):
     rows = [SequenceRow([4 * i + k for k in range(1, 5)], length, 1) for i, length in enumerate(lengths)]
     return build_common_metadata(
@@ -149,10 +154,6 @@ def test_captured_metadata_is_empty_until_a_step_is_prepared(state):
 
 
 def test_encoder_decoder_models_have_more_inputs(builder):
-    def cross_layout(size):
-        extra = encoder_layout(num_seqs=size, num_encoder_tokens=8, max_encoder_blocks=2)
-        return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4, extra=extra)
-
     state = CommonAttentionState(builder, cross_layout, "cpu")
     with state.graph_capture(max_batch_size=2):
         metadata = state.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
@@ -166,10 +167,6 @@ def test_encoder_decoder_models_have_more_inputs(builder):
 
 
 def test_captured_metadata_counts_the_rows_that_a_step_may_fill(builder):
-    def cross_layout(size):
-        extra = encoder_layout(num_seqs=size, num_encoder_tokens=8, max_encoder_blocks=2)
-        return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4, extra=extra)
-
     state = CommonAttentionState(builder, cross_layout, "cpu")
     with state.graph_capture(max_batch_size=2):
         metadata = state.graph_capture_get_metadata_for_batch(2, True)
