@@ -161,6 +161,14 @@ def test_descales_by_head_and_an_fp8_output(batch):
     assert ((found.float() - expected).abs() <= (expected.abs() / 16).clamp(min=2**-10) * 1.01).all()
 
 
+def test_descales_of_no_sequence_scale_nothing(batch):
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
+    for name, rows in (("starts", 1), ("seq_lens", 0), ("tables", 0)):
+        batch[name] = batch[name][:rows]
+    none = torch.ones(0, KV_HEADS)
+    assert (_unified(batch, descales=(None, none, none)) == 0).all()
+
+
 def test_descales_of_another_shape_are_refused(batch):
     batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
     with pytest.raises(InvalidInput, match=r"k_descale has shape \[4, 2\]; .* \[num_seqs, num_kv_heads\], \[3, 2\]"):

@@ -166,6 +166,14 @@ def test_a_step_of_decodes_needs_no_keys(batch):
     close(out, reference.paged_attention(*arrays, spec=AttentionSpec(scale=SIZE**-0.5), compute_dtype=torch.float64))
 
 
+def test_a_step_of_nothing_writes_nothing(batch):
+    caches, out = head_major(batch, True), torch.full_like(batch.q, torch.nan)
+    nobody = batch.tables[:0], batch.starts[:1], batch.seq_lens[:0]
+    context_attention_fwd(batch.q, batch.k, batch.v, out, "auto", *caches, *nobody, None, 5, None, None)
+    chunked_prefill_paged_decode(batch.q, batch.k, batch.v, out, "auto", *caches, *nobody, 0, 1, None, None)
+    assert out.isnan().all()
+
+
 def test_tables_of_addresses_are_refused(batch):
     with pytest.raises(Unsupported, match="is_block_table_ptr: a table of addresses is not served"):
         prefix(batch, torch.empty_like(batch.q), is_block_table_ptr=True)

@@ -58,6 +58,8 @@ def context_attention_fwd(
         Unsupported: tables of pointers, another kv_cache_dtype.
     """
     k_cache, v_cache, scales = _as_blocks(kv_cache_dtype, k_cache, v_cache, k_scale, v_scale, is_block_table_ptr)
+    if q.shape[0] == 0 or b_seq_len.shape[0] == 0:
+        return
     starts, seq_lens = b_start_loc.to(torch.int32), b_seq_len.to(torch.int32)
     context = seq_lens - starts.diff()
     block_size = k_cache.shape[1]
@@ -98,6 +100,8 @@ def chunked_prefill_paged_decode(
             **shared,
         )  # fmt: skip
     keys, values, scales = _as_blocks(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale, is_block_table_ptr)
+    if query.shape[0] == 0 or seq_lens.shape[0] == 0:
+        return
     starts, tables = query_start_loc.to(torch.int32), block_table.to(torch.int32)
     # Of the other sequences the cache is not read: it need not have their new tokens.
     lens = torch.where(starts.diff() == 1, seq_lens.to(torch.int32), 0)

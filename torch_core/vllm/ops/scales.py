@@ -50,6 +50,8 @@ def run_descaled(call: PagedCall[Tensor], out: Tensor, *, q_descale: Scale, k_de
     q_one, q_each = _one_or_each("q_descale", q_descale, shape)
     k_one, k_each = _one_or_each("k_descale", k_descale, shape)
     v_one, v_each = _one_or_each("v_descale", v_descale, shape)
+    if call.is_empty:
+        q_each = k_each = v_each = None
     if q_each is not None or k_each is not None:
         each = torch.ones(shape, device=out.device) * (1.0 if q_each is None else q_each)
         each *= 1.0 if k_each is None else k_each
