@@ -2,8 +2,8 @@
 
 Parameter names and order are those of vLLM 0.33 (vllm/v1/attention/ops). What vLLM passes for its own kernels only
 (segment buffers, thresholds, descriptor switches) is accepted and not used. What has no counterpart here raises
-`Unsupported` with the reason. vLLM has two operations `context_attention_fwd`: the one without a cache is here, the
-other in `torch_core.vllm.ops.prefix_prefill`.
+`Unsupported` with the reason; shapes and dtypes that do not fit are `InvalidInput`. vLLM has two operations
+`context_attention_fwd`: the one without a cache is here, the other in `torch_core.vllm.ops.prefix_prefill`.
 """
 
 from torch_core.vllm.ops.attention import (

@@ -65,7 +65,6 @@ def unified_attention(
         chunk_lookback: -1, or 0 for chunked local attention with chunks of W.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit.
         Unsupported: rswa, 4-bit caches, chunk_lookback above 0, clamped prefix ranges.
     """
     if rswa_window is not None and rswa_prefix_lens is not None:
@@ -156,7 +155,6 @@ def decode_attention_fwd(
         k_scale, v_scale: what one unit of an 8-bit cache is worth.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit.
         Unsupported: on CUDA heads beyond 256, as MLA has them.
     """
     k, v = (x if x.ndim == 4 else x.unflatten(0, (-1, page_size)) for x in (k_buffer, v_buffer))
@@ -202,7 +200,7 @@ def context_attention_fwd(
         sinks_bias_key0: must be False.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit; on the CPU also sequences that overlap.
+        InvalidInput: sequences that overlap, where the CPU sees them.
         Unsupported: sinks_bias_key0.
     """
     if sinks is not None and sinks_bias_key0:
@@ -251,9 +249,6 @@ def merge_attn_states(
         output_lse: float32 [num_heads, num_tokens]; written when given.
         prefill_tokens_with_context: tokens from this one on have no prefix: the suffix is copied.
         output_scale: what one unit of an fp8 output is worth.
-
-    Raises:
-        InvalidInput: shapes or dtypes do not fit.
     """
     run(
         MergeCall(

@@ -35,7 +35,6 @@ def triton_reshape_and_cache_flash(
         interleaved_v_pack_factor: must be 1.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit.
         Unsupported: another kv_cache_dtype or scale, packed values, or head-major 5-D caches.
     """
     if interleaved_v_pack_factor != 1:
@@ -72,7 +71,6 @@ def triton_reshape_and_cache_flash_diffkv(
         slot_mapping, kv_cache_dtype, k_scale, v_scale: as there.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit.
         Unsupported: another kv_cache_dtype or scale.
     """
     sizes = [key.shape[-1], value.shape[-1]]
@@ -96,7 +94,6 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
         kv_quant_mode: vLLM's enum; the dtype of the caches says int8 or fp8.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit.
         Unsupported: a 4-bit mode, or caches that are neither int8 nor fp8.
     """
     refuse_4_bits(kv_quant_mode)

@@ -54,7 +54,6 @@ def context_attention_fwd(
         causal: hide keys after the query.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit.
         Unsupported: tables of pointers, another kv_cache_dtype.
     """
     k_cache, v_cache, scales = _as_blocks(kv_cache_dtype, k_cache, v_cache, k_scale, v_scale, is_block_table_ptr)
