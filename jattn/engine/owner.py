@@ -116,12 +116,11 @@ class Owner:
         work = self.begin()
         try:
             ended = work.advance()
-        except PoolLost as error:
+        except PoolLost:
             self._failed_steps += 1
             if self._failed_steps > 1:
                 self._failed_steps = 0
                 raise
-            _drop_frames(error)
             return
         if ended is not None:
             self._failed_steps = 0
@@ -156,15 +155,3 @@ class Owner:
             request.restart()
             work.add(request)
         return work
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Forgets where an error that was dealt with came from: the bridge keeps the last few, and frames hold the pool."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        link = pending.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            link.__traceback__ = None
-            pending += [link.__cause__, link.__context__]
