@@ -97,9 +97,14 @@ class Owner:
             self._work = work
             return request
         except BaseException:
-            self._work = None
-            self.requests.pop(request.request_id, None)
+            self.withdraw(request)
             raise
+
+    def withdraw(self, request: Request) -> None:
+        """Forgets a request of which its caller never learned."""
+        self._work = None
+        self.requests.pop(request.request_id, None)
+        request.outbox.take(request.outbox.news(request))
 
     def finish(self, work: Work, request: Request, reason: str) -> None:
         """Ends a request."""

@@ -85,8 +85,7 @@ class TextStream(Iterator[TextDelta]):
         """Cancels what has not finished, now."""
         if self._unfinished:
             self._abandon()
-            if not self._engine.closed:
-                self._engine.settle()
+            self._engine.settle()
 
     def __del__(self) -> None:
         # Whatever thread this runs in and whatever that is in the middle of; also where __init__ was interrupted.

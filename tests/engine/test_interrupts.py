@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +13,7 @@ from jattn.engine.request import Request
 from jattn.load import TextTokenizer
 from jattn.models import Decoder
 from tests.engine.conftest import tiny_decoder
-from tests.engine.interrupts import InterruptAt
+from tests.engine.interrupts import InterruptAt, InterruptAtRelease
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
 from torch_core.errors import PoolLost
@@ -218,6 +219,56 @@ def test_prefix_keys_do_not_outlive_a_pool_that_was_renewed_between_two_steps(de
 
     assert again.num_cached_tokens == 0
     assert [again.output_token_ids] == expected
+
+
+@pytest.fixture
+def released(decoder) -> tuple[Engine, InterruptAtRelease]:
+    engine = Engine(decoder, EngineConfig(**SIZES))
+    engine._lock = lock = InterruptAtRelease()
+    return engine, lock
+
+
+def interrupted(lock: InterruptAtRelease, call: Callable[[], object]) -> None:
+    lock.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        call()
+
+
+def test_a_request_whose_caller_was_interrupted_before_he_had_it_is_not_run(released, seed) -> None:
+    engine, lock = released
+    first, second = prompts_of(seed, 5, 9)
+    (expected,) = run(engine, [first])
+
+    request = engine.add(first, GREEDY)
+    interrupted(lock, lambda: engine.add(second, GREEDY, request_id="lost"))
+    deltas = []
+    while engine.num_unfinished:
+        deltas += engine.step()
+
+    assert {delta.request_id for delta in deltas} == {request.request_id}
+    assert request.output_token_ids == expected
+
+
+def test_what_an_interrupted_step_brought_comes_with_the_next(released, seed) -> None:
+    engine, lock = released
+    request = engine.add(prompts_of(seed, 5)[0], GREEDY)
+    said = []
+
+    while engine.num_unfinished:
+        interrupted(lock, engine.step)
+        said += [token for delta in engine.step() for token in delta.token_ids]
+
+    assert said == request.output_token_ids
+
+
+def test_an_end_that_an_interrupt_kept_from_who_cancelled_comes_with_the_next_step(released, seed) -> None:
+    engine, lock = released
+    request = engine.add(prompts_of(seed, 5)[0], GREEDY)
+
+    interrupted(lock, lambda: engine.cancel(request.request_id))
+
+    assert [(delta.request_id, delta.finish_reason) for delta in engine.step()] == [(request.request_id, "cancelled")]
+    assert engine.step() == []
 
 
 def lose_pool_in(engine: Engine, method: str) -> None:
