@@ -13,13 +13,14 @@ __all__ = ["EngineConfig", "plan_engine_pool"]
 
 _MAX_SIZE = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
-_SIZES = (
-    "block_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_scheduler_steps",
-    "steps_in_flight",
-)
+# What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
+_SIZES = {
+    "block_size": _MAX_SIZE,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "num_scheduler_steps": _MAX_SIZE,
+    "steps_in_flight": _MAX_SIZE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class EngineConfig:
 
     Attributes:
         block_size: tokens of one cache block.
-        max_num_seqs: sequences of one step at most.
+        max_num_seqs: sequences of one step at most, up to 65,536.
         max_num_batched_tokens: new tokens of one step at most; longer prompts are computed in chunks.
         max_model_len: tokens of one sequence at most; the model's own limit if None.
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
@@ -71,8 +72,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            check_int(name, getattr(self, name), 1, _MAX_SIZE)
+        for name, most in _SIZES.items():
+            check_int(name, getattr(self, name), 1, most)
         check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES)
         check_int("num_host_blocks", self.num_host_blocks, 0, _MAX_SIZE)
         for name, low in (("max_model_len", 1), ("num_blocks", 2)):

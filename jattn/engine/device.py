@@ -10,6 +10,7 @@ from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig, plan_engine_pool
 from jattn.engine.runner import ModelRunner
 from jattn.models import Decoder
+from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan
 from torch_core.cache import CacheConfig
 from torch_core.errors import InvalidInput
@@ -45,11 +46,14 @@ def open_device(
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
+        Unsupported: the model's implementation of attention cannot run here.
     """
     shape = model.config
     dtype = jnp.dtype(shape.dtype).name
     if kv_cache_dtype not in (None, dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {dtype} caches only.")
+    # What cannot run here is refused now: it would fail in every step.
+    choose(model.layers[0].self_attn.paged_attention.implementation)
     spec = KVCacheSpec(
         num_kv_heads=shape.num_key_value_heads, head_size=shape.head_dim, block_size=config.block_size, dtype=dtype
     )

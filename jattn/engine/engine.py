@@ -49,6 +49,7 @@ class Engine:
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory.
+        Unsupported: the model's implementation of attention cannot run here.
 
     Example:
         >>> from jattn.load import embedded_model_folder, load_model

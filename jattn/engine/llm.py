@@ -68,6 +68,8 @@ class LLM:
         else:
             folder = embedded_model_folder() if model is None else model
             model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+        if not isinstance(tokenizer, TextTokenizer | None):
+            raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model = model
         self.tokenizer = tokenizer
         self.engine = Engine(model, config)
@@ -185,7 +187,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     try:
-        listed = list(prompts)
+        # Bytes would pass as token ids.
+        listed = list(None if isinstance(prompts, (bytes, bytearray, memoryview)) else prompts)
     except TypeError:
         raise InvalidInput(f"prompts is a {type(prompts).__name__}; pass a prompt or a list of them.") from None
     if not listed:

@@ -107,6 +107,12 @@ def test_a_closed_stream_has_ended(llm, seed) -> None:
     assert list(stream) == []
 
 
+@pytest.mark.parametrize("method", ["wait", "abandon"])
+def test_only_an_outbox_is_waited_for_or_abandoned(decoder, method) -> None:
+    with pytest.raises(InvalidInput, match=r"^outbox is 'x'; it must be an Outbox\.$"):
+        getattr(Engine(decoder, CONFIG), method)("x")
+
+
 def test_an_outbox_without_requests_is_not_waited_for(decoder) -> None:
     assert Engine(decoder, CONFIG).wait(Outbox()) == []
 

@@ -52,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "jattn.engine": {
         "jattn.models",
         "jattn.load",
+        "jattn.ops",
         "jattn.pool",
         "jattn.metadata",
         "torch_core.cache",
