@@ -62,7 +62,8 @@ def sample(
     tempered = below / jnp.where(temperature > 0, temperature, 1)[:, None]
     if kind is SamplingKind.FILTERED:
         tempered = _filtered(tempered, top_k, top_p)
-    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
+    # By name: a user's default may be "rbg", whose draws under vmap depend on the whole batch.
+    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), p))(seed, position)
     # The Gumbel-max trick: an argmax over perturbed logits is a draw from their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
     drawn = jnp.argmax(tempered + noise, axis=-1).astype(jnp.int32)
