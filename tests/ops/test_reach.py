@@ -23,6 +23,7 @@ each_implementation = pytest.mark.parametrize(
     "implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)]
 )
 WINDOW = AttentionSpec(scale=0.2, window_left=9, attention_chunk=16)
+BIDIRECTIONAL = AttentionSpec(scale=32**-0.5, causal=False)
 
 
 def _pair(case: AttentionCase, value_head_size: int) -> AttentionCase:
@@ -45,6 +46,10 @@ def _bias(size: int) -> np.ndarray:
     return bias
 
 
+def _by_distance(furthest: int) -> np.ndarray:
+    return np.random.default_rng(4).standard_normal((6, 2 * furthest + 1)).astype(np.float32)
+
+
 CASES = {
     "seq_causal": lambda: paged_case(
         1, seq_lens=[30, 9], query_lens=[5, 4], seq_causal=np.array([True, False]), padding_tokens=2
@@ -57,6 +62,14 @@ CASES = {
     ),
     "qq_bias": lambda: paged_case(4, seq_lens=[30, 9, 3], query_lens=[5, 4, 3], qq_bias=_bias(6)),
     "qq_bias in a window": lambda: paged_case(5, seq_lens=[200, 9], query_lens=[5, 4], spec=WINDOW, qq_bias=_bias(5)),
+    "relative_bias": lambda: paged_case(10, seq_lens=[90, 9, 1], query_lens=[5, 1, 1], relative_bias=_by_distance(7)),
+    "relative_bias beside ALiBi in a window": lambda: paged_case(
+        11, seq_lens=[200, 9], query_lens=[1, 1], spec=WINDOW, relative_bias=_by_distance(0),
+        alibi_slopes=np.linspace(0.1, 0.5, 6, dtype=np.float32),
+    ),
+    "dense relative_bias": lambda: dense_case(
+        12, key_lens=[30, 9], query_lens=[5, 12], spec=BIDIRECTIONAL, relative_bias=_by_distance(16)
+    ),
     "fp8 query": lambda: paged_case(
         6, seq_lens=[30, 9], query_lens=[5, 1], dtype="float8_e4m3fn", q_scale=1.5, k_scale=0.5, v_scale=0.25
     ),

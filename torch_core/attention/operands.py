@@ -84,7 +84,7 @@ def is_plain(call: AttentionCall[ArraySpec]) -> bool:
 
 
 # Fields that do more to a score than that.
-_EXTRAS = frozenset(("alibi_slopes", "qq_bias", "mm_prefix_range", "k_scale_cache"))
+_EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache"))
 
 
 def scale_number(scale: ArraySpec | float | None) -> float:
@@ -209,6 +209,7 @@ def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
         "window_left": _bound(spec.window_left),
         "window_right": _bound(right),
         "attention_chunk": _bound(spec.attention_chunk),
+        "relative_bias_size": ABSENT if call.relative_bias is None else count(call.relative_bias.shape[1]),
         "qq_bias_size": ABSENT if call.qq_bias is None else count(call.qq_bias.shape[0]),
     }
 

@@ -17,7 +17,10 @@ __all__ = ["IMPLEMENTATIONS", "SERVES", "Served", "refuse_unserved", "serves_tab
 IMPLEMENTATIONS = ("triton", "torch", "xla")
 _MAX_HEAD_SIZE = 256
 _MAX_BLOCK_SIZE = 256
-_CONTIGUOUS = ("alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "seq_causal", "slot_mapping", "block_mapping")
+_CONTIGUOUS = (
+    "alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "relative_bias", "seq_causal", "slot_mapping",
+    "block_mapping",
+)  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
 
@@ -150,7 +153,8 @@ SERVES: tuple[Served, ...] = (
     Served("scales of keys and values: per tensor (number or array); per token and head", _ALL),
     Served("causal, windows to both sides, attention_chunk, together too", _ALL),
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
-    Served("query-query bias (qq_bias), logits_soft_cap, ALiBi, ALiBi-sqrt, sinks, together too", _ALL),
+    Served("biases by distance (ALiBi, its root form, relative_bias) and between new tokens (qq_bias)", _ALL),
+    Served("logits_soft_cap, sinks, together too", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),
     Served(

@@ -70,7 +70,7 @@ def _attend_groups(
         for at in range(0, len(members), limit):
             part = members[at : at + limit]
             rows = _rows([starts[member[0]] for member in part])
-            results.store(rows, *decode_group(call, query[rows], part, num_blocks, scale, extras.slopes))
+            results.store(rows, *decode_group(call, query[rows], part, num_blocks, scale, extras.by_distance))
 
 
 def _attend_single(
