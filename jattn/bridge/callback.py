@@ -132,7 +132,7 @@ class _TorchCallback:
 def _drop_frames(error: BaseException) -> None:
     """Makes notes of the tracebacks of an error and of those behind it.
 
-    Their frames hold views of buffers that XLA takes back now and, through their callers, whatever those hold: the pool.
+    Their frames hold views of buffers that XLA takes back now and, through their callers, all that those hold.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -25,6 +25,7 @@ class Detokenizer:
     Attributes:
         text: everything decoded so far, cut before a stop string.
         stopped: a stop string was found.
+        num_tokens: tokens read so far; those behind a stop string are not.
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
@@ -34,15 +35,10 @@ class Detokenizer:
         # The last token that gave text, and those since then.
         self._unread: list[int] = []
         self._has_context = False
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._handed_out = 0
         self.text = ""
         self.stopped = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens read so far; those behind a stop string are not."""
-        return self._num_tokens
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Adds tokens and returns the text that is now certain and was not returned before.
@@ -68,7 +64,7 @@ class Detokenizer:
     def _decode(self, token_ids: Sequence[int], finished: bool) -> None:
         tokenizer = self._tokenizer.tokenizer
         for token in token_ids:
-            self._num_tokens += 1
+            self.num_tokens += 1
             self._unread.append(token)
             try:
                 new = self._stream.step(tokenizer, token)

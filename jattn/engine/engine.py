@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig
@@ -30,7 +30,7 @@ _TURNS = 5
 Result = TypeVar("Result")
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
     Any thread may call any method: one lock serialises them, and whichever thread wants tokens runs the next step for
@@ -97,7 +97,7 @@ class Engine:
     @property
     def programs(self) -> tuple[str, ...]:
         """One line for each program compiled so far; constant after warm-up."""
-        return self._owner.device.runner.programs
+        return tuple(self._owner.device.runner.programs)
 
     @property
     def compile_seconds(self) -> float:
@@ -116,7 +116,7 @@ class Engine:
         def look() -> CacheStats:
             work = self._owner.begin()
             self._owner.end(work)
-            return work.cache_stats()
+            return work.cache.stats()
 
         return self._locked(look)
 
@@ -159,9 +159,9 @@ class Engine:
                     salt=salt,
                     outbox=outbox,
                 )
-                work.add(request)
+                work.scheduler.add(request)
             except InvalidInput:
-                self._owner.refuse(work)
+                self._owner.end(work)
                 raise
             return self._owner.add(work, request)
 
@@ -255,12 +255,7 @@ class Engine:
         """Cancels what has not finished and gives the pool's memory back now; the engine refuses everything then."""
         self._locked(self._owner.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _advance(self, outbox: Outbox, *, look_first: bool) -> tuple[list[TokenDelta], bool]:
@@ -282,7 +277,7 @@ class Engine:
     def _locked(self, action: Callable[[], Result], undo: Callable[[Result], None] | None = None) -> Result:
         """Runs an action as the only thread; undoes it when an interrupt keeps its result from the caller.
 
-        A signal's handler may run right after the lock was released, but neither before that nor once this has returned.
+        A signal's handler may run right after the lock's release, and its error must not take the result with it.
         """
         thread = threading.get_ident()
         self._arriving.add(thread)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig
@@ -23,7 +22,7 @@ __all__ = ["LLM", "generate"]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-class LLM:
+class LLM(contextlib.AbstractContextManager):
     """A model ready to generate, for any number of threads and of open streams at once.
 
     As a context manager it closes its engine at the end.
@@ -78,12 +77,7 @@ class LLM:
         """Cancels what has not finished and gives the memory of the cache back now."""
         self.engine.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def generate(
@@ -126,7 +120,7 @@ class LLM:
             self.engine.abandon(outbox)
             raise
 
-    def _add(self, prompt: Prompt, params: SamplingParams, outbox: Outbox) -> Request:
+    def _add(self, prompt: Prompt, params: SamplingParams | None, outbox: Outbox) -> Request:
         if isinstance(prompt, Mapping):
             prompt = _unwrapped(prompt)
         if not isinstance(prompt, str):
@@ -214,10 +208,10 @@ def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
     )
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams] | list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
         raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")

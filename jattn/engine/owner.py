@@ -85,10 +85,6 @@ class Owner:
             return
         self._work = work
 
-    def refuse(self, work: Work) -> None:
-        """Puts back work that has not changed."""
-        self._work = work
-
     def add(self, work: Work, request: Request) -> Request:
         """Takes a request that is queued and puts the work back; if interrupted, nobody knows of the request."""
         try:
@@ -158,5 +154,5 @@ class Owner:
         self._generation = work.generation
         for request in self.requests.values():
             request.restart()
-            work.add(request)
+            work.scheduler.add(request)
         return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ class SamplingKind(enum.Enum):
     FILTERED = "filtered"
 
 
-def sampling_kind(temperatures: list[float], top_ks: list[int], top_ps: list[float]) -> SamplingKind:
+def sampling_kind(temperatures: Sequence[float], top_ks: Sequence[int], top_ps: Sequence[float]) -> SamplingKind:
     """Returns the least kind that serves every row."""
     if all(temperature == 0 for temperature in temperatures):
         return SamplingKind.GREEDY

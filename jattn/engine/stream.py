@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from jattn.engine.delivery import Outbox, TokenDelta
 from jattn.engine.detokenize import Detokenizer
@@ -65,9 +64,6 @@ class TextStream(Iterator[TextDelta]):
             )
             for index, request in enumerate(requests)
         }
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> TextDelta:
         while not self._ready:

@@ -15,7 +15,7 @@ from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
 from torch_core.errors import InvalidInput
 
-CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, batch_invariant=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ class Callers:
     def __init__(self, seed: int, *, num_prompts: int = 12) -> None:
         model = tiny_decoder(vocab_size=512)
         tokenizer = TextTokenizer(byte_tokenizer())
-        lone = LLM(model, tokenizer=tokenizer, config=EngineConfig(block_size=4, max_num_seqs=1))
+        lone = LLM(model, tokenizer=tokenizer, config=CONFIG)
         self.llm = LLM(model, tokenizer=tokenizer, config=CONFIG)
         self.random = random.Random(seed)
         self.work = []

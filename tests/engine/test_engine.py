@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +26,15 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREED
     return [request.output_token_ids for request in requests]
 
 
+@functools.cache
+def compiled_forward(decoder: Decoder) -> Callable[[np.ndarray], jax.Array]:
+    return jax.jit(decoder.forward_dense)
+
+
 def dense_greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens by running the whole sequence again for each, without any cache."""
     tokens = list(prompt)
-    forward = jax.jit(decoder.forward_dense)
+    forward = compiled_forward(decoder)
     for _ in range(count):
         padded = np.zeros((1, 64), np.int32)
         padded[0, : len(tokens)] = tokens
@@ -153,7 +160,9 @@ def test_an_idle_engine_that_scrubs_holds_nothing_of_anybody(decoder, seed) -> N
 
 
 def test_cancelling_the_last_request_scrubs_what_it_left(decoder, seed) -> None:
-    config = EngineConfig(block_size=4, max_num_seqs=4, enable_prefix_caching=False, scrub_on_free=True)
+    config = EngineConfig(
+        block_size=4, max_num_seqs=4, max_num_batched_tokens=32, enable_prefix_caching=False, scrub_on_free=True
+    )
     other = Engine(decoder, config)
     (prompt,) = prompts_of(seed, 9)
     request = other.add(prompt, GREEDY)
@@ -165,7 +174,7 @@ def test_cancelling_the_last_request_scrubs_what_it_left(decoder, seed) -> None:
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:
-    engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32))
+    engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32))
     (prompt,) = prompts_of(seed, 18)
     first = run(engine, [prompt])
 
@@ -178,7 +187,7 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:
 
 
 def test_requests_of_different_salts_share_nothing(decoder, seed) -> None:
-    engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32))
+    engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32))
     (prompt,) = prompts_of(seed, 18)
     requests = []
     for salt in (b"a", b"b", b"a"):

@@ -13,7 +13,7 @@ from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from torch_core.errors import InvalidInput, PoolLost
 
-CONFIG = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32, num_host_blocks=4, scrub_on_free=True)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_host_blocks=4, scrub_on_free=True)
 
 
 @pytest.fixture

@@ -13,18 +13,19 @@ from jattn.engine.sampler import SamplingKind, sample, sampling_kind
 
 DRAWS = 4000
 
+filtered = jax.jit(functools.partial(sample, kind=SamplingKind.FILTERED))
+
 
 def draws(logits: list[float], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
     rows = jnp.tile(jnp.array(logits, jnp.float32), (DRAWS, 1))
     full = lambda value, dtype: jnp.full(DRAWS, value, dtype)  # noqa: E731
-    tokens = sample(
+    tokens = filtered(
         rows,
         full(temperature, jnp.float32),
         full(top_k, jnp.int32),
         full(top_p, jnp.float32),
         full(3, jnp.uint32),
         jnp.arange(DRAWS, dtype=jnp.int32),
-        kind=SamplingKind.FILTERED,
     )
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / DRAWS
 
@@ -85,8 +86,6 @@ def test_a_rows_draw_does_not_depend_on_its_batch_mates(default) -> None:
         jnp.array([1, 2, 3, 4], jnp.uint32),
         jnp.array([0, 7, 2, 9], jnp.int32),
     ]
-
-    filtered = jax.jit(functools.partial(sample, kind=SamplingKind.FILTERED))
 
     with jax.default_prng_impl(default):
         together = filtered(logits, *arguments)
