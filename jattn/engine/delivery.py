@@ -45,19 +45,17 @@ class Outbox:
 
     def news(self, request: Request | None = None) -> News:
         """Returns the requests that have news, or the one asked for if it has, each with its first new token."""
-        return {
-            each: start
-            for each, start in self._news.items()
-            if request in (None, each) and (each.finish_reason is not None or len(each.output_token_ids) > start)
-        }
+        noted = self._news
+        if request is not None:
+            noted = {request: noted[request]} if request in noted else {}
+        return {key: at for key, at in noted.items() if len(key.output_token_ids) > at or key.finish_reason is not None}
 
     def take(self, news: News) -> list[TokenDelta]:
         """Returns what came, one delta for each request, and takes it out."""
         deltas = [
-            TokenDelta(request.request_id, tuple(request.output_token_ids[start:]), request.finish_reason)
-            for request, start in news.items()
+            TokenDelta(key.request_id, (*key.output_token_ids[at:],), key.finish_reason) for key, at in news.items()
         ]
-        self._news = {request: start for request, start in self._news.items() if request not in news}
+        self._news = {key: at for key, at in self._news.items() if key not in news} if news != self._news else {}
         return deltas
 
     def put_back(self, news: News) -> None:

@@ -181,8 +181,10 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     try:
-        # Bytes would pass as token ids.
-        listed = list(None if isinstance(prompts, (bytes, bytearray, memoryview)) else prompts)
+        if isinstance(prompts, (bytes, bytearray, memoryview)):
+            # They would pass as token ids.
+            raise TypeError
+        listed = list(prompts)
     except TypeError:
         raise InvalidInput(f"prompts is a {type(prompts).__name__}; pass a prompt or a list of them.") from None
     if not listed:
