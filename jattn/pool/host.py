@@ -10,6 +10,7 @@ import numpy as np
 
 from jattn.pool.kv_pool import KVPool
 from jattn.pool.plan import host_memory
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 
 __all__ = ["HostBlocks", "SwapLike"]
@@ -38,8 +39,7 @@ class HostBlocks:
     """
 
     def __init__(self, pool: KVPool, num_host_blocks: int) -> None:
-        if isinstance(num_host_blocks, bool) or not isinstance(num_host_blocks, int) or num_host_blocks < 1:
-            raise InvalidInput(f"num_host_blocks is {num_host_blocks!r}; it must be an int of at least 1.")
+        check_int("num_host_blocks", num_host_blocks, 1)
         needed, memory = pool.num_layers * num_host_blocks * pool.spec.bytes_per_block, host_memory()
         if needed > memory:
             raise InvalidInput(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -30,7 +34,7 @@ def _pair(case: AttentionCase, value_head_size: int) -> AttentionCase:
     cache = case.operands.pop("kv_cache")
     operands = {**case.operands}
     query = operands.pop("query")
-    pair = (np.ascontiguousarray(cache[:, 0]), np.ascontiguousarray(cache[:, 1, ..., :value_head_size]))
+    pair: Any = (np.ascontiguousarray(cache[:, 0]), np.ascontiguousarray(cache[:, 1, ..., :value_head_size]))
     case.operands.clear()
     case.operands.update({"query": query, "kv_cache": pair, **operands})
     return case
@@ -99,10 +103,11 @@ def test_a_chunk_size_that_is_asked_for_keeps_the_result(implementation: str) ->
 @each_implementation
 def test_a_pair_of_caches_with_smaller_values_is_served(implementation: str) -> None:
     case = _pair(paged_case(11, seq_lens=[30, 9], query_lens=[5, 1]), 24)
-    arrays = {name: x for name, x in case.operands.items() if name != "kv_cache"}
+    arrays: dict[str, Any] = {name: x for name, x in case.operands.items() if name != "kv_cache"}
     cache = tuple(case.operands["kv_cache"])
+    limits: dict[str, Any] = case.limits
     found, lse = ops.paged_attention_with_lse(
-        kv_cache=cache, **arrays, scale=case.spec.scale, **case.limits, implementation=implementation
+        kv_cache=cache, **arrays, scale=case.spec.scale, **limits, implementation=implementation
     )
     tensors = tuple(torch.from_numpy(x) for x in cache)
     exact = case.run(_reference, kv_cache=tensors, compute_dtype=torch.float64)
@@ -128,7 +133,13 @@ def test_an_fp8_output_holds_the_result_over_its_scale(implementation: str) -> N
 def test_a_write_into_a_pair_of_caches_returns_the_pair(implementation: str) -> None:
     key, value = np.ones((2, 1, 8), np.float32), np.full((2, 1, 4), 2.0, np.float32)
     caches = np.zeros((3, 4, 1, 8), np.float32), np.zeros((3, 4, 1, 4), np.float32)
-    keys, values = ops.write_kv_cache(key, value, caches, np.array([5, -1], np.int32), implementation=implementation)
+    keys, values = ops.write_kv_cache(
+        jnp.asarray(key),
+        jnp.asarray(value),
+        jax.tree.map(jnp.asarray, caches),
+        jnp.array([5, -1], jnp.int32),
+        implementation=implementation,
+    )
     assert np.asarray(keys).sum() == 8
     assert np.asarray(values)[1, 1].sum() == 8
 

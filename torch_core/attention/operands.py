@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_core.calls import AttentionCall, DenseCall, PagedCall
 from torch_core.calls.call import array_fields
-from torch_core.plan.operands import power_of_two
+from torch_core.plan.operands import power_of_two, scale_number
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import LARGEST_CODE, ArraySpec
 
@@ -20,7 +20,6 @@ __all__ = [
     "operation",
     "output",
     "padded",
-    "scale_number",
     "table_tokens",
     "value_offset",
     "values",
@@ -35,14 +34,14 @@ def keys(call: AttentionCall[ArraySpec]) -> ArraySpec:
     """Returns the keys: dense, a key cache, or the view of the keys of a combined cache."""
     if isinstance(call, DenseCall):
         return call.key
-    return _view(call.kv_cache) if call.kv_cache is not None else call.key_cache  # type: ignore[union-attr]
+    return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.key_cache  # type: ignore[union-attr]
 
 
 def values(call: AttentionCall[ArraySpec]) -> ArraySpec:
     """Returns the values, as `keys` does; in a combined cache they lie `value_offset` elements further."""
     if isinstance(call, DenseCall):
         return call.value
-    return _view(call.kv_cache) if call.kv_cache is not None else call.value_cache  # type: ignore[union-attr]
+    return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.value_cache  # type: ignore[union-attr]
 
 
 def buffers(call: AttentionCall[ArraySpec]) -> tuple[str, str]:
@@ -85,11 +84,6 @@ def is_plain(call: AttentionCall[ArraySpec]) -> bool:
 
 # Fields that do more to a score than that.
 _EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache"))
-
-
-def scale_number(scale: ArraySpec | float | None) -> float:
-    """Returns a scale that is a number; 1 where it is absent or an array, which the kernel reads."""
-    return float(scale) if isinstance(scale, (int, float)) else 1.0
 
 
 def make_launch(
@@ -182,11 +176,6 @@ def operation(
         scratch=scratch,
         launches=launches,
     )
-
-
-def _view(kv_cache: ArraySpec) -> ArraySpec:
-    shape, strides = kv_cache.shape, kv_cache.element_strides
-    return ArraySpec((shape[0], *shape[2:]), kv_cache.dtype, (strides[0], *strides[2:]), kv_cache.aligned)
 
 
 def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:

@@ -140,10 +140,8 @@ def tile_scores(
 
     Args:
         products: query @ key, unscaled.
-        query_pos: positions of the rows in their sequence.
-        key_pos: positions of the keys.
+        query_pos, key_pos: positions of the rows and of the keys in their sequence.
         key_scales: scale of each key's row, or None.
-        scoring: the Scoring of the rows.
         ALIBI_SQRT: ALiBi is -slope * sqrt(distance).
         NUM_RANGES: number of pairs in `scoring.ranges`.
         MASKED: False when every row is known to see every key of the tile.

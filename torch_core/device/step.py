@@ -37,14 +37,10 @@ def attend_tile(
         q: query rows [rows, HEAD_PADDED] in the type that the matrix units multiply.
         acc, row_max, row_sum: the running softmax: unnormalised output rows, maxima and sums.
         pages: block id of each key (paged), else not used.
-        position: position of the first key.
-        columns: the keys of the tile, counted from it.
+        position, columns: position of the first key; the keys of the tile, counted from it.
         inside: keys that may be read; the others count as 0. Not used unless MASKED.
-        query_pos: positions of the rows.
-        keys: the Keys of the sequence's head.
-        scoring: the Scoring of the rows.
-        LAYOUT: the KeyLayout.
-        ALIBI_SQRT, NUM_RANGES, MASKED, EXACT: see mask.tile_scores.
+        keys, LAYOUT: the Keys of the sequence's head, and their KeyLayout.
+        query_pos, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT: see mask.tile_scores.
 
     Returns:
         The new (acc, row_max, row_sum).

@@ -10,10 +10,4 @@ from torch_core.reference.dense import attention
 from torch_core.reference.merge import merge_states
 from torch_core.reference.paged import paged_attention
 
-__all__ = [
-    "attention",
-    "copy_blocks",
-    "merge_states",
-    "paged_attention",
-    "write_kv_cache",
-]
+__all__ = ["attention", "copy_blocks", "merge_states", "paged_attention", "write_kv_cache"]
