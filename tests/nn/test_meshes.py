@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.support.devices import mesh, on_four_devices
 
 from jattn.nn import MultiHeadAttention
+from tests.support.devices import mesh, on_four_devices
 
 # T9: a spec is no tuple any more; flax takes both.
 METADATA: dict[str, dict[str, Any]] = {
