@@ -158,15 +158,15 @@ def backward_queries_kernel(
     full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, bounds)
     start, body_start, body_end, end = tile_borders(low, high, full_low, full_high, BLOCK_N, NUM_RANGES)
 
-    key += key_start.to(tl.int64) * KEY_STRIDES[1] + kv_head * KEY_STRIDES[2]
-    value += key_start.to(tl.int64) * VALUE_STRIDES[1] + kv_head * VALUE_STRIDES[2]
+    key += key_start.to(tl.int64) * KEY_STRIDES[0] + kv_head * KEY_STRIDES[1]
+    value += key_start.to(tl.int64) * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[1]
     columns = tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
 
     for position in tl.range(body_start, body_end, BLOCK_N, num_stages=STAGES):
-        k = load_rows(key, position, columns, None, KEY_STRIDES[1], HEAD_SIZE, HEAD_PADDED, False)
-        v = load_rows(value, position, columns, None, VALUE_STRIDES[1], VALUE_SIZE, VALUE_PADDED, False)
+        k = load_rows(key, position, columns, None, KEY_STRIDES[0], HEAD_SIZE, HEAD_PADDED, False)
+        v = load_rows(value, position, columns, None, VALUE_STRIDES[0], VALUE_SIZE, VALUE_PADDED, False)
         acc, slope_sum = _query_step(
             q, gradient, k, v, acc, slope_sum, query_pos, position + columns, logsum, row_delta, scoring,
             ALIBI_SQRT, NUM_RANGES, False, EXACT,
@@ -178,8 +178,8 @@ def backward_queries_kernel(
         position = tl.where(i < left_tiles, start, body_end - left_tiles * BLOCK_N) + i * BLOCK_N
         key_pos = position + columns
         inside = readable(key_pos, low, high)
-        k = load_rows(key, position, columns, inside, KEY_STRIDES[1], HEAD_SIZE, HEAD_PADDED, True)
-        v = load_rows(value, position, columns, inside, VALUE_STRIDES[1], VALUE_SIZE, VALUE_PADDED, True)
+        k = load_rows(key, position, columns, inside, KEY_STRIDES[0], HEAD_SIZE, HEAD_PADDED, True)
+        v = load_rows(value, position, columns, inside, VALUE_STRIDES[0], VALUE_SIZE, VALUE_PADDED, True)
         acc, slope_sum = _query_step(
             q, gradient, k, v, acc, slope_sum, query_pos, key_pos, logsum, row_delta, scoring,
             ALIBI_SQRT, NUM_RANGES, True, EXACT,
@@ -264,8 +264,8 @@ def backward_keys_kernel(
     live = key_pos < num_keys
     packed = key_start + key_pos
     # The negated keys stand for negated queries, which come tile by tile.
-    k = query_tile(key, packed, kv_head, live, HEAD_SIZE, HEAD_PADDED, KEY_STRIDES[1:], NEGATE)
-    v = query_tile(value, packed, kv_head, live, VALUE_SIZE, VALUE_PADDED, VALUE_STRIDES[1:], False)
+    k = query_tile(key, packed, kv_head, live, HEAD_SIZE, HEAD_PADDED, KEY_STRIDES, NEGATE)
+    v = query_tile(value, packed, kv_head, live, VALUE_SIZE, VALUE_PADDED, VALUE_STRIDES, False)
 
     ranges = mm_prefix_range
     if mm_prefix_range is not None:

@@ -43,13 +43,13 @@ def backward_plan(
     constexprs |= {
         "BLOCK_SEQS": block_seqs(call.num_seqs),
         "NUM_RANGES": 0 if call.mm_prefix_range is None else call.mm_prefix_range.shape[1],
-        "LSE_STRIDES": call.lse.element_strides,
-        "D_LSE_STRIDES": (0, 0) if call.d_lse is None else call.d_lse.element_strides,
-        "D_OUT_STRIDES": call.d_out.element_strides[:2],
         **{
-            f"{name.upper()}_STRIDES": spec.element_strides[:2] for name, spec in outputs.items() if len(spec.shape) > 1
+            f"{name.upper()}_STRIDES": spec.element_strides[:2]
+            for name, spec in {**arrays, **outputs}.items()
+            if len(spec.shape) > 1
         },
     }
+    constexprs.setdefault("D_LSE_STRIDES", (0, 0))
     tiles = call.num_tokens // queries.block_m + call.num_seqs + 1
     rows = ArraySpec((call.num_heads, call.num_tokens), "float32")
     parts = {part: ArraySpec((call.num_heads, tiles), "float32") for name, part in _PARTS.items() if name in outputs}

@@ -12,7 +12,16 @@ __all__ = ["load_rows", "score_slope", "tile_weights"]
 
 
 @triton.jit
-def load_rows(base, position, columns, inside, STRIDE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def load_rows(
+    base,
+    position,
+    columns,
+    inside,
+    STRIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """The rows position + columns of a packed array, from the base of its sequence and head; see tiles.load_tile."""
     rows = (base + tl.cast(position, tl.int64) * STRIDE) + columns * STRIDE
     return load_tile(rows, inside, SIZE, PADDED, MASKED)
