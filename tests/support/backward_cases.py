@@ -51,12 +51,13 @@ def random_backward_case(seed: int, max_len: int = 100) -> AttentionCase:
 
 
 def wide_backward_case(seed: int) -> AttentionCase:
-    """Draws a dense problem with every head size and group size that the kernels claim, up to 700 tokens."""
+    """Draws a dense problem with every head size and group size that the kernels claim, up to 300 tokens."""
     drawn = wide_case(seed)
     rng = np.random.default_rng([seed, 13])
-    query_lens = np.diff(drawn.operands["query_start_loc"]).tolist()
-    query_lens = [n if rng.random() < 0.5 else int(rng.integers(0, 300)) for n in query_lens]
-    key_lens = query_lens if rng.random() < 0.6 else [int(rng.integers(0, 500)) for _ in query_lens]
+    num_seqs = drawn.operands["query_start_loc"].shape[0] - 1
+    longest = 300 if num_seqs < 9 else 60
+    query_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs)]
+    key_lens = query_lens if rng.random() < 0.6 else [int(rng.integers(0, longest)) for _ in query_lens]
     _, num_heads, head_size = drawn.operands["query"].shape
     dtype = drawn.operands["query"].dtype.name
     num_kv_heads = drawn.operands["key"].shape[1] if not drawn.paged else drawn.operands["kv_cache"].shape[3]
@@ -77,11 +78,12 @@ def wide_backward_case(seed: int) -> AttentionCase:
 
 
 def _sizes_of_terms(call: DenseBackwardCall[torch.Tensor]) -> dict[str, float]:
-    """Returns how large the terms of the gradients are that contain the sum of d_out * out over a row."""
+    """Returns how large the terms of the gradients are that are differences: d_out * value, and its mean over a row."""
     real, keys = int(call.query_start_loc[-1]), int(call.key_start_loc[-1])
     if real == 0 or keys == 0:
         return {}
-    products = (call.d_out[:real].double() * call.out[:real].double()).square().sum(-1)
+    spread = call.value[:keys].double().square().max()
+    products = call.d_out[:real].double().square().sum(-1) * spread
     if call.d_lse is not None:
         products = products + call.d_lse[:real].double().square().masked_fill(call.lse[:real].isinf(), 0)
     row, scale = products.max().sqrt().item(), abs(call.spec.scale)

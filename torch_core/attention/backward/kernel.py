@@ -136,10 +136,7 @@ def backward_queries_kernel(
     tl.store(row_lse + place, logsum, mask=live)
     if sink_parts is not None:
         sink = tl.load(sinks + head).to(tl.float32)
-        if EXACT:
-            weights = tl.math.exp2((sink - logsum) * LOG2E)
-        else:
-            weights = tl.math.exp2(sink * LOG2E - logsum)
+        weights = tl.math.exp2((sink - logsum) * LOG2E) if EXACT else tl.math.exp2(sink * LOG2E - logsum)
         tl.store(sink_parts + part, -tl.sum(weights * row_delta, 0))
 
     slopes = None
@@ -413,11 +410,12 @@ def _key_step(
         slopes = tl.load(alibi_slopes + head).to(tl.float32)
     scoring = Scoring(scale, soft_cap, slopes, None, None, context, bounds, ranges, num_keys)
     products = tl.dot(k, tl.trans(q), input_precision="ieee")
+    # Both before the exponentials: 2 to 11% faster here, and slower in the queries' kernel.
+    d_weights = tl.dot(v, tl.trans(gradient), input_precision="ieee")
     weights = tile_weights(
         products, context + position + columns, key_pos, logsum, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, True
     )
     acc_value = tl.dot(weights.to(k.dtype), gradient, acc_value, input_precision="ieee")
-    d_weights = tl.dot(v, tl.trans(gradient), input_precision="ieee")
     d_scores = score_slope(weights * (d_weights - row_delta[None, :]), products, scoring)
     acc_key = tl.dot(d_scores.to(k.dtype), q, acc_key, input_precision="ieee")
     return acc_key, acc_value

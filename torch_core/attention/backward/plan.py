@@ -36,6 +36,7 @@ def backward_plan(
     shape = {
         "head_padded": max(constexprs["HEAD_PADDED"], constexprs["VALUE_PADDED"]),
         "element_bytes": DTYPE_BYTES[call.query.dtype],
+        "max_len": call.max_query_len,
         "shared_memory": limits.shared_memory,
     }
     queries, keys = queries or queries_tile(**shape), keys or keys_tile(**shape)

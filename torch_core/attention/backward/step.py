@@ -47,15 +47,8 @@ def tile_weights(
     scores, factor = tile_scores(
         products, query_pos, key_pos, None, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, TRANSPOSED
     )
-    if TRANSPOSED:
-        lse = row_lse[None, :]
-    else:
-        lse = row_lse[:, None]
-    if EXACT:
-        weights = tl.math.exp2((scores - lse) * LOG2E)
-    else:
-        weights = tl.math.exp2(scores * factor - lse)
-    return weights
+    lse = row_lse[None, :] if TRANSPOSED else row_lse[:, None]
+    return tl.math.exp2((scores - lse) * LOG2E) if EXACT else tl.math.exp2(scores * factor - lse)
 
 
 @triton.jit
