@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("seed", range(300))
 def test_gradients_of_a_wide_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
-    call = backward_call(wide_backward_case(seed), ops.run, "cuda", with_d_lse=bool(seed % 2))
+    call = backward_call(wide_backward_case(seed), ops.run, "cuda", with_d_lse=bool(seed // 3 % 2))
     found = ops.run(call)
     assert_gradients_match(call.map(torch.Tensor.cpu), {name: x.cpu() for name, x in found.items()}, f"case {seed}")
 
