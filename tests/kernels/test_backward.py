@@ -18,7 +18,8 @@ def _check(case: AttentionCase, *, with_d_lse: bool = False) -> None:
     assert_gradients_match(call, run_triton(call), f"case {case.seed}")
 
 
-@pytest.mark.parametrize("seed", range(24))
+# Those of the first that have few heads: the interpreter takes its time.
+@pytest.mark.parametrize("seed", [3, 7, 8, 9, 16, 18, 27, 31, 53, 54])
 def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
     _check(random_backward_case(seed, 14), with_d_lse=bool(seed % 2))
 

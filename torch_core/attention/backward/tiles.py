@@ -40,7 +40,7 @@ def queries_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_m
     """
     small = shared_memory < _LARGE_SHARED_MEMORY
     if element_bytes == 4:
-        return BackwardTile(32, 32, 1, 4) if head_padded <= 64 else BackwardTile(32, 16, 1, 8)
+        return BackwardTile(32, 32, 1, 4) if head_padded <= 64 else BackwardTile(16, 16, 1, 4)
     if head_padded > 128:
         return BackwardTile(64, 32, 1, 4) if small else BackwardTile(128, 32, 2, 8)
     if head_padded <= 64:
@@ -54,7 +54,7 @@ def keys_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_memo
     """Returns the tile for the gradients of keys and values; the arguments are those of `queries_tile`."""
     small = shared_memory < _LARGE_SHARED_MEMORY
     if element_bytes == 4:
-        return BackwardTile(32, 32, 1, 4) if head_padded <= 64 else BackwardTile(16, 32, 1, 8)
+        return BackwardTile(32, 32, 1, 4) if head_padded <= 64 else BackwardTile(16, 16, 1, 4)
     if head_padded > 128:
         return BackwardTile(32, 32, 1, 4) if small else BackwardTile(64, 64, 2, 8)
     if head_padded <= 64:
