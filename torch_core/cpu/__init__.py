@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import Call, CopyCall, DenseBackwardCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.dense import attention
 from torch_core.cpu.merge import merge_states
@@ -24,6 +25,7 @@ __all__ = ["run_on_cpu"]
 _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     PagedCall: paged_attention,
     DenseCall: attention,
+    DenseBackwardCall: attention_backward,
     WriteCall: write_kv_cache,
     CopyCall: copy_blocks,
     MergeCall: merge_states,
