@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jattn import bridge
 from jattn.ops import transforms, xla
 from jattn.ops.choose import choose, runtime_of
 from torch_core.calls import Call, check_values, refuse_unserved
@@ -43,12 +42,9 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     if runtime is None:
         return xla.run(call.map(jnp.asarray))
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
-    names, static = tuple(call.arrays()), call.map(lambda _: None)
-
-    def compute(*arrays: jax.Array) -> dict[str, jax.Array]:
-        return bridge.run(static.with_arrays(dict(zip(names, arrays, strict=True))), runtime)
-
-    return transforms.opaque(compute, call.name, chosen)(*map(jnp.asarray, call.arrays().values()))
+    arrays = call.arrays()
+    way = transforms.Way(runtime, chosen, served_by, implementation is None)
+    return transforms.transformable(call.map(lambda _: None), tuple(arrays), way)(*map(jnp.asarray, arrays.values()))
 
 
 def _with_float32_scales(call: Call[jax.Array]) -> Call[jax.Array]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch_core.calls.attention import AttentionCall, PagedCall
+from torch_core.calls.backward import DenseBackwardCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.merge import MergeCall
 from torch_core.errors import Unsupported
@@ -115,6 +116,11 @@ def _strides(call: Call[Any], implementation: str) -> str | None:
     return None
 
 
+def _derivative(call: Call[Any], implementation: str) -> str | None:
+    bias = isinstance(call, DenseBackwardCall) and call.qq_bias is not None
+    return "qq_bias has a derivative" if bias and implementation != "xla" else None
+
+
 #: The rows, as the docs print them.
 SERVES: tuple[Served, ...] = (
     Served(
@@ -157,5 +163,14 @@ SERVES: tuple[Served, ...] = (
         "kv_chunk_size",
         {"triton": "fixes the chunks of keys", "torch": "changes nothing", "xla": "changes nothing"},
     ),
-    Served("derivatives and vmap", {"triton": "no", "torch": "no", "xla": "yes"}),
+    Served(
+        "reverse derivatives",
+        {
+            "triton": "dense, of query, key, value, ALiBi slopes and sinks; not with qq_bias",
+            "torch": "the same",
+            "xla": "of everything, forward ones too",
+        },
+        _derivative,
+    ),
+    Served("vmap", {"triton": "yes, one after the other", "torch": "the same", "xla": "yes"}),
 )

@@ -40,6 +40,9 @@ def attend(
     Returns:
         Output `[batch, heads, rows, value_head_size]` and natural-log lse `[batch, heads, rows]`, both float32.
     """
+    if scale < 0:
+        # The fused kernel masks before it scales: -inf would become inf.
+        query, scale = -query, -scale
     if fused_applies(logits_soft_cap, query.shape[-1], value.shape[-1]):
         if query.shape[0] * query.shape[1] == 1:
             # A single (batch, head) item is not spread over threads, and the matrix library inside then starts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import Call, CopyCall, DenseBackwardCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.dense import attention
 from torch_core.cpu.merge import merge_states
@@ -18,6 +19,8 @@ def run_on_cpu(call: Call[Tensor]) -> dict[str, Tensor]:
     """Computes a checked call; returns its results by name (`out`, `lse`), given ones included."""
     if isinstance(call, PagedCall):
         return paged_attention(call)
+    if isinstance(call, DenseBackwardCall):
+        return attention_backward(call)
     if isinstance(call, DenseCall):
         return attention(call)
     if isinstance(call, WriteCall):

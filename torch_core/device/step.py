@@ -9,7 +9,7 @@ from torch_core.device.mask import tile_scores
 from torch_core.device.softmax import softmax_step
 from torch_core.device.tiles import key_rows, load_tile, token_head_scales
 
-__all__ = ["attend_tile"]
+__all__ = ["add_product", "attend_tile", "row_products"]
 
 
 @triton.jit
@@ -63,10 +63,7 @@ def attend_tile(
     k = load_tile(rows, inside, LAYOUT.HEAD_SIZE, LAYOUT.HEAD_PADDED, MASKED).to(q.dtype)
     # Before the softmax, so that widening 8-bit values overlaps the products.
     v = load_tile(value_rows, inside, LAYOUT.VALUE_SIZE, LAYOUT.VALUE_PADDED, MASKED).to(q.dtype)
-    if EXACT and LAYOUT.HEAD_PADDED > 128:
-        products = _halved_dot(q, k)
-    else:
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    products = row_products(q, k, EXACT)
     scores, factor = tile_scores(
         products, query_pos, key_pos, key_factors, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT
     )
@@ -74,14 +71,29 @@ def attend_tile(
     if keys.value_scales is not None:
         factors = token_head_scales(keys.value_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
         weights = weights * factors[None, :]
+    return add_product(weights.to(q.dtype), v, acc, keep[:, None], EXACT), row_max, row_sum
+
+
+@triton.jit
+def row_products(a, b, EXACT: tl.constexpr):
+    """a @ b^T in fp32, for rows of a head."""
+    return _halved_dot(a, b) if EXACT and a.shape[1] > 128 else tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@triton.jit
+def add_product(a, b, acc, keep, EXACT: tl.constexpr):
+    """acc * keep + a @ b; `keep` is None for 1."""
     if EXACT:
-        # Tile by tile: one chain of additions over all keys would lose digits that torch's blocked sums keep. The
+        # Tile by tile: one chain of additions over all tiles would lose digits that torch's blocked sums keep. The
         # fused form stops the compiler from turning the sum back into that chain.
-        tile = tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        acc = tl.math.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), tile)
+        tile = tl.dot(a, b, input_precision="ieee")
+        factor = tl.full(acc.shape, 1.0, tl.float32) if keep is None else tl.broadcast_to(keep, acc.shape)
+        acc = tl.math.fma(acc, factor, tile)
     else:
-        acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
-    return acc, row_max, row_sum
+        if keep is not None:
+            acc = acc * keep
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

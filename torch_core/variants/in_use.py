@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import (
+    Call,
+    CopyCall,
+    DenseBackwardCall,
+    DenseCall,
+    MergeCall,
+    PagedCall,
+    WriteCall,
+    backward_of,
+)
 from torch_core.plan.compile import KernelVariant, kernel_variant
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.planner import plan_call
@@ -71,6 +80,14 @@ def plans_in_use() -> dict[str, OperationPlan]:
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
+        "backward": _backward(_dense()),
+        "backward short sequences": _backward(_dense(max_query_len=2048)),
+        "backward head 64 ALiBi sinks": _backward(
+            _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))
+        ),
+        "backward head 256 window soft cap": _backward(
+            _dense(AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0), head_size=256)
+        ),
     }
     older = DeviceLimits(arch=80)
     return {
@@ -144,14 +161,22 @@ def _paged(
     )
 
 
-def _dense(spec: AttentionSpec = _SPEC) -> DenseCall[ArraySpec]:
-    key, starts = ArraySpec((_PREFILL_TOKENS, 8, 128), "bfloat16"), ArraySpec((2,), "int32")
+def _dense(
+    spec: AttentionSpec = _SPEC, *, head_size: int = 128, max_query_len: int = _PREFILL_TOKENS, **options: Any
+) -> DenseCall[ArraySpec]:
+    key, starts = ArraySpec((_PREFILL_TOKENS, 8, head_size), "bfloat16"), ArraySpec((2,), "int32")
     return DenseCall(
-        query=ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"),
+        query=ArraySpec((_PREFILL_TOKENS, 32, head_size), "bfloat16"),
         key=key,
         value=key,
         query_start_loc=starts,
         key_start_loc=starts,
         spec=spec,
-        max_query_len=_PREFILL_TOKENS,
+        max_query_len=max_query_len,
+        **options,
     )
+
+
+def _backward(call: DenseCall[ArraySpec]) -> DenseBackwardCall[ArraySpec]:
+    lse = ArraySpec(call.query.shape[:2], "float32")
+    return backward_of(call, out=call.query, lse=lse, d_out=call.query)
