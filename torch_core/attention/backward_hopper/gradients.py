@@ -29,7 +29,7 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
     rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     # Keys that the sequence does not own are seen by no query.
     first = gl.where(rows < item.keys, item.first + rows, 2**30)
-    last = item.last + rows
+    span = (item.last - item.first).to(gl.uint32)
     # From this tile of queries on, all of them see all keys of this warpgroup.
     full = item.end
     if not SHAPE.LEFT and item.keys >= 128:
@@ -47,11 +47,11 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
         fence_async_shared()
         step = 0
         for _ in range((item.end - full) * GROUP):
-            dk, dv = _step(k, v, dk, dv, rings, step, factor, first, last, OWN, False, SHAPE, S_LAYOUT)
+            dk, dv = _step(k, v, dk, dv, rings, step, factor, first, span, OWN, False, SHAPE, S_LAYOUT)
             step += 1
         for i in range((full - item.start) * GROUP):
             row = (full - 1 - i // GROUP) * BLOCK_M
-            dk, dv = _step(k, v, dk, dv, rings, step, factor, first - row, last - row, OWN, True, SHAPE, S_LAYOUT)
+            dk, dv = _step(k, v, dk, dv, rings, step, factor, first - row, span, OWN, True, SHAPE, S_LAYOUT)
             step += 1
         dk = _add_keys(dk, rings, step, OWN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
@@ -61,7 +61,7 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
 
 @gluon.jit
 def _step(
-    k, v, dk, dv, rings, step, factor, first, last, OWN: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr,
+    k, v, dk, dv, rings, step, factor, first, span, OWN: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries: scores and weights, keys by rows; the keys' gradient of the step before meanwhile."""
@@ -80,9 +80,10 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED:
         columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-        keep = columns[None, :] >= first[:, None]
         if SHAPE.LEFT:
-            keep = keep & (columns[None, :] <= last[:, None])
+            keep = (columns[None, :] - first[:, None]).to(gl.uint32) <= span
+        else:
+            keep = columns[None, :] >= first[:, None]
         s = gl.where(keep, s, float("-inf"))
     lse = stats.slice(0, BLOCK_M).load(COLUMNS)
     weights = weight_pairs(s * factor - lse[None, :], dtype)

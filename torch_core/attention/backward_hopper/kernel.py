@@ -10,7 +10,7 @@ from torch_core.attention.backward_hopper.gradients import key_gradients
 from torch_core.attention.backward_hopper.loads import load_tiles
 from torch_core.attention.backward_hopper.queries import query_gradients
 from torch_core.attention.backward_hopper.signals import pass_turns, take_turns
-from torch_core.attention.backward_hopper.work import Gradients, Rings, Sizes, Tensors, find_item
+from torch_core.attention.backward_hopper.work import Gradients, Rings, Sizes, Tensors, find_item, zero_padding
 from torch_core.device.hopper_turns import make_ring, open_slot
 
 __all__ = ["hopper_backward_kernel"]
@@ -29,6 +29,7 @@ def hopper_backward_kernel(
     turns,
     d_key,
     d_value,
+    num_keys,
     num_seqs,
     query_tiles,
     scale,
@@ -63,6 +64,7 @@ def hopper_backward_kernel(
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     item = find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE)
+    gradients = Gradients(d_query_sums, turns, d_key, d_value, scale, query_tiles)
     if item.live:
         k_tile = gl.allocate_shared_memory(dtype, [1, 128, HEAD_SIZE], layout)
         v_tile = gl.allocate_shared_memory(dtype, [1, 128, HEAD_SIZE], layout)
@@ -84,7 +86,6 @@ def hopper_backward_kernel(
         mbarrier.init(raw, count=1)
         rings = Rings(keys, values, queries, d_outs, ds_tiles, stats, raw)
         tensors = Tensors(query, key, value, d_out, row_stats)
-        gradients = Gradients(d_query_sums, turns, d_key, d_value, scale, query_tiles)
         gl.warp_specialize(
             [
                 (key_gradients, (0, item, rings, gradients, SHAPE)),
@@ -97,3 +98,5 @@ def hopper_backward_kernel(
             [4, 4, 1, 1, 1],
             [KEY_REGISTERS, QUERY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
         )
+    else:
+        zero_padding(item, gradients, key_start_loc, num_keys, num_seqs, SHAPE)

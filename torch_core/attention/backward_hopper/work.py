@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.hopper_work import level_by_level
 
-__all__ = ["Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item"]
+__all__ = ["Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "zero_padding"]
 
 _SEQS = gl.constexpr(32)
 
@@ -94,6 +94,8 @@ class Item(NamedTuple):
 
     Attributes:
         live: there is one.
+        spare: without one, the number of this program among those of its head.
+        spares: how many those are.
         kv_head: its head.
         tile: its number in its sequence.
         first_key: row of the tile's first key.
@@ -107,6 +109,8 @@ class Item(NamedTuple):
     """
 
     live: Any
+    spare: Any
+    spares: Any
     kv_head: Any
     tile: Any
     first_key: Any
@@ -164,6 +168,8 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
         end = gl.minimum(end, gl.maximum(last + 127 + BLOCK_M, 0) // BLOCK_M)
     return Item(
         rank < total,
+        rank - total,
+        share - total,
         gl.program_id(0) // share,
         tile,
         first_key + position,
@@ -177,6 +183,23 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
         last,
         lowest,
     )
+
+
+@gluon.jit
+def zero_padding(item, gradients, key_start_loc, num_keys, num_seqs, SHAPE: gl.constexpr):
+    """Programs without a tile, one for each head at least: zeros the gradients of rows past the last sequence."""
+    LANES: gl.constexpr = SHAPE.HEAD_SIZE // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    columns = gl.arange(0, SHAPE.HEAD_SIZE, layout=gl.SliceLayout(0, layout))
+    zeros = gl.zeros([32, SHAPE.HEAD_SIZE], gl.float32, layout).to(gradients.key.dtype.element_ty)
+    start = gl.load(key_start_loc + num_seqs)
+    for base in range(start + item.spare * 32, num_keys, item.spares * 32):
+        rows = base + gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+        live = (rows < num_keys)[:, None]
+        keys = rows.to(gl.int64) * SHAPE.D_KEY_STRIDES[0] + item.kv_head * SHAPE.D_KEY_STRIDES[1]
+        values = rows.to(gl.int64) * SHAPE.D_VALUE_STRIDES[0] + item.kv_head * SHAPE.D_VALUE_STRIDES[1]
+        gl.store(gradients.key + keys[:, None] + columns[None, :], zeros, mask=live)
+        gl.store(gradients.value + values[:, None] + columns[None, :], zeros, mask=live)
 
 
 @gluon.jit
