@@ -45,6 +45,7 @@ def test_the_sections_come_in_order(report: DoctorReport) -> None:
         "versions",
         "devices",
         "implementations",
+        "bits",
         "shared memory",
         "memory",
         "environment",
@@ -90,6 +91,17 @@ def test_the_pool_and_the_bridge_are_tried(report: DoctorReport) -> None:
         "torch to jax": "zero-copy",
         "pool address": "the same after 10 donated steps",
     }
+
+
+def test_bits_are_tried_with_the_threads_that_torch_has(report: DoctorReport) -> None:
+    expected = f"a sequence's bits are the same in any batch, with {torch.get_num_threads()} threads"
+    assert texts(report, "bits") == {"torch on the CPU": expected}
+
+
+def test_bits_that_change_with_the_batch_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_core.ops.paged_attention", lambda query, *_, **__: query + len(query))
+    [(_, look)] = trials.bits()
+    assert look().startswith("a sequence's bits change with its batch (")
 
 
 def test_a_part_that_raises_becomes_a_line_and_the_others_are_still_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

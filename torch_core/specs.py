@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from torch_core.checks import INT32_MAX, check_int
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = [
@@ -107,6 +108,11 @@ class ArraySpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def without_axis(self, axis: int) -> ArraySpec:
+        """Returns the view of the first entry of an axis, as of the keys of a combined cache."""
+        shape, strides = (sizes[:axis] + sizes[axis + 1 :] for sizes in (self.shape, self.element_strides))
+        return ArraySpec(shape, self.dtype, strides, self.aligned)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
@@ -135,9 +141,9 @@ class KVCacheSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        _check_range("num_kv_heads", self.num_kv_heads, 1, 1 << 16)
-        _check_range("head_size", self.head_size, 1, _MAX_HEAD_SIZE)
-        _check_range("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
+        check_int("num_kv_heads", self.num_kv_heads, 1, 1 << 16)
+        check_int("head_size", self.head_size, 1, _MAX_HEAD_SIZE)
+        check_int("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
         if self.dtype not in KV_CACHE_DTYPES:
             raise Unsupported(f"dtype is {self.dtype!r}; a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}.")
 
@@ -186,19 +192,9 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or self.scale == 0:
             raise InvalidInput(f"scale is {self.scale}; it must be finite and not zero (usually head_size ** -0.5).")
-        for name in ("window_left", "window_right"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_range(name, value, 0, (1 << 31) - 1)
+        for name, low in (("window_left", 0), ("window_right", 0), ("attention_chunk", 1)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low, INT32_MAX)
         cap = self.logits_soft_cap
         if cap is not None and not (math.isfinite(cap) and cap > 0):
             raise InvalidInput(f"logits_soft_cap is {cap}; it must be a positive finite number, or None for off.")
-        if self.attention_chunk is not None:
-            _check_range("attention_chunk", self.attention_chunk, 1, (1 << 31) - 1)
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{name} is {value!r}; it must be an int from {low} to {high}.")
-    if not low <= value <= high:
-        raise InvalidInput(f"{name} is {value}; it must be from {low} to {high}.")

@@ -67,14 +67,7 @@ def random_batch(
     query_dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype = torch.bfloat16,
 ) -> Batch:
-    """Makes a batch of random numbers, its blocks in random order.
-
-    Args:
-        parts: (sequences, new tokens of each, tokens before them) of each part.
-        head_size: elements of a head.
-        query_dtype: of the queries.
-        cache_dtype: of the cache.
-    """
+    """Makes a batch of random numbers, its blocks in random order."""
     query_lens = [new for seqs, new, _ in parts for _ in range(seqs)]
     key_lens = [new + before for seqs, new, before in parts for _ in range(seqs)]
     blocks = [math.ceil(n / BLOCK_SIZE) for n in key_lens]

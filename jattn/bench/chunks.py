@@ -44,9 +44,6 @@ def run(
 
     Returns:
         A row for each shape and context, in microseconds; a column for each of `plans`, and FA3's.
-
-    Raises:
-        Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("prefill", peers_directory)
     for before in contexts:

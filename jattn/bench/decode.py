@@ -37,9 +37,6 @@ def run(
         kv_cache_dtype: "bfloat16" or "float8_e4m3fn".
         peers_directory: see `jattn.bench.peers.load_peers`.
         jax_columns: measure the JAX call and the JAX peers too.
-
-    Raises:
-        Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("decode", peers_directory)
     cache_dtype = getattr(torch, kv_cache_dtype)

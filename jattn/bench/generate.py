@@ -77,10 +77,9 @@ def run(
         raise InvalidInput(f"peer is {peer!r}; the one that can be measured is 'transformers'.")
     if peer is not None:
         engines[peer] = _transformers(folder)
-    vocab = 256
     rows = []
     for batch in batches:
-        prompts = np.random.default_rng(batch).integers(0, vocab, (batch, prompt_tokens)).tolist()
+        prompts = np.random.default_rng(batch).integers(0, 256, (batch, prompt_tokens)).tolist()
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         tokens: dict[str, Any] = {}
         for _ in range(repeats + 1):

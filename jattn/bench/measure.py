@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ __all__ = [
     "matmul_flops",
     "num_pools",
     "require_cuda",
-    "versions",
 ]
 
 # Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
@@ -56,10 +54,6 @@ def graph_us(calls: Sequence[Callable[[], Any]], *, rounds: int = 9) -> float:
 
     A graph holds whole rotations over `calls`, which differ in the memory that they touch. Launch gaps between the
     nodes of a graph are counted, the host is not.
-
-    Args:
-        calls: the same work on different memory; each must be capturable.
-        rounds: replays to take the median over.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -96,12 +90,6 @@ def jax_us(program: Callable[..., Any], arguments: Sequence[Any], *, calls: int,
 
     Programs are dispatched one after the other without waiting, as a generation loop does; what the host takes is
     counted where it is slower than the device.
-
-    Args:
-        program: a jitted function.
-        arguments: what it takes.
-        calls: how many calls of the measured operation it chains.
-        rounds: runs to take the median over.
     """
     import jax
 
@@ -127,12 +115,8 @@ def chained_us(
 ) -> float:
     """Returns microseconds of one JAX call, each on the result of the one before, so that nothing runs side by side.
 
-    Args:
-        attend: `attend(query, *arrays)` returns the next query.
-        query: the first one.
-        tensors: the other arrays of each call of one rotation.
-        rotations: how many of them one program has.
-        rounds: see `jax_us`.
+    `attend(query, *arrays)` returns the next query; `tensors` are the other arrays of each call of one rotation, of
+    which a program has `rotations`.
     """
     import jax
 
@@ -183,8 +167,3 @@ def matmul_flops(size: int = 8192) -> float:
 def device_name() -> str:
     """Returns the name of the current CUDA device."""
     return torch.cuda.get_device_name()
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the packages that decide the speed."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "triton", "jax")}

@@ -22,9 +22,6 @@ def run(*, peers_directory: Path | None = None) -> BenchReport:
 
     Args:
         peers_directory: see `jattn.bench.peers.load_peers`.
-
-    Raises:
-        Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("prefill", peers_directory)
     columns = {OURS: in_graph(ours)}

@@ -35,9 +35,6 @@ def run() -> BenchReport:
     flags), `kernel in JAX / torch` (decode 32 x 4096, time in the kernels alone), `bytes that differ` between the two
     results, `Python calls in 1000 steps`, `pool addresses in 1000 steps`, `programs in 1000 steps`,
     `write fraction of copy speed` (8192 tokens, 8 heads of 128, bfloat16).
-
-    Raises:
-        Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("overhead")
     copy = session.copy

@@ -43,9 +43,6 @@ def run(
         fp8: e4m3 queries over an e4m3 cache instead, paged alone; the device's matmul speed stays that of bfloat16.
         peers_directory: see `jattn.bench.peers.load_peers`.
         jax_columns: measure the JAX call and the JAX peers too.
-
-    Raises:
-        Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("prefill", peers_directory)
     columns = _columns(session.peers, jax_columns)
@@ -84,10 +81,7 @@ def main(argv: Sequence[str]) -> int:
         report = chunks.run(peers_directory=options.peers)
     else:
         report = run(
-            head_size=options.head_size,
-            fp8=options.fp8,
-            peers_directory=options.peers,
-            jax_columns=not options.no_jax,
+            head_size=options.head_size, fp8=options.fp8, peers_directory=options.peers, jax_columns=not options.no_jax
         )
     print(report.table())
     for peer in () if options.mixed or options.chunks else report.columns:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from jattn.table import aligned
 from torch_core.errors import Unsupported
@@ -122,16 +123,13 @@ def _plot(report: BenchReport, path: Path) -> None:
     axes = figure.subplots()
     width = 0.8 / max(1, len(report.columns))
     for index, name in enumerate(report.columns):
+        # A row that failed has no bar.
         heights = [row.bound_us / row.us.get(name, math.nan) for row in report.rows]
         positions = [place + index * width for place in range(len(report.rows))]
-        axes.bar(positions, _finite(heights), width, label=name)
+        axes.bar(positions, np.nan_to_num(heights), width, label=name)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(report.rows))], [r.label for r in report.rows])
     axes.tick_params(axis="x", rotation=30)
     axes.set_ylabel("fraction of the device's ceiling")
     axes.set_title(f"{report.name}, {report.device}")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return [value if math.isfinite(value) else 0.0 for value in values]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -55,14 +56,10 @@ class Session:
         required: Collection[str] = (),
         place: str | None = None,
     ) -> Row:
-        """Times every column and returns the row with its times; the batches are given up.
+        """Times every column and returns the row with its times.
 
-        Args:
-            row: without times.
-            columns: by name; one that fails is a note, not the end of the table.
-            batches: what the columns take; emptied, so that their memory is free for the next row.
-            required: columns whose failure is raised.
-            place: the row's name in a note; its label when None.
+        A column that fails is a note under the name of `place` (the row's label when None), unless it is `required`.
+        `batches`, what the columns take, is emptied, so that their memory is free for the next row.
         """
         times: dict[str, float] = {}
         for name, timed in columns.items():
@@ -84,7 +81,7 @@ class Session:
         return BenchReport(
             name=name,
             device=measure.device_name(),
-            versions=measure.versions(),
+            versions={package: importlib.metadata.version(package) for package in ("torch", "triton", "jax")},
             copy_bytes_per_second=self.copy,
             matmul_flops=self.matmul,
             rows=tuple(self.rows),

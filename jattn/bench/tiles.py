@@ -65,9 +65,6 @@ def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> BenchReport:
 
     Returns:
         A row for each length, dense and over blocks of 16; a column for each candidate, named by `tile_name`.
-
-    Raises:
-        Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("tune")
     _compile_together(head_size, lengths)
@@ -85,13 +82,7 @@ def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> BenchReport:
 
 
 def plans(head_size: int, length: int, *, paged: bool) -> dict[HopperTile, OperationPlan]:
-    """Returns the plan of each candidate for a batch of sequences of one length; needs no device.
-
-    Args:
-        head_size: elements of a head, one of `CANDIDATES`.
-        length: tokens of one sequence.
-        paged: keys lie in blocks of 16.
-    """
+    """Returns the plan of each candidate for a batch of sequences of `length` tokens; needs no device."""
     num_seqs = _TOKENS // length
     starts = ArraySpec((num_seqs + 1,), "int32")
     common: dict[str, Any] = {

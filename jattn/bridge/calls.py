@@ -70,12 +70,8 @@ def _register(call_class: type[Call[Any]]) -> None:
 
     def unflatten(static: tuple[Any, ...], children: Any) -> Any:
         # Not through the constructor: JAX puts other things than arrays into a pytree, too.
-        call = object.__new__(call_class)
-        for name, child, number in zip(arrays, children, static[0], strict=True):
-            object.__setattr__(call, name, child if number is None else number)
-        for name, value in zip(options, static[1], strict=True):
-            object.__setattr__(call, name, value)
-        return call
+        given = [child if number is None else number for child, number in zip(children, static[0], strict=True)]
+        return call_class.of(dict(zip((*arrays, *options), (*given, *static[1]), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(call_class, flatten, unflatten)
 

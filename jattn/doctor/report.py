@@ -71,6 +71,7 @@ def collect() -> DoctorReport:
         ("versions", machine.versions),
         ("devices", machine.devices),
         ("implementations", trials.implementations),
+        ("bits", trials.bits),
         ("shared memory", trials.shared_memory),
         ("memory", machine.memory),
         ("environment", machine.environment),

@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_core.errors import JattnError
 
-__all__ = ["implementations", "shared_memory"]
+__all__ = ["bits", "implementations", "shared_memory"]
 
 _POOL_STEPS = 10
 #: TF32 or a 16-bit product inside a kernel stays below, a wrong mask or block does not.
@@ -20,16 +20,11 @@ _TOLERANCE = 1e-2
 def implementations() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields each implementation, tried, and the one that is used when none is named."""
     from jattn.ops import available_implementations
+    from jattn.ops.choose import choose
 
     for name, reason in available_implementations().items():
         yield name, functools.partial(_try_implementation, name, reason)
-    yield "default", _default_implementation
-
-
-def _default_implementation() -> str:
-    from jattn.ops.choose import choose
-
-    return choose(None)
+    yield "default", functools.partial(choose, None)
 
 
 def _try_implementation(name: str, reason: str | None) -> str:
@@ -88,6 +83,43 @@ def _attended(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarr
     scores = np.where(np.tri(len(query), dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def bits() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields whether torch's CPU attention gives a sequence the same bits in any batch."""
+    yield "torch on the CPU", _batch_bits
+
+
+def _batch_bits() -> str:
+    import torch
+
+    from torch_core.ops import paged_attention
+    from torch_core.specs import AttentionSpec
+
+    num_seqs, block_size = 6, 16
+    random = torch.Generator().manual_seed(0)
+    differing = 0
+    # Sequences of 64 tokens whose rows meet every kind of product: one to four query heads for each key head.
+    for group in (1, 2, 3, 4):
+        query = torch.randn(num_seqs, 2 * group, 32, generator=random)
+        cache = torch.randn(1 + 4 * num_seqs, 2, block_size, 2, 32, generator=random)
+        tables = torch.arange(1, 1 + 4 * num_seqs, dtype=torch.int32).view(num_seqs, 4)
+        found = [
+            paged_attention(
+                query[rows],
+                cache,
+                tables[rows],
+                torch.full((len(query[rows]),), 4 * block_size, dtype=torch.int32),
+                torch.arange(len(query[rows]) + 1, dtype=torch.int32),
+                spec=AttentionSpec(scale=0.2),
+                max_query_len=1,
+            )
+            for rows in (slice(None), *(slice(seq, seq + 1) for seq in range(num_seqs)))
+        ]
+        differing += int((found[0] != torch.cat(found[1:])).sum())
+    if differing:
+        return f"a sequence's bits change with its batch ({differing} values); MKL_CBWR=COMPATIBLE keeps them under MKL"
+    return f"a sequence's bits are the same in any batch, with {torch.get_num_threads()} threads"
 
 
 def shared_memory() -> Iterator[tuple[str, Callable[[], str]]]:

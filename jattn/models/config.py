@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
@@ -53,11 +54,8 @@ class RopeScaling:
         _check_number("rope_scaling.factor", self.factor, 1.0, 1e6)
         _check_number("rope_scaling.low_freq_factor", self.low_freq_factor, 1e-6, 1e6)
         _check_number("rope_scaling.high_freq_factor", self.high_freq_factor, 1e-6, 1e6)
-        _check_int(
-            "rope_scaling.original_max_position_embeddings",
-            self.original_max_position_embeddings,
-            _SIZE_LIMITS["max_position_embeddings"],
-        )
+        context = self.original_max_position_embeddings
+        check_int("rope_scaling.original_max_position_embeddings", context, 1, _SIZE_LIMITS["max_position_embeddings"])
         if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise InvalidInput(
                 f"rope_scaling.high_freq_factor is {self.high_freq_factor}; it must be greater than low_freq_factor "
@@ -122,7 +120,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, limit in _SIZE_LIMITS.items():
-            _check_int(name, getattr(self, name), limit)
+            check_int(name, getattr(self, name), 1, limit)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidInput(
                 f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of num_key_value_heads "
@@ -138,7 +136,7 @@ class ModelConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be true or false.")
         if self.sliding_window is not None:
-            _check_int("sliding_window", self.sliding_window, _SIZE_LIMITS["max_position_embeddings"])
+            check_int("sliding_window", self.sliding_window, 1, _SIZE_LIMITS["max_position_embeddings"])
         if self.dtype not in QUERY_DTYPES:
             raise InvalidInput(f"dtype is {self.dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}.")
         self._check_tokens()
@@ -148,7 +146,7 @@ class ModelConfig:
         named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
         for name, token in named:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise InvalidInput(f"{name} is {_shown(token)}; it must be a token id from 0 to {self.vocab_size - 1}.")
+                raise InvalidInput(f"{name} is {shown(token)}; it must be a token id from 0 to {self.vocab_size - 1}.")
 
     @property
     def query_size(self) -> int:
@@ -173,24 +171,10 @@ class ModelConfig:
         return layers + embeddings + self.hidden_size
 
 
-def _check_int(name: str, value: object, limit: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{name} is {value!r}; it must be an int from 1 to {limit}.")
-    if not 1 <= value <= limit:
-        raise InvalidInput(f"{name} is {_shown(value)}; it must be from 1 to {limit}.")
-
-
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     # An int may be larger than any float, so it is compared, never converted.
     is_finite = not isinstance(value, float) or math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite:
         raise InvalidInput(f"{name} is {value!r}; it must be a finite number from {low:g} to {high:g}.")
     if not low <= value <= high:
-        raise InvalidInput(f"{name} is {_shown(value)}; it must be from {low:g} to {high:g}.")
-
-
-def _shown(value: object) -> str:
-    """The value as text; Python refuses to write out an int of more than 4300 digits."""
-    if isinstance(value, int) and value.bit_length() > 1024:
-        return f"an int of {value.bit_length()} bits"
-    return repr(value)
+        raise InvalidInput(f"{name} is {shown(value)}; it must be from {low:g} to {high:g}.")

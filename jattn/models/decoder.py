@@ -41,11 +41,7 @@ class Attention(nnx.Module):
         )
 
     def __call__(
-        self,
-        x: jax.Array,
-        angles: tuple[jax.Array, jax.Array],
-        kv_cache: jax.Array,
-        metadata: AttentionMetadata,
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         query, key, value = self._project(x, angles)
@@ -78,11 +74,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMLP(config, rngs=rngs)
 
     def __call__(
-        self,
-        x: jax.Array,
-        angles: tuple[jax.Array, jax.Array],
-        kv_cache: jax.Array,
-        metadata: AttentionMetadata,
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
         """Maps packed tokens `[tokens, hidden]` and this layer's cache to the next ones."""
         attended, kv_cache = self.self_attn(self.input_layernorm(x), angles, kv_cache, metadata)
@@ -122,11 +114,7 @@ class Decoder(nnx.Module):
         )
 
     def __call__(
-        self,
-        token_ids: jax.Array,
-        positions: jax.Array,
-        kv_caches: tuple[jax.Array, ...],
-        metadata: AttentionMetadata,
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import jax
 from flax import nnx
@@ -101,16 +101,9 @@ class PagedAttention(nnx.Module):
         kv_cache: _Cache,
         metadata: AttentionMetadata,
         *,
-        sinks: jax.Array | None = None,
-        alibi_slopes: jax.Array | None = None,
-        mm_prefix_range: jax.Array | None = None,
-        qq_bias: jax.Array | None = None,
-        seq_causal: jax.Array | None = None,
-        q_scale: float | jax.Array | None = None,
         k_scale: float | jax.Array | None = None,
         v_scale: float | jax.Array | None = None,
-        out_scale: float | jax.Array | None = None,
-        out_dtype: jax.typing.DTypeLike | None = None,
+        **options: Unpack[ops.PagedOptions],
     ) -> tuple[jax.Array, _Cache]:
         """Returns the attention output and the cache with the new tokens in it.
 
@@ -120,9 +113,9 @@ class PagedAttention(nnx.Module):
             value: float[num_tokens, num_kv_heads, value_head_dim].
             kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch.
-            sinks, alibi_slopes, mm_prefix_range, qq_bias, seq_causal, q_scale, out_scale, out_dtype: as in
-                `jattn.paged_attention`.
             k_scale, v_scale: what a stored unit is worth, for a quantised cache: written and read with it.
+            **options: sinks, slopes, biases, ranges, flags and the output's dtype and scale, as `jattn.paged_attention`
+                takes them.
 
         Returns:
             float[num_tokens, num_heads, value_head_dim] and the updated cache.
@@ -164,16 +157,9 @@ class PagedAttention(nnx.Module):
             logits_soft_cap=self.logits_soft_cap,
             use_alibi_sqrt=self.use_alibi_sqrt,
             kv_chunk_size=self.kv_chunk_size,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            mm_prefix_range=mm_prefix_range,
-            qq_bias=qq_bias,
-            seq_causal=seq_causal,
-            q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
-            out_scale=out_scale,
-            out_dtype=out_dtype,
             implementation=self.implementation,
+            **options,
         )
         return output, kv_cache

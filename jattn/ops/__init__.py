@@ -1,6 +1,12 @@
 """Attention on JAX arrays: keywords make a call, and one function checks it, chooses and crosses the bridge."""
 
-from jattn.ops.attention import attention, attention_with_lse, paged_attention, paged_attention_with_lse
+from jattn.ops.attention import (
+    PagedOptions,
+    attention,
+    attention_with_lse,
+    paged_attention,
+    paged_attention_with_lse,
+)
 from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations
@@ -9,6 +15,7 @@ from torch_core.calls import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "PagedOptions",
     "attention",
     "attention_with_lse",
     "available_implementations",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ParamSpec
+from typing import ParamSpec, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,23 @@ from jattn.ops.arguments import attention_spec
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
 
-__all__ = ["attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
+__all__ = ["PagedOptions", "attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
 
 _P = ParamSpec("_P")
+
+
+class PagedOptions(TypedDict, total=False):
+    """What a layer may hand on to `paged_attention` call by call."""
+
+    alibi_slopes: jax.Array | None
+    sinks: jax.Array | None
+    mm_prefix_range: jax.Array | None
+    relative_bias: jax.Array | None
+    qq_bias: jax.Array | None
+    seq_causal: jax.Array | None
+    q_scale: float | jax.Array | None
+    out_dtype: jax.typing.DTypeLike | None
+    out_scale: float | jax.Array | None
 
 
 def _paged(
@@ -36,6 +50,7 @@ def _paged(
     use_alibi_sqrt: bool = False,
     sinks: jax.Array | None = None,
     mm_prefix_range: jax.Array | None = None,
+    relative_bias: jax.Array | None = None,
     qq_bias: jax.Array | None = None,
     seq_causal: jax.Array | None = None,
     q_scale: float | jax.Array | None = None,
@@ -74,6 +89,7 @@ def _paged(
         use_alibi_sqrt: the square-root form of ALiBi.
         sinks: float[num_heads], a logit without a value in each softmax denominator.
         mm_prefix_range: int32[num_seqs, ranges, 2], first and last position of spans of bidirectional attention.
+        relative_bias: float[num_heads, 2 * D + 1], added by the distance `clip(key - query, -D, D)`.
         qq_bias: float[rows, rows], added to the scores between a sequence's new tokens; -inf hides.
         seq_causal: bool[num_seqs], overrides causal sequence by sequence.
         q_scale, k_scale, v_scale: real value = stored value * scale, for an fp8 query and a quantised cache. A number
@@ -116,6 +132,7 @@ def _paged(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         mm_prefix_range=mm_prefix_range,
+        relative_bias=relative_bias,
         qq_bias=qq_bias,
         seq_causal=seq_causal,
         q_scale=q_scale,
@@ -148,6 +165,7 @@ def _dense(
     use_alibi_sqrt: bool = False,
     sinks: jax.Array | None = None,
     mm_prefix_range: jax.Array | None = None,
+    relative_bias: jax.Array | None = None,
     qq_bias: jax.Array | None = None,
     seq_causal: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -195,6 +213,7 @@ def _dense(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         mm_prefix_range=mm_prefix_range,
+        relative_bias=relative_bias,
         qq_bias=qq_bias,
         seq_causal=seq_causal,
         out_dtype=None if out_dtype is None else jnp.dtype(out_dtype).name,

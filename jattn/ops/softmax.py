@@ -102,7 +102,7 @@ def modified_scores(
     mask: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Applies scale, soft cap, ALiBi, query bias and mask to raw `query @ key` scores, in this order.
+    """Applies scale, soft cap, biases and mask to raw `query @ key` scores, in this order.
 
     Args:
         call: the options.
@@ -123,6 +123,11 @@ def modified_scores(
         if spec.use_alibi_sqrt:
             distance = jnp.where(distance <= 0, -jnp.sqrt(jnp.abs(distance)), 0)
         scores = scores + slopes * distance
+    if call.relative_bias is not None:
+        furthest = call.relative_bias.shape[1] // 2
+        entry = jnp.clip(key_positions - query_positions[..., None], -furthest, furthest) + furthest
+        by_head = call.relative_bias.astype(scores.dtype)[:, entry].swapaxes(0, 1)
+        scores = scores + by_head.reshape(scores.shape[0], call.num_kv_heads, -1, *entry.shape[1:])
     if bias is not None:
         scores = scores + bias[:, None, None].astype(scores.dtype)
     return jnp.where(mask[:, None, None], scores, -jnp.inf)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.pool.kv_pool import KVPool
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 
 __all__ = ["HostBlocks", "SwapLike"]
@@ -37,8 +38,7 @@ class HostBlocks:
     """
 
     def __init__(self, pool: KVPool, num_host_blocks: int) -> None:
-        if isinstance(num_host_blocks, bool) or not isinstance(num_host_blocks, int) or num_host_blocks < 1:
-            raise InvalidInput(f"num_host_blocks is {num_host_blocks!r}; it must be an int of at least 1.")
+        check_int("num_host_blocks", num_host_blocks, 1)
         self._pool = pool
         shape = (num_host_blocks, *pool.spec.shape(1)[1:])
         self._storage = [np.zeros(shape, jnp.dtype(pool.spec.dtype)) for _ in range(pool.num_layers)]

@@ -15,6 +15,7 @@ import torch
 from jattn.bridge import to_jax, to_torch, typed_errors
 from jattn.pool import programs
 from jattn.pool.plan import check_room
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, PoolLost, Unsupported
 from torch_core.specs import KVCacheSpec
 
@@ -73,9 +74,8 @@ class KVPool:
         device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
         _arrays: tuple[jax.Array, ...] = (),
     ) -> None:
-        for name, value, low in (("num_layers", num_layers, 1), ("num_blocks", num_blocks, 2)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InvalidInput(f"{name} is {value!r}; it must be an int of at least {low}.")
+        check_int("num_layers", num_layers, 1)
+        check_int("num_blocks", num_blocks, 2)
         self._spec = spec
         self._num_layers = num_layers
         self._num_blocks = num_blocks

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec
 
@@ -81,8 +82,7 @@ def plan_pool(
         >>> plan_pool(spec, num_layers=4, num_bytes=1 << 20).num_blocks
         32
     """
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-        raise InvalidInput(f"num_layers is {num_layers!r}; it must be an int of at least 1.")
+    check_int("num_layers", num_layers, 1)
     if (num_bytes is None) == (memory_fraction is None):
         raise InvalidInput("give exactly one of num_bytes and memory_fraction.")
     if memory_fraction is not None and not 0 < memory_fraction <= 1:

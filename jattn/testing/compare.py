@@ -22,6 +22,7 @@ from jattn.testing.paged import PagedRun, engine_tokens, with_implementation
 from jattn.testing.report import CrosscheckReport, CrosscheckRow
 from jattn.testing.torch_decoder import TorchDecoder
 from jattn.testing.torch_side import greedy_run, load_torch_side, suitable_threads
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
 __all__ = ["compare_with_torch"]
@@ -83,8 +84,7 @@ def compare_with_torch(
         >>> report.passed  # doctest: +SKIP
         True
     """
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise InvalidInput(f"max_tokens is {max_tokens!r}; it must be an int of at least 1.")
+    check_int("max_tokens", max_tokens, 1)
     chosen, skipped = _choose(implementations)
     with contextlib.ExitStack() as stack:
         subject = stack.enter_context(_subject(model, dtype))

@@ -47,12 +47,7 @@ class Truth:
 
 
 def measure(found: Sequence[np.ndarray], truth: Truth) -> Deviation:
-    """Returns the worst deviation over all positions of all sequences, computed in float64.
-
-    Args:
-        found: logits as in `truth`.
-        truth: to compare with.
-    """
+    """Returns the worst deviation over all positions of all sequences, computed in float64."""
     max_abs, errors, cosines, divergences = [], [], [], []
     with np.errstate(invalid="ignore", over="ignore"):
         for mine, torch_logits, exact in zip(found, truth.torch_logits, truth.logits, strict=True):

@@ -144,9 +144,7 @@ class CrosscheckReport:
         return "\n".join([*aligned(facts), "", *aligned(table), "", *self._conclusion()])
 
     def _conclusion(self) -> list[str]:
-        lines = [
-            f"error = max |logits - truth| / max |truth|; allowed: 2 x (torch's own + eps) = {self.limit:.1e}.",
-        ]
+        lines = [f"error = max |logits - truth| / max |truth|; allowed: 2 x (torch's own + eps) = {self.limit:.1e}."]
         if not self.torch_agrees:
             lines.append(
                 f"torch's own error {self.torch_error:.1e} is above {self.torch_limit:.1e}, beyond rounding: torch and "

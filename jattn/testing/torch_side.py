@@ -37,13 +37,7 @@ class TorchSide:
 
 
 def load_torch_side(folder: Path, *, dtype: str, device: str) -> TorchSide:
-    """Loads the folder with transformers, or with `TorchDecoder` where transformers cannot be imported.
-
-    Args:
-        folder: checked by `jattn.load` before.
-        dtype: of weights and computation, by name.
-        device: torch's name of the device for transformers; `TorchDecoder` runs on the CPU.
-    """
+    """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` where transformers cannot be imported."""
     torch_dtype = getattr(torch, dtype)
     try:
         with _quiet():

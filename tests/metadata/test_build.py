@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from dataclasses import FrozenInstanceError, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -72,6 +72,8 @@ def test_any_object_with_the_three_attributes_is_a_row():
 def test_the_arrays_are_views_of_one_packed_buffer():
     step = build([SequenceRow([7, 3], 2, 4)], num_seqs=2, num_tokens=8, max_blocks=3)
 
+    assert step.layout is not None
+    assert step.packed is not None
     unpacked = step.layout.unpack(step.packed)
 
     for name in FIELDS:
@@ -85,7 +87,7 @@ def test_the_arrays_and_the_record_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         step.seq_lens[0] = 9
     with pytest.raises(FrozenInstanceError):
-        step.num_reqs = 4
+        step.num_reqs = 4  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_extra_fields_of_the_layout_travel_in_the_same_buffer():
@@ -262,7 +264,7 @@ BAD = {
         ),
     ),
     "float length": (
-        [SequenceRow([9], 1.5, 2)],
+        [SequenceRow([9], cast(Any, 1.5), 2)],
         {},
         InvalidInput,
         "num_computed_tokens of sequence 0 is 1.5; it must be an int up to 2147483647.",
@@ -280,7 +282,7 @@ BAD = {
         "sequence length is 2147483649; int32 metadata allow at most 2147483647.",
     ),
     "float ids": (
-        [SequenceRow([9.0], 0, 2)],
+        [SequenceRow(cast(Any, [9.0]), 0, 2)],
         {},
         InvalidInput,
         (
@@ -289,7 +291,7 @@ BAD = {
         ),
     ),
     "int64 ids": (
-        [SequenceRow(np.array([9]), 0, 2, "r1")],
+        [SequenceRow(cast(Any, np.array([9])), 0, 2, "r1")],
         {},
         InvalidInput,
         (
@@ -364,7 +366,7 @@ BAD = {
         ),
     ),
     "a float id in a cached table": (
-        [SequenceRow((5.0,), 0, 3, "a")],
+        [SequenceRow(cast(Any, (5.0,)), 0, 3, "a")],
         {"table_cache": BlockTableCache()},
         InvalidInput,
         (
@@ -448,4 +450,5 @@ def test_rows_that_come_with_columns_are_not_read_one_by_one():
     step = build(rows)
 
     expected = build([SequenceRow((7, 3), 2, 4), SequenceRow((5,), 0, 3)])
-    assert np.array_equal(step.packed, expected.packed)
+    for name in FIELDS:
+        assert np.array_equal(getattr(step, name), getattr(expected, name))

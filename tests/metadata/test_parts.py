@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -179,7 +180,7 @@ def test_a_bad_id_leaves_the_cache_in_order():
     cache = BlockTableCache()
     converted(cache, ["a", "b"], [(5,), (6,)])
     with pytest.raises(TypeError):
-        cache.convert(["a", "b"], [(5, 7), (6, 0.5)])
+        cache.convert(["a", "b"], cast(Any, [(5, 7), (6, 0.5)]))
 
     assert converted(cache, ["a", "b"], [(5, 7, 8), (6, 1)]) == [[5, 7, 8], [6, 1]]
 
@@ -201,7 +202,7 @@ class _Interrupt:
 def test_a_table_whose_conversion_was_interrupted_is_converted_again(changed):
     cache, table = BlockTableCache(), (5, 6, 7)
     converted(cache, ["a"], [table])
-    lens, cache._lens = cache._lens, _Interrupt(cache._lens)
+    lens, cache._lens = cache._lens, cast(Any, _Interrupt(cache._lens))
     with pytest.raises(KeyboardInterrupt):
         cache.convert(["a"], [changed])
     cache._lens = lens

@@ -155,6 +155,7 @@ def test_the_output_that_is_given_is_written(seed: int) -> None:
         ({"spec": replace(SPEC, causal=False, window_right=3)}, "a sliding window"),
         ({"spec": replace(SPEC, attention_chunk=32)}, "attention_chunk"),
         ({"alibi_slopes": torch.ones(HEADS)}, "ALiBi"),
+        ({"relative_bias": torch.ones(HEADS, 3)}, "relative_bias"),
         ({"mm_prefix_range": torch.zeros(5, 1, 2, dtype=torch.int32)}, "mm_prefix_range"),
     ],
 )

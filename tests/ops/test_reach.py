@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,13 +27,14 @@ each_implementation = pytest.mark.parametrize(
     "implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)]
 )
 WINDOW = AttentionSpec(scale=0.2, window_left=9, attention_chunk=16)
+BIDIRECTIONAL = AttentionSpec(scale=32**-0.5, causal=False)
 
 
 def _pair(case: AttentionCase, value_head_size: int) -> AttentionCase:
     cache = case.operands.pop("kv_cache")
     operands = {**case.operands}
     query = operands.pop("query")
-    pair = (np.ascontiguousarray(cache[:, 0]), np.ascontiguousarray(cache[:, 1, ..., :value_head_size]))
+    pair: Any = (np.ascontiguousarray(cache[:, 0]), np.ascontiguousarray(cache[:, 1, ..., :value_head_size]))
     case.operands.clear()
     case.operands.update({"query": query, "kv_cache": pair, **operands})
     return case
@@ -45,6 +50,10 @@ def _bias(size: int) -> np.ndarray:
     return bias
 
 
+def _by_distance(furthest: int) -> np.ndarray:
+    return np.random.default_rng(4).standard_normal((6, 2 * furthest + 1)).astype(np.float32)
+
+
 CASES = {
     "seq_causal": lambda: paged_case(
         1, seq_lens=[30, 9], query_lens=[5, 4], seq_causal=np.array([True, False]), padding_tokens=2
@@ -57,6 +66,14 @@ CASES = {
     ),
     "qq_bias": lambda: paged_case(4, seq_lens=[30, 9, 3], query_lens=[5, 4, 3], qq_bias=_bias(6)),
     "qq_bias in a window": lambda: paged_case(5, seq_lens=[200, 9], query_lens=[5, 4], spec=WINDOW, qq_bias=_bias(5)),
+    "relative_bias": lambda: paged_case(10, seq_lens=[90, 9, 1], query_lens=[5, 1, 1], relative_bias=_by_distance(7)),
+    "relative_bias beside ALiBi in a window": lambda: paged_case(
+        11, seq_lens=[200, 9], query_lens=[1, 1], spec=WINDOW, relative_bias=_by_distance(0),
+        alibi_slopes=np.linspace(0.1, 0.5, 6, dtype=np.float32),
+    ),
+    "dense relative_bias": lambda: dense_case(
+        12, key_lens=[30, 9], query_lens=[5, 12], spec=BIDIRECTIONAL, relative_bias=_by_distance(16)
+    ),
     "fp8 query": lambda: paged_case(
         6, seq_lens=[30, 9], query_lens=[5, 1], dtype="float8_e4m3fn", q_scale=1.5, k_scale=0.5, v_scale=0.25
     ),
@@ -86,10 +103,11 @@ def test_a_chunk_size_that_is_asked_for_keeps_the_result(implementation: str) ->
 @each_implementation
 def test_a_pair_of_caches_with_smaller_values_is_served(implementation: str) -> None:
     case = _pair(paged_case(11, seq_lens=[30, 9], query_lens=[5, 1]), 24)
-    arrays = {name: x for name, x in case.operands.items() if name != "kv_cache"}
+    arrays: dict[str, Any] = {name: x for name, x in case.operands.items() if name != "kv_cache"}
     cache = tuple(case.operands["kv_cache"])
+    limits: dict[str, Any] = case.limits
     found, lse = ops.paged_attention_with_lse(
-        kv_cache=cache, **arrays, scale=case.spec.scale, **case.limits, implementation=implementation
+        kv_cache=cache, **arrays, scale=case.spec.scale, **limits, implementation=implementation
     )
     tensors = tuple(torch.from_numpy(x) for x in cache)
     exact = case.run(_reference, kv_cache=tensors, compute_dtype=torch.float64)
@@ -115,7 +133,13 @@ def test_an_fp8_output_holds_the_result_over_its_scale(implementation: str) -> N
 def test_a_write_into_a_pair_of_caches_returns_the_pair(implementation: str) -> None:
     key, value = np.ones((2, 1, 8), np.float32), np.full((2, 1, 4), 2.0, np.float32)
     caches = np.zeros((3, 4, 1, 8), np.float32), np.zeros((3, 4, 1, 4), np.float32)
-    keys, values = ops.write_kv_cache(key, value, caches, np.array([5, -1], np.int32), implementation=implementation)
+    keys, values = ops.write_kv_cache(
+        jnp.asarray(key),
+        jnp.asarray(value),
+        jax.tree.map(jnp.asarray, caches),
+        jnp.array([5, -1], jnp.int32),
+        implementation=implementation,
+    )
     assert np.asarray(keys).sum() == 8
     assert np.asarray(values)[1, 1].sum() == 8
 

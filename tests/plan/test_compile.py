@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from triton import knobs
 from triton.experimental import gluon
 
 from tests.support.gluon_kernels import scaled_copy
@@ -51,6 +52,11 @@ def test_a_variant_compiles_for_hopper_without_a_device():
 def test_a_limit_on_registers_reaches_the_compiler():
     launch = dataclasses.replace(double_launch(16), maxnreg=64)
     assert ".maxnreg 64" in compile_variant(kernel_variant(launch, SPECS), 90).asm["ptx"]
+
+
+def test_products_and_sums_are_fused_whatever_the_compiler_prefers(monkeypatch):
+    monkeypatch.setattr(knobs.language, "default_fp_fusion", False)
+    assert "fma.rn" in compile_variant(kernel_variant(double_launch(16, bias=True), SPECS), 90).asm["ptx"]
 
 
 def test_a_kernel_that_does_not_fit_the_device_is_refused():

@@ -104,7 +104,7 @@ def test_what_only_a_reference_cycle_holds_is_collected_before_a_refusal() -> No
             return {"bytes_limit": 10, "bytes_in_use": 8 if holder() is not None else 0}
 
     class Node:
-        pass
+        own: object
 
     node = Node()
     node.own = node

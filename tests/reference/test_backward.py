@@ -14,7 +14,7 @@ def _forward(call: DenseCall[torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(zip(("out", "lse"), reference.attention(call, compute_dtype=torch.float64), strict=True))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_gradients_are_those_of_finite_differences(seed: int) -> None:
     call = backward_call(random_backward_case(seed, 12), _forward, with_d_lse=True)
     found = reference.attention_backward(call, compute_dtype=torch.float64)

@@ -88,6 +88,11 @@ def test_alibi_sqrt_subtracts_the_root_of_the_distance_and_leaves_later_keys_alo
     assert bias[0, 1].tolist() == pytest.approx([-2 * math.sqrt(2), -2.0, 0.0])
 
 
+def test_a_relative_bias_is_read_by_distance_and_its_ends_go_on():
+    bias = bias_of(2, 4, relative_bias=torch.tensor([[10.0, 20.0, 30.0]]))
+    assert bias.tolist() == [[[10.0, 10.0, 20.0, 30.0], [10.0, 10.0, 10.0, 20.0]]]
+
+
 def test_the_bias_between_new_tokens_starts_at_the_first_new_token():
     bias = bias_of(2, 4, qq_bias=torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 9.0], [9.0, 9.0, 9.0]]))
     assert bias.tolist() == [[[0.0, 0.0, 1.0, 2.0], [0.0, 0.0, 3.0, 4.0]]]

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch_core", "jattn")
 MAX_LINES = 500
 
-# Which of our own rooms a room may import. errors and specs are open to everybody.
+# Which of our own rooms a room may import. errors, checks and specs are open to everybody.
 ARROWS: dict[str, set[str]] = {
     "torch_core.errors": set(),
+    "torch_core.checks": set(),
     "torch_core.specs": set(),
     "torch_core.cache": set(),
     "torch_core.metadata": set(),
@@ -70,7 +71,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.calls",
     },
 }
-OPEN_TO_ALL = {"torch_core.errors", "torch_core.specs"}
+OPEN_TO_ALL = {"torch_core.errors", "torch_core.checks", "torch_core.specs"}
 # The rooms on top, which may use everything below them.
 TOP = {"jattn", "jattn.cli", "jattn.doctor", "jattn.bench"}
 
@@ -78,6 +79,7 @@ TOP = {"jattn", "jattn.cli", "jattn.doctor", "jattn.bench"}
 OUTSIDE: dict[str, set[str]] = {
     "torch_core": set(),
     "torch_core.errors": set(),
+    "torch_core.checks": set(),
     "torch_core.specs": set(),
     "torch_core.cache": set(),
     "torch_core.metadata": {"numpy"},

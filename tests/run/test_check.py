@@ -86,6 +86,10 @@ PAGED = [
     ({"seq_causal": torch.ones(2)}, r"seq_causal is float32; it must be bool"),
     ({"qq_bias": torch.ones(1, 2)}, r"qq_bias has shape \[1, 2\]; it must be \[bias_rows, bias_rows\]"),
     ({"qq_bias": torch.ones(1, 1)}, r"qq_bias has shape \[1, 1\]; both sides must be at least max_query_len = 2"),
+    (
+        {"relative_bias": torch.ones(6, 4)},
+        r"relative_bias has shape \[6, 4\]; it must have an odd number of distances, from -D to D",
+    ),
     ({"k_scale_cache": torch.ones(6, 16, 2)}, r"k_scale_cache and v_scale_cache go together; give both or none"),
     (
         {"k_scale_cache": torch.ones(6, 16, 1), "v_scale_cache": torch.ones(6, 16, 2)},

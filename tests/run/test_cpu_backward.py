@@ -10,9 +10,9 @@ from tests.support.backward_cases import assert_gradients_match, backward_call, 
 from torch_core import ops
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
-    call = backward_call(random_backward_case(seed), ops.run, with_d_lse=bool(seed % 2))
+    call = backward_call(random_backward_case(seed, 60), ops.run, with_d_lse=bool(seed % 2))
     assert_gradients_match(call, ops.run(call), f"case {seed}")
 
 

@@ -24,11 +24,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one head": {"num_kv_heads": 1, "num_heads": 1},
     "bfloat16": {"dtype": "bfloat16"},
     "fp8 cache": {"cache_dtype": "float8_e4m3fn", "k_scale": 0.5, "v_scale": 2.0},
+    "a head of 5": {"head_size": 5},
+    "odd sizes": {"head_size": 6, "block_size": 5, "num_heads": 3, "num_kv_heads": 3},
     "large": {"num_heads": 16, "num_kv_heads": 8, "head_size": 128},
 }
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+@pytest.fixture(params=[1, 2, 8], ids=["one thread", "two threads", "eight threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs a test with this many torch threads and restores the number."""
     before = torch.get_num_threads()

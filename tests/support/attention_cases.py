@@ -223,7 +223,7 @@ def random_paged_case(
         dtypes: query dtypes to draw from.
         cache_dtypes: quantised cache dtypes to draw from, besides the query's own.
         per_token_head: allow scales per token and head.
-        rare: allow `mm_prefix_range`, `qq_bias` and `seq_causal`.
+        rare: allow `mm_prefix_range`, `qq_bias`, `relative_bias` and `seq_causal`.
     """
     rng = np.random.default_rng([seed, 1])
     sizes = _random_sizes(rng)
@@ -408,4 +408,6 @@ def _random_options(
         options["qq_bias"] = bias
     if rare and rng.random() < 0.15:
         options["seq_causal"] = rng.random(num_seqs) < 0.5
+    if rare and rng.random() < 0.15:
+        options["relative_bias"] = rng.standard_normal((num_heads, 2 * int(rng.integers(0, 20)) + 1)).astype(np.float32)
     return options

@@ -46,7 +46,8 @@ def assert_gradients_match(call: DenseBackwardCall[torch.Tensor], found: dict[st
 def random_backward_case(seed: int, max_len: int = 100) -> AttentionCase:
     """Draws a small dense problem with every feature that the kernels differentiate."""
     case = random_dense_case(seed, max_len=max_len)
-    case.options.pop("qq_bias", None)
+    for name in ("qq_bias", "relative_bias"):
+        case.options.pop(name, None)
     return case
 
 
@@ -64,6 +65,8 @@ def wide_backward_case(seed: int) -> AttentionCase:
     _, num_heads, head_size = drawn.operands["query"].shape
     dtype = drawn.operands["query"].dtype.name
     num_kv_heads = drawn.operands["key"].shape[1] if not drawn.paged else drawn.operands["kv_cache"].shape[3]
+    # Scores of thousands overflow in torch's fp16, and in fp32 an lse loses more digits there than a difference.
+    values = str(rng.choice(["gaussian", "sparse", "large" if dtype == "bfloat16" else "gaussian"], p=[0.7, 0.2, 0.1]))
     options = {name: drawn.options[name] for name in ("alibi_slopes", "sinks") if name in drawn.options}
     return dense_case(
         seed,
@@ -76,7 +79,7 @@ def wide_backward_case(seed: int) -> AttentionCase:
         dtype=dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16",
         spec=drawn.spec,
         padding_tokens=int(rng.choice([0, 1, 40])),
-        values=str(rng.choice(["gaussian", "sparse", "large"], p=[0.7, 0.2, 0.1])),
+        values=values,
         **options,
     )
 

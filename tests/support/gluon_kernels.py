@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.gluon_names import async_load
 from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
@@ -20,7 +21,7 @@ def scaled_copy_kernel(x_desc, factor, y_ptr, stride, ROWS: gl.constexpr, COLUMN
     mbarrier.init(barrier, count=1)
     first = gl.program_id(0) * ROWS
     mbarrier.expect(barrier, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [first, 0], barrier, shared)
+    async_load(x_desc, [first, 0], barrier, shared)
     mbarrier.wait(barrier, 0)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tile = shared.load(layout)

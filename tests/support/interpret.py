@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 
-from torch_core.attention.split.pairs import widened, widened_plainly
+from torch_core.attention.split.pairs import widened
 from torch_core.errors import Unsupported
 from torch_core.plan.plan import Descriptor, OperationPlan, Pointer, Scalar
 from torch_core.run import torch_dtype
@@ -42,9 +43,18 @@ _TORCH_DTYPES = {
 }
 _BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _PATCHED = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base, tl.dtype)
-# Functions of inline assembly, which the interpreter cannot run, and what computes the same without.
-_PLAIN = {widened.fn: widened_plainly.fn}
 _twins: dict[Any, InterpretedFunction] = {}
+
+
+@triton.jit
+def _widened_plainly(pairs, ELEMENT: tl.constexpr):
+    low = pairs.to(tl.int8).to(ELEMENT, bitcast=True)
+    high = (pairs >> 8).to(tl.int8).to(ELEMENT, bitcast=True)
+    return low.to(tl.float16), high.to(tl.float16)
+
+
+# Functions of inline assembly, which the interpreter cannot run, and what computes the same without.
+_PLAIN = {widened.fn: _widened_plainly.fn}
 
 
 def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:

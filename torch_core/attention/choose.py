@@ -30,7 +30,9 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     launches: list[LaunchPlan] = []
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
     if not isinstance(call, PagedCall) or short < call.max_query_len:
-        launches.append(_tiles_launch(call, limits, min_query=short + 1))
+        long = {"min_query": short + 1}
+        hopper = hopper_launch(call, limits, **long) or hopper_fp8_launch(call, limits, **long)
+        launches.append(hopper or rows_launch(call, **long))
     if isinstance(call, PagedCall) and short:
         split, scratch = split_launches(call, max_query=short, zero_padding=not launches)
         launches += split
@@ -40,11 +42,3 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
 def plan_attention_backward(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked backward call that is not empty. Outputs: the gradients, see `DenseBackwardCall.outputs`."""
     return hopper_backward_plan(call, limits) or backward_plan(call, limits)
-
-
-def _tiles_launch(call: AttentionCall[ArraySpec], limits: DeviceLimits, *, min_query: int) -> LaunchPlan:
-    for plan_hopper in (hopper_launch, hopper_fp8_launch):
-        hopper = plan_hopper(call, limits, min_query=min_query)
-        if hopper is not None:
-            return hopper
-    return rows_launch(call, min_query=min_query)

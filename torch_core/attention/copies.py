@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -49,6 +49,7 @@ def copied_launch(
     kernel: Any,
     call: AttentionCall[ArraySpec],
     limits: DeviceLimits,
+    tile: Any,
     constexprs: Mapping[str, Any],
     *,
     rows: int,
@@ -64,7 +65,8 @@ def copied_launch(
         kernel: the kernel.
         call: the call.
         limits: the device.
-        constexprs: what the kernel's tile says.
+        tile: the kernel's, a dataclass; its fields are constexprs of the same name.
+        constexprs: others that only this kernel has.
         rows: query rows of a tile.
         pack: heads side by side in a tile.
         block_n: keys of one step.
@@ -82,16 +84,19 @@ def copied_launch(
         return None
     key_name, value_name = buffers(call)
     box = (copy_box(call, block_n), call.head_size)
+    # The key/value heads worked on side by side are as many as divide all of them.
+    together = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
     return make_launch(
         kernel,
         call,
         (min(items, limits.num_sms),),
         {
+            **{name.upper(): value for name, value in asdict(tile).items()},
             **constexprs,
             "NUM_HEADS": call.num_heads,
             "GROUP": call.group,
             "HEAD_SIZE": call.head_size,
-            "HEADS_TOGETHER": _heads_together(call, kv_heads) // pack,
+            "HEADS_TOGETHER": call.group * together // pack,
             "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
             "BLOCK_ROWS": key.block_rows,
             "BOX": box[0],
@@ -171,9 +176,3 @@ def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int], dtype: st
 def _fits(stride: int, dtype: str) -> bool:
     """Whether the copy engine, and stores of 16 bytes, can follow a stride."""
     return stride * DTYPE_BYTES[dtype] % 16 == 0
-
-
-def _heads_together(call: AttentionCall[ArraySpec], kv_heads: int) -> int:
-    """Returns the query heads of the most key/value heads, up to `kv_heads`, whose number divides all of them."""
-    divisor = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
-    return call.group * divisor

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_core.calls import AttentionCall, DenseBackwardCall, DenseCall, PagedCall
 from torch_core.calls.call import array_fields
-from torch_core.plan.operands import power_of_two
+from torch_core.plan.operands import power_of_two, scale_number
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import LARGEST_CODE, ArraySpec
 
@@ -21,7 +21,6 @@ __all__ = [
     "operation",
     "output",
     "padded",
-    "scale_number",
     "table_tokens",
     "value_offset",
     "values",
@@ -36,14 +35,14 @@ def keys(call: AttentionCall[ArraySpec]) -> ArraySpec:
     """Returns the keys: dense, a key cache, or the view of the keys of a combined cache."""
     if isinstance(call, DenseCall):
         return call.key
-    return _view(call.kv_cache) if call.kv_cache is not None else call.key_cache  # type: ignore[union-attr]
+    return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.key_cache  # type: ignore[union-attr]
 
 
 def values(call: AttentionCall[ArraySpec]) -> ArraySpec:
     """Returns the values, as `keys` does; in a combined cache they lie `value_offset` elements further."""
     if isinstance(call, DenseCall):
         return call.value
-    return _view(call.kv_cache) if call.kv_cache is not None else call.value_cache  # type: ignore[union-attr]
+    return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.value_cache  # type: ignore[union-attr]
 
 
 def buffers(call: AttentionCall[ArraySpec]) -> tuple[str, str]:
@@ -85,12 +84,7 @@ def is_plain(call: AttentionCall[ArraySpec]) -> bool:
 
 
 # Fields that do more to a score than that.
-_EXTRAS = frozenset(("alibi_slopes", "qq_bias", "mm_prefix_range", "k_scale_cache"))
-
-
-def scale_number(scale: ArraySpec | float | None) -> float:
-    """Returns a scale that is a number; 1 where it is absent or an array, which the kernel reads."""
-    return float(scale) if isinstance(scale, (int, float)) else 1.0
+_EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache"))
 
 
 def make_launch(
@@ -185,11 +179,6 @@ def operation(
     )
 
 
-def _view(kv_cache: ArraySpec) -> ArraySpec:
-    shape, strides = kv_cache.shape, kv_cache.element_strides
-    return ArraySpec((shape[0], *shape[2:]), kv_cache.dtype, (strides[0], *strides[2:]), kv_cache.aligned)
-
-
 def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
     spec = call.spec
     right = spec.window_right
@@ -210,6 +199,7 @@ def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
         "window_left": _bound(spec.window_left),
         "window_right": _bound(right),
         "attention_chunk": _bound(spec.attention_chunk),
+        "relative_bias_size": ABSENT if call.relative_bias is None else count(call.relative_bias.shape[1]),
         "qq_bias_size": ABSENT if call.qq_bias is None else count(call.qq_bias.shape[0]),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from itertools import chain, filterfalse, repeat
 from operator import itemgetter
 
@@ -46,7 +45,7 @@ def collect_stats(state: CacheState) -> CacheStats:
         num_sequences=len(state.sequences),
         steps_in_flight=len(state.steps),
         evictions=pool.evictions,
-        **asdict(state.counters),
+        **state.counters,
         steps=state.next_step,
     )
 

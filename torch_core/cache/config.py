@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_core.cache.groups import INT32_MAX, CacheGroup, GroupLayout, check_int
+from torch_core.cache.groups import CacheGroup, GroupLayout
+from torch_core.checks import INT32_MAX, check_int
 from torch_core.errors import InvalidInput
 
 __all__ = ["NULL_BLOCK", "CacheConfig"]
@@ -61,9 +62,8 @@ class CacheConfig:
         check_int("watermark_blocks", self.watermark_blocks, 0, self.num_blocks - 2)
         check_int("num_host_blocks", self.num_host_blocks, 0, INT32_MAX)
         for field in ("max_blocks_per_seq", "max_step_tokens"):
-            value = getattr(self, field)
-            if value is not None:
-                check_int(field, value, 1, INT32_MAX)
+            if getattr(self, field) is not None:
+                check_int(field, getattr(self, field), 1, INT32_MAX)
         for field in ("enable_prefix_caching", "verify_tokens", "scrub_on_free"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidInput(f"{field} is {getattr(self, field)!r}; it must be True or False.")

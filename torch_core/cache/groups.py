@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch_core.checks import INT32_MAX, check_int
 from torch_core.errors import InvalidInput
 
-__all__ = ["INT32_MAX", "CacheGroup", "GroupLayout", "check_int"]
-
-INT32_MAX = (1 << 31) - 1
+__all__ = ["CacheGroup", "GroupLayout"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +89,3 @@ class GroupLayout:
         if self._chunk is not None:
             return -(-num_tokens // self._chunk) * self._chunk
         return math.inf
-
-
-def check_int(name: str, value: object, low: int, high: int) -> None:
-    """Raises InvalidInput unless `value` is an int from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{name} is {value!r}; it must be an int from {low} to {high}.")
-    if not low <= value <= high:
-        raise InvalidInput(f"{name} is {value}; it must be from {low} to {high}.")

@@ -11,11 +11,13 @@ place of pickled tuples, and always the whole digest: Python's `hash` and short 
 
 from __future__ import annotations
 
+import copy
 import struct
 import sys
 from array import array
 from collections.abc import Iterable
 from hashlib import sha256
+from typing import NamedTuple
 
 from torch_core.errors import InvalidInput
 
@@ -75,14 +77,11 @@ def encode_root(
     )
 
 
-class LineageNode:
-    """The token ids of one block and, through `parent`, of all before it: what a key stands for. Never changed."""
+class LineageNode(NamedTuple):
+    """The token ids of one block and, through `parent`, of all before it: what a key stands for."""
 
-    __slots__ = ("parent", "tokens")
-
-    def __init__(self, parent: LineageNode | None, tokens: bytes) -> None:
-        self.parent = parent
-        self.tokens = tokens
+    parent: LineageNode | None
+    tokens: bytes
 
 
 def same_lineage(first: LineageNode | None, second: LineageNode | None) -> bool:
@@ -145,9 +144,7 @@ class KeyChain:
 
     def copy(self) -> KeyChain:
         """Returns a chain of its own with the same keys, for a fork."""
-        twin = object.__new__(KeyChain)
-        twin.block_size, twin._begun, twin._root = self.block_size, self._begun, self._root
-        twin._root_node = self._root_node
+        twin = copy.copy(self)
         twin.digests, twin.nodes = self.digests.copy(), self.nodes.copy()
         return twin
 

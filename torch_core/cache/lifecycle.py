@@ -10,30 +10,19 @@ from torch_core.cache.groups import GroupLayout
 from torch_core.cache.keys import KeyChain, encode_root
 from torch_core.cache.state import CacheState
 from torch_core.cache.table import SequenceState, SequenceTable
+from torch_core.checks import INT32_MAX, check_int
 from torch_core.errors import InvalidInput, RequestTooLong
 
-__all__ = [
-    "add",
-    "append_tokens",
-    "check_admission",
-    "fork",
-    "preempt",
-    "remove",
-    "reset",
-    "resume",
-    "running",
-]
+__all__ = ["add", "append_tokens", "check_admission", "fork", "preempt", "remove", "reset", "resume", "running"]
 
 _MAX_ID_CHARACTERS = 1024
-_MAX_TOKEN_ID = (1 << 31) - 1
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
 
 
 def check_admission(state: CacheState, seq_id: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
     """Refuses a request that can never fit; see `CacheManager.check_admission`."""
-    for name, value, low in (("num_prompt_tokens", num_prompt_tokens, 1), ("max_new_tokens", max_new_tokens, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise InvalidInput(f"{name} of {seq_id!r} is {value!r}; it must be an int of at least {low}.")
+    check_int(f"num_prompt_tokens of {seq_id!r}", num_prompt_tokens, 1)
+    check_int(f"max_new_tokens of {seq_id!r}", max_new_tokens, 0)
     total = num_prompt_tokens + max_new_tokens
     config = state.config
     width = max(-(-total // group.block_size) for group in state.groups)
@@ -85,7 +74,7 @@ def append_tokens(state: CacheState, seq_id: str, token_ids: Sequence[int]) -> N
     # Decoding appends one token to each of many sequences: worth a short way.
     if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
         token = token_ids[0]
-        if not 0 <= token <= _MAX_TOKEN_ID:
+        if not 0 <= token <= INT32_MAX:
             raise InvalidInput(_token_message(token_ids))
         sequence.tokens.append(token)
     else:
@@ -115,7 +104,7 @@ def fork(state: CacheState, parent_id: str, child_id: str) -> int:
         state.pool.hold(column)
     child.table = twin
     state.sequences[child_id] = child
-    state.counters.forks += 1
+    state.counters["forks"] += 1
     state.version += 1
     return length
 
@@ -125,7 +114,7 @@ def preempt(state: CacheState, seq_id: str) -> None:
     sequence, table = running(state, seq_id, "preempted")
     state.detach_table(sequence)
     # One that never ran only gives the cached prefix back that it held while it waited.
-    state.counters.preemptions += table.last_step >= 0
+    state.counters["preemptions"] += table.last_step >= 0
     state.version += 1
 
 
@@ -205,7 +194,7 @@ def _checked_tokens(token_ids: Sequence[int]) -> array[int]:
 
 def _token_message(token_ids: object) -> str:
     # Positions and types only: tokens are the user's text.
-    wanted = "each must be an int from 0 to 2147483647"
+    wanted = f"each must be an int from 0 to {INT32_MAX}"
     try:
         for position, token in enumerate(token_ids):  # type: ignore[call-overload]
             try:

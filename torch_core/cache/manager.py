@@ -144,7 +144,7 @@ class CacheManager:
             InvalidInput: unknown sequence.
         """
         lifecycle.remove(self._state, seq_id)
-        self._state.counters.cancelled += 1
+        self._state.counters["cancelled"] += 1
 
     @_verb
     def preempt(self, seq_id: str) -> None:

@@ -88,14 +88,12 @@ class PrefixIndex:
         for index, group in enumerate(groups):
             if group.keeps_everything and length:
                 length = self._run_length(index, chains[index], tokens, length) // align * align
-        settled = all(group.keeps_everything for group in groups)
-        while not settled:
-            settled = True
+        longer = None
+        while longer != length:
+            longer = length
             for index, group in enumerate(groups):
                 if not group.keeps_everything:
-                    shorter = self._longest_tail(index, group, chains[index], tokens, length, align)
-                    settled = settled and shorter == length
-                    length = shorter
+                    length = self._longest_tail(index, group, chains[index], tokens, length, align)
         return length, [self._table(i, group, chains[i], length) for i, group in enumerate(groups)]
 
     def find(self, group: int, chain: KeyChain, position: int) -> int | None:

@@ -154,15 +154,15 @@ class CacheStats:
     host_free: int
     num_sequences: int
     steps_in_flight: int
-    queried_tokens: int
-    hit_tokens: int
+    queried_tokens: int = 0
+    hit_tokens: int = 0
     evictions: int
-    preemptions: int
-    forks: int
-    copies: int
-    swapped_out: int
-    swapped_in: int
-    cancelled: int
+    preemptions: int = 0
+    forks: int = 0
+    copies: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    cancelled: int = 0
     steps: int
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch_core.cache.config import CacheConfig
@@ -10,21 +11,7 @@ from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.table import SequenceState, SequenceTable
 from torch_core.errors import InvalidInput
 
-__all__ = ["CacheState", "Counters", "StepRecord"]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals for the statistics."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    preemptions: int = 0
-    forks: int = 0
-    copies: int = 0
-    swapped_out: int = 0
-    swapped_in: int = 0
-    cancelled: int = 0
+__all__ = ["CacheState", "StepRecord"]
 
 
 @dataclass(slots=True)
@@ -66,7 +53,7 @@ class CacheState:
         next_step: the id of the next step.
         version: changes with every change of the state, so that an old plan is noticed.
         host_free: free host slots; the next one to be taken is the last.
-        counters: totals for the statistics.
+        counters: totals of `CacheStats` by name.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -75,7 +62,7 @@ class CacheState:
         self.sequences: dict[str, SequenceState] = {}
         self.next_step = 0
         self.version = 0
-        self.counters = Counters()
+        self.counters: Counter[str] = Counter()
         self.clear_blocks()
 
     def clear_blocks(self) -> None:
@@ -134,8 +121,8 @@ class CacheState:
         if self.config.enable_prefix_caching:
             limit = len(sequence.tokens) - 1
             length, blocks = self.index.match(self.groups, sequence.chains, sequence.tokens, limit)
-            self.counters.queried_tokens += len(sequence.tokens)
-            self.counters.hit_tokens += length
+            self.counters["queried_tokens"] += len(sequence.tokens)
+            self.counters["hit_tokens"] += length
             for held in blocks:
                 self.pool.hold(held)
         table = SequenceTable(sequence, blocks, length)

@@ -76,7 +76,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     for table, end in zip(plan.tables, plan.ends, strict=True):
         table.scheduled = end
         table.last_step = step_id
-    state.counters.copies += len(copies)
+    state.counters["copies"] += len(copies)
     state.version += 1
     return CommittedStep(step_id=step_id, rows=rows, copies=tuple(copies), blocks_to_scrub=state.pool.take_dirty())
 
@@ -86,7 +86,8 @@ def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, i
     steps = state.steps
     record = steps.get(step_id) if step_id.__class__ is int else None
     if record is None or record.seen:
-        raise InvalidInput(f"step_id is {step_id!r}; steps in flight are {_step_list(state)}. Retire each step once.")
+        waiting = ", ".join(str(step) for step, record in steps.items() if not record.seen) or "none"
+        raise InvalidInput(f"step_id is {step_id!r}; steps in flight are {waiting}. Retire each step once.")
     if num_kept_tokens:
         for position, end in _checked_cuts(record, step_id, num_kept_tokens):
             _cut(state, record, position, end)
@@ -213,8 +214,3 @@ def _check_entry(state: CacheState, seq_id: object, count: object) -> None:
         raise InvalidInput(f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned.")
     if type(count) is not int or count < 1:
         raise InvalidInput(f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1.")
-
-
-def _step_list(state: CacheState) -> str:
-    waiting = [step for step, record in state.steps.items() if not record.seen]
-    return ", ".join(map(str, waiting)) if waiting else "none"

@@ -38,7 +38,7 @@ def swap_out(state: CacheState, sequence: SequenceState, table: SequenceTable) -
     table.leave()
     table.last_step = step_id
     record.leaving.append(table)
-    state.counters.swapped_out += len(swaps)
+    state.counters["swapped_out"] += len(swaps)
     state.version += 1
     return CommittedStep(step_id=step_id, swaps=tuple(swaps), blocks_to_scrub=state.pool.take_dirty())
 
@@ -70,6 +70,6 @@ def swap_in(state: CacheState, sequence: SequenceState, swapped: SwappedTable) -
     sequence.table = table
     sequence.swapped = None
     record.host_slots.extend(slot for column in swapped.slots for slot in column if slot is not None)
-    state.counters.swapped_in += len(swaps)
+    state.counters["swapped_in"] += len(swaps)
     state.version += 1
     return CommittedStep(step_id=step_id, swaps=swaps, blocks_to_scrub=pool.take_dirty())

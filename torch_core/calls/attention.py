@@ -27,6 +27,8 @@ class AttentionCall(Call[A]):
         mm_prefix_range: pairs (first, last position) of bidirectional attention: a query inside a pair sees every key
             inside it, whatever the other bounds say. A pair with last <= first is empty.
         qq_bias: added to the scores between a sequence's own new tokens (tree attention); -inf hides.
+        relative_bias: added to the scores by the distance of key and query, head by head (T5's buckets, spread out):
+            entry `D + clip(key - query, -D, D)` of `2 * D + 1`; finite.
         seq_causal: overrides `spec.causal` sequence by sequence.
         out: where the result goes; None makes a new array.
         out_scale: for an fp8 output, which then holds `result / out_scale`, saturated.
@@ -42,6 +44,7 @@ class AttentionCall(Call[A]):
     sinks: Float[A, "num_heads"] | None = None
     mm_prefix_range: Int32[A, "num_seqs ranges 2"] | None = None
     qq_bias: Float[A, "bias_rows bias_rows"] | None = None
+    relative_bias: Float[A, "num_heads distances"] | None = None
     seq_causal: Bool[A, "num_seqs"] | None = None
     out: Float[A, "num_tokens num_heads value_head_size"] | None = None
     out_scale: Float32[A, "1"] | float | None = None
@@ -155,6 +158,12 @@ class AttentionCall(Call[A]):
             raise InvalidInput(
                 f"qq_bias has shape {list(self.qq_bias.shape)}; both sides must be at least max_query_len = "
                 f"{self.max_query_len}."
+            )
+
+        if self.relative_bias is not None and self.relative_bias.shape[1] % 2 == 0:
+            raise InvalidInput(
+                f"relative_bias has shape {list(self.relative_bias.shape)}; it must have an odd number of distances, "
+                "from -D to D."
             )
 
     def _keys_and_values(self) -> tuple[A, A]:

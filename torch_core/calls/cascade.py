@@ -92,7 +92,8 @@ def cascade_calls(call: PagedCall[A], prefix: SharedPrefix[A]) -> tuple[PagedCal
 
     Raises:
         InvalidInput: an array of the prefix has another shape or dtype.
-        Unsupported: a mask or bias that depends on the distance to the prefix: windows, chunks, ALiBi, ranges.
+        Unsupported: a mask or bias that depends on the distance to the prefix: windows, chunks, ALiBi,
+            relative_bias, ranges.
     """
     _check(prefix.map(lambda array: ArraySpec(tuple(array.shape), dtype_name(array))))
     spec = call.spec
@@ -100,6 +101,7 @@ def cascade_calls(call: PagedCall[A], prefix: SharedPrefix[A]) -> tuple[PagedCal
         "a sliding window": spec.window_left is not None or spec.window_right is not None,
         "attention_chunk": spec.attention_chunk is not None,
         "ALiBi": call.alibi_slopes is not None,
+        "relative_bias": call.relative_bias is not None,
         "mm_prefix_range": call.mm_prefix_range is not None,
     }
     for name, found in clash.items():

@@ -18,7 +18,10 @@ __all__ = ["IMPLEMENTATIONS", "SERVES", "Served", "refuse_unserved", "serves_tab
 IMPLEMENTATIONS = ("triton", "torch", "xla")
 _MAX_HEAD_SIZE = 256
 _MAX_BLOCK_SIZE = 256
-_CONTIGUOUS = ("alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "seq_causal", "slot_mapping", "block_mapping")
+_CONTIGUOUS = (
+    "alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "relative_bias", "seq_causal", "slot_mapping",
+    "block_mapping",
+)  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
 
@@ -117,8 +120,10 @@ def _strides(call: Call[Any], implementation: str) -> str | None:
 
 
 def _derivative(call: Call[Any], implementation: str) -> str | None:
-    bias = isinstance(call, DenseBackwardCall) and call.qq_bias is not None
-    return "qq_bias has a derivative" if bias and implementation != "xla" else None
+    if not isinstance(call, DenseBackwardCall) or implementation == "xla":
+        return None
+    biases = [name for name in ("relative_bias", "qq_bias") if getattr(call, name) is not None]
+    return f"{biases[0]} has a derivative" if biases else None
 
 
 #: The rows, as the docs print them.
@@ -156,7 +161,8 @@ SERVES: tuple[Served, ...] = (
     Served("scales of keys and values: per tensor (number or array); per token and head", _ALL),
     Served("causal, windows to both sides, attention_chunk, together too", _ALL),
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
-    Served("query-query bias (qq_bias), logits_soft_cap, ALiBi, ALiBi-sqrt, sinks, together too", _ALL),
+    Served("biases by distance (ALiBi, its root form, relative_bias) and between new tokens (qq_bias)", _ALL),
+    Served("logits_soft_cap, sinks, together too", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),
     Served(
@@ -166,11 +172,11 @@ SERVES: tuple[Served, ...] = (
     Served(
         "reverse derivatives",
         {
-            "triton": "dense, of query, key, value, ALiBi slopes and sinks; not with qq_bias",
+            "triton": "dense, of query, key, value, ALiBi slopes and sinks; not beside other biases",
             "torch": "the same",
             "xla": "of everything, forward ones too",
         },
         _derivative,
     ),
-    Served("vmap", {"triton": "yes, one after the other", "torch": "the same", "xla": "yes"}),
+    Served("vmap", {"triton": "dense in one call, others one after the other", "torch": "the same", "xla": "yes"}),
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_core.calls import DenseBackwardCall
-from torch_core.cpu.masks import Extras, additive_mask, alibi_form, key_range
+from torch_core.cpu.masks import Extras, additive_mask, key_range
 
 __all__ = ["attention_backward"]
 
@@ -60,9 +60,9 @@ def attention_backward(call: DenseBackwardCall[Tensor]) -> dict[str, Tensor]:
             if "d_sinks" in found:
                 sinks = call.sinks.float().view(*heads, 1, 1)  # type: ignore[union-attr]
                 found["d_sinks"] -= (torch.exp(sinks - row_lse) * delta).double().sum((2, 3)).flatten()
-            if "d_alibi_slopes" in found:
+            if "d_alibi_slopes" in found and extras.by_distance is not None:
                 distance = np.arange(*near)[None, :] - np.arange(*positions)[:, None]
-                form = torch.from_numpy(alibi_form(distance.astype(np.float32), call.spec))
+                form = torch.from_numpy(extras.by_distance.alibi_form(distance.astype(np.float32)))
                 found["d_alibi_slopes"] += (d_scores * form).double().sum((2, 3)).flatten()
             d_scores *= scores_by
             d_query[rows] += torch.einsum("hgqk,khd->qhgd", d_scores, key)

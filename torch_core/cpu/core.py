@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 __all__ = ["attend", "fused_applies"]
+
+#: float32 elements of 16 bytes. Without MKL_CBWR, MKL on some processors rounds products of few rows in another order
+#: where an operand is not aligned to so many bytes; multiples of them make no difference.
+_ALIGNED = 4
+#: Rows and keys that the fused kernel takes at a time, of few rows.
+_ROWS_AT_A_TIME, _KEYS_AT_A_TIME = 32, 512
 
 # F.scaled_dot_product_attention calls the same kernel but does not return the lse.
 _flash_attention = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
@@ -43,15 +52,10 @@ def attend(
     if scale < 0:
         # The fused kernel masks before it scales: -inf would become inf.
         query, scale = -query, -scale
+    if query.shape[-1] % _ALIGNED:
+        query = query.clone()
     if fused_applies(logits_soft_cap, query.shape[-1], value.shape[-1]):
-        if query.shape[0] * query.shape[1] == 1:
-            # A single (batch, head) item is not spread over threads, and the matrix library inside then starts
-            # threads of its own and rounds differently than for the same item in a larger batch. Two equal items
-            # cost nothing where there are two threads, and keep the result independent of the batch.
-            query, key, value = (x.expand(2, *x.shape[1:]) for x in (query, key, value))
-            output, lse = _flash_attention(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
-            return output[:1], lse[:1]
-        return _flash_attention(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
+        return _attend_fused(query, key, value, scale, bias, is_causal)
     scores = torch.matmul(query, key.transpose(-1, -2))
     if logits_soft_cap is None:
         scores.mul_(scale)
@@ -65,3 +69,24 @@ def attend(
     highest = scores.amax(-1, keepdim=True)
     total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
     return torch.matmul(scores, value).div_(total), total.log_().add_(highest).squeeze(-1)
+
+
+def _attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, head_size = query.shape
+    # The kernel's threads share one buffer, in parts of so many elements per row. Rows are added until all parts and
+    # all items of the query are aligned alike, or a row's bits would depend on the thread that it falls to.
+    per_row = min(key.shape[2], _KEYS_AT_A_TIME) + 2 + head_size
+    missing_rows = -rows % (_ALIGNED // math.gcd(_ALIGNED, per_row, head_size))
+    if missing_rows and rows < _ROWS_AT_A_TIME:
+        query = pad(query, (0, 0, 0, missing_rows))
+        if bias is not None and bias.shape[2] > 1:
+            bias = pad(bias, (0, 0, 0, missing_rows))
+    if batch * heads == 1:
+        # A single (batch, head) item is not spread over threads, and the matrix library inside then starts threads of
+        # its own and rounds differently than for the same item in a larger batch. Two equal items cost nothing where
+        # there are two threads, and keep the result independent of the batch.
+        query, key, value = (x.expand(2, *x.shape[1:]) for x in (query, key, value))
+    output, lse = _flash_attention(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return output[:batch, :, :rows], lse[:batch, :, :rows]

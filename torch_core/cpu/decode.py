@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch_core.calls import PagedCall
 from torch_core.cpu.core import attend
 from torch_core.cpu.gather import gather_blocks
-from torch_core.cpu.masks import alibi_form
+from torch_core.cpu.masks import DistanceBias
 
 __all__ = ["decode_group", "padded_blocks"]
 
@@ -20,7 +22,7 @@ def padded_blocks(num_keys: int, block_size: int) -> int:
     """Returns how many blocks a decode row is padded to.
 
     The values are few, because each costs a call, about 100 us, whatever its size: 64, 128, 256 tokens, then two per
-    octave.
+    octave; and multiples of four tokens, so that every sequence of a group is aligned alike.
 
     Example:
         >>> [padded_blocks(keys, 16) * 16 for keys in (1, 65, 129, 257, 513, 1025)]
@@ -31,7 +33,8 @@ def padded_blocks(num_keys: int, block_size: int) -> int:
         length = max(_SMALLEST_LENGTH, octave)
     else:
         length = octave if num_keys > octave * 3 // 4 else octave * 3 // 4
-    return -(-length // block_size)
+    unit = math.lcm(block_size, 4)
+    return -(-length // unit) * unit // block_size
 
 
 def decode_group(
@@ -40,7 +43,7 @@ def decode_group(
     lengths: list[tuple[int, int, int]],
     num_padded_blocks: int,
     scale: float,
-    slopes: np.ndarray | None,
+    by_distance: DistanceBias | None,
 ) -> tuple[Tensor, Tensor]:
     """Attends one query row of each of several sequences.
 
@@ -53,7 +56,7 @@ def decode_group(
         lengths: for each sequence its row of the block tables, its first visible key, and its number of keys.
         num_padded_blocks: the common padded length.
         scale: factor on the scores, every other scale included.
-        slopes: float32 `[num_heads]`, of ALiBi.
+        by_distance: what is added by the distance of the key.
 
     Returns:
         float32 output `[num_seqs, num_kv_heads, group_size, head_size]` and lse without the last axis.
@@ -74,8 +77,8 @@ def decode_group(
             mask[index, 0, 0, :first] = -np.inf
         live.append((first, end))
     key, value = gather_blocks(call, blocks, live)
-    if slopes is not None:
-        last = np.array([end - 1 for _, end in live], np.float32)[:, None, None, None]
-        form = alibi_form(np.arange(length, dtype=np.float32) - last, call.spec)
-        mask = mask + slopes.reshape(1, num_kv_heads, -1, 1) * form
+    if by_distance is not None:
+        last = np.array([end - 1 for _, end in live], np.float32)[:, None]
+        bias = by_distance.at(np.arange(length, dtype=np.float32) - last)
+        mask = mask + bias.swapaxes(0, 1).reshape(num_seqs, num_kv_heads, -1, length)
     return attend(query, key, value, scale=scale, bias=torch.from_numpy(mask))

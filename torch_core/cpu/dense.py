@@ -32,17 +32,9 @@ def attention(call: DenseCall[Tensor]) -> dict[str, Tensor]:
         key_len = key_starts[seq + 1] - key_starts[seq]
         first = 0 if extras.mm_ranges is not None else first_key(key_len - rows.stop + rows.start, key_len, call.spec)
         keys = slice(key_starts[seq] + first, key_starts[seq + 1])
-        results.store(
-            rows,
-            *attend_rows(
-                query[rows],
-                key[keys].transpose(0, 1),
-                value[keys].transpose(0, 1),
-                first_key=first,
-                key_len=key_len,
-                scale=call.spec.scale,
-                spec=call.spec,
-                extras=extras,
-            ),
+        near = (x[keys].transpose(0, 1) for x in (key, value))
+        attended = attend_rows(
+            query[rows], *near, first_key=first, key_len=key_len, scale=call.spec.scale, spec=call.spec, extras=extras
         )
+        results.store(rows, *attended)
     return found

@@ -27,11 +27,7 @@ def raw_array(tensor: Tensor) -> np.ndarray:
     return tensor.view(_RAW_DTYPES[tensor.dtype.itemsize]).numpy()
 
 
-def gather_blocks(
-    call: PagedCall[Tensor],
-    blocks: np.ndarray,
-    live: list[tuple[int, int]],
-) -> tuple[Tensor, Tensor]:
+def gather_blocks(call: PagedCall[Tensor], blocks: np.ndarray, live: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Returns float32 keys and values of several sequences, padded to one length.
 
     Args:

@@ -11,7 +11,43 @@ from torch_core.calls import AttentionCall
 from torch_core.cpu.gather import raw_array
 from torch_core.specs import AttentionSpec
 
-__all__ = ["Extras", "additive_mask", "alibi_form", "first_key", "first_row_with_keys", "key_range"]
+__all__ = ["DistanceBias", "Extras", "additive_mask", "first_key", "first_row_with_keys", "key_range"]
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceBias:
+    """What is added to a score by how far the key is from its row.
+
+    Attributes:
+        slopes: float32 `[num_heads]` of ALiBi, or None.
+        use_alibi_sqrt: the square-root form.
+        biases: float32 `[num_heads, 2 * D + 1]` for the distances from -D to D, or None.
+    """
+
+    slopes: np.ndarray | None
+    use_alibi_sqrt: bool
+    biases: np.ndarray | None
+
+    @classmethod
+    def of(cls, call: AttentionCall[Tensor]) -> DistanceBias | None:
+        """Returns that of a call, or None."""
+        given = (call.alibi_slopes, call.relative_bias)
+        slopes, biases = (None if array is None else raw_array(array.float()) for array in given)
+        return None if slopes is biases is None else cls(slopes, call.spec.use_alibi_sqrt, biases)
+
+    def at(self, distances: np.ndarray) -> np.ndarray:
+        """Returns `[num_heads, *distances.shape]` for float32 positions of keys minus those of their rows."""
+        bias = np.float32(0)
+        if self.slopes is not None:
+            bias = self.slopes.reshape(-1, *[1] * distances.ndim) * self.alibi_form(distances)
+        if self.biases is not None:
+            furthest = self.biases.shape[1] // 2
+            bias = bias + self.biases[:, np.clip(distances, -furthest, furthest).astype(np.int64) + furthest]
+        return np.asarray(bias)
+
+    def alibi_form(self, distances: np.ndarray) -> np.ndarray:
+        """Returns what the slopes are multiplied with."""
+        return -np.sqrt(np.maximum(-distances, 0)) if self.use_alibi_sqrt else distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +58,19 @@ class Extras:
         causal: overrides `spec.causal`.
         mm_ranges: int `[ranges, 2]`, inclusive spans of bidirectional attention.
         bias: float32 `[rows, rows]`, between the new tokens.
-        slopes: float32 `[num_heads]`, of ALiBi.
+        by_distance: what is added by the distance of the key.
     """
 
     causal: bool | None = None
     mm_ranges: np.ndarray | None = None
     bias: np.ndarray | None = None
-    slopes: np.ndarray | None = None
+    by_distance: DistanceBias | None = None
 
     @classmethod
     def of(cls, call: AttentionCall[Tensor]) -> Extras:
         """Returns what all sequences of a call share."""
-        slopes, bias = (None if x is None else raw_array(x.float()) for x in (call.alibi_slopes, call.qq_bias))
-        return cls(bias=bias, slopes=slopes)
+        bias = None if call.qq_bias is None else raw_array(call.qq_bias.float())
+        return cls(bias=bias, by_distance=DistanceBias.of(call))
 
     def of_sequence(self, call: AttentionCall[Tensor], seq: int) -> Extras:
         """Returns what sequence number `seq` adds."""
@@ -127,16 +163,11 @@ def additive_mask(
             if first < last:
                 hidden &= ~((first <= p) & (p <= last) & (first <= j) & (j <= last))
     mask = np.zeros((1, *hidden.shape), np.float32)
-    if extras.slopes is not None:
-        mask = extras.slopes[:, None, None] * alibi_form((j - p).astype(np.float32), spec)
+    if extras.by_distance is not None:
+        mask = extras.by_distance.at((j - p).astype(np.float32))
     if extras.bias is not None:
         first_new = max(context_len, keys[0])
         rows = slice(positions[0] - context_len, positions[1] - context_len)
         mask[:, :, first_new - keys[0] :] += extras.bias[rows, first_new - context_len : keys[1] - context_len]
     mask[:, hidden] = -np.inf
     return mask
-
-
-def alibi_form(distance: np.ndarray, spec: AttentionSpec) -> np.ndarray:
-    """Returns what a slope of ALiBi multiplies, for float32 positions of keys minus those of their rows."""
-    return -np.sqrt(np.maximum(-distance, 0)) if spec.use_alibi_sqrt else distance

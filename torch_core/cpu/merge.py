@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_core.calls import MergeCall
 from torch_core.cpu.gather import scale_value
-from torch_core.cpu.result import saturated
+from torch_core.cpu.result import merge_lse, saturated
 
 __all__ = ["merge_states"]
 
@@ -18,9 +18,8 @@ def merge_states(call: MergeCall[Tensor]) -> dict[str, Tensor]:
     if call.num_tokens_a is not None:
         lse_a = lse_a.clone()
         lse_a[call.num_tokens_a :] = -torch.inf
-    lse = torch.logaddexp(lse_a, lse_b)
-    # The weight of a is a sigmoid of the difference; two empty states make it NaN, which no branch below uses.
-    weight = torch.sigmoid(lse_a - lse_b)[..., None]
+    weight, lse = merge_lse(lse_a, lse_b)
+    weight = weight[..., None]
     part_a = torch.where((lse_a == -torch.inf)[..., None], 0, weight * call.out_a.float())
     part_b = torch.where((lse_b == -torch.inf)[..., None], 0, (1 - weight) * call.out_b.float())
     merged = part_a + part_b

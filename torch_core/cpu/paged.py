@@ -11,7 +11,7 @@ from torch_core.cpu.core import fused_applies
 from torch_core.cpu.decode import decode_group, padded_blocks
 from torch_core.cpu.gather import gather_blocks, scale_value
 from torch_core.cpu.masks import Extras, first_key
-from torch_core.cpu.result import ResultRows, open_results
+from torch_core.cpu.result import open_results
 from torch_core.cpu.rows import attend_rows
 
 __all__ = ["paged_attention"]
@@ -49,59 +49,29 @@ def paged_attention(call: PagedCall[Tensor]) -> dict[str, Tensor]:
     found, results = open_results(call, num_stored)
     query = _as_heads(call.query, call.num_kv_heads)
     scale = call.spec.scale * scale_value(call.k_scale) * scale_value(call.q_scale)
-    _attend_groups(call, query, scale, extras, groups, starts, results)
-    for seq in single:
-        _attend_single(call, query, scale, extras.of_sequence(call, seq), seq, starts, results)
-    return found
-
-
-def _attend_groups(
-    call: PagedCall[Tensor],
-    query: Tensor,
-    scale: float,
-    extras: Extras,
-    groups: dict[int, list[tuple[int, int, int]]],
-    starts: list[int],
-    results: ResultRows,
-) -> None:
     for num_blocks, members in groups.items():
-        elements = num_blocks * call.block_size * call.num_kv_heads * call.head_size
-        limit = max(1, _MAX_GROUP_ELEMENTS // elements)
+        limit = max(1, _MAX_GROUP_ELEMENTS // (num_blocks * block_size * call.num_kv_heads * call.head_size))
         for at in range(0, len(members), limit):
             part = members[at : at + limit]
             rows = _rows([starts[member[0]] for member in part])
-            results.store(rows, *decode_group(call, query[rows], part, num_blocks, scale, extras.slopes))
+            results.store(rows, *decode_group(call, query[rows], part, num_blocks, scale, extras.by_distance))
+    for seq in single:
+        rows = slice(starts[seq], starts[seq + 1])
+        results.store(rows, *_attend_single(call, query[rows], scale, extras.of_sequence(call, seq), seq))
+    return found
 
 
 def _attend_single(
-    call: PagedCall[Tensor],
-    query: Tensor,
-    scale: float,
-    extras: Extras,
-    seq: int,
-    starts: list[int],
-    results: ResultRows,
-) -> None:
+    call: PagedCall[Tensor], query: Tensor, scale: float, extras: Extras, seq: int
+) -> tuple[Tensor, Tensor]:
     seq_len, block_size = int(call.seq_lens[seq]), call.block_size
-    rows = slice(starts[seq], starts[seq + 1])
-    first = 0 if extras.mm_ranges is not None else first_key(seq_len - rows.stop + rows.start, seq_len, call.spec)
+    first = 0 if extras.mm_ranges is not None else first_key(seq_len - len(query), seq_len, call.spec)
     first_block = first // block_size
     blocks = call.block_tables.numpy()[seq : seq + 1, first_block : -(-seq_len // block_size)].astype(np.int64)
     live = (first - first_block * block_size, seq_len - first_block * block_size)
     key, value = gather_blocks(call, blocks, [live])
-    results.store(
-        rows,
-        *attend_rows(
-            query[rows],
-            key[0, :, live[0] : live[1]],
-            value[0, :, live[0] : live[1]],
-            first_key=first,
-            key_len=seq_len,
-            scale=scale,
-            spec=call.spec,
-            extras=extras,
-        ),
-    )
+    key, value = (rows[0, :, live[0] : live[1]] for rows in (key, value))
+    return attend_rows(query, key, value, first_key=first, key_len=seq_len, scale=scale, spec=call.spec, extras=extras)
 
 
 def _as_heads(query: Tensor, num_kv_heads: int) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_core.calls import AttentionCall
 from torch_core.cpu.gather import scale_value
 
-__all__ = ["ResultRows", "open_results", "saturated"]
+__all__ = ["ResultRows", "merge_lse", "open_results", "saturated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class ResultRows:
             lse: float32 `[rows, num_kv_heads, group_size]`; -inf marks rows that saw no key, which sinks leave alone.
         """
         if self.sinks is not None:
-            output = output * torch.sigmoid(lse - self.sinks)[..., None]
-            lse = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, self.sinks))
+            weight, with_sinks = merge_lse(lse, self.sinks)
+            output = output * weight[..., None]
+            lse = torch.where(lse == -torch.inf, lse, with_sinks)
         if self.factor != 1.0:
             output = output * self.factor
         if self.out.dtype.itemsize == 1:
@@ -75,6 +77,17 @@ def open_results(call: AttentionCall[Tensor], num_stored: int) -> tuple[dict[str
         scale_value(getattr(call, "v_scale", None)) / scale_value(call.out_scale),
     )
     return results, rows
+
+
+def merge_lse(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weight of a part a beside a part b, and the lse of both, float32; NaN weighs two empty parts.
+
+    numpy rounds an element alike wherever it stands; torch's loops end in scalars that are rounded otherwise.
+    """
+    part_a, part_b = (lse.detach().double().numpy() for lse in (lse_a, lse_b))
+    with np.errstate(invalid="ignore", over="ignore"):
+        weight = 1 / (1 + np.exp(part_b - part_a))
+    return torch.from_numpy(weight).float(), torch.from_numpy(np.logaddexp(part_a, part_b)).float()
 
 
 def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,12 +56,12 @@ def attend_rows(
     irregular = extras.irregular
     first_row = 0 if irregular else first_row_with_keys(query_len, key_len, causal, spec)
     fused = fused_applies(spec.logits_soft_cap, head_size, value_head_size)
-    plain = not irregular and extras.slopes is None
+    plain = not irregular and extras.by_distance is None
     plain = plain and _sees_everything(first_row, query_len, key_len, causal, spec)
     if fused and plain and (not causal or query_len - first_row == key_len):
         step = query_len
     else:
-        per_row = key_len * (1 if fused and extras.slopes is None else heads[0] * heads[1])
+        per_row = key_len * (1 if fused and extras.by_distance is None else heads[0] * heads[1])
         step = max(1, min(_MAX_MASKED_ROWS, _MAX_SCORE_ELEMENTS // per_row))
     parts = []
     for start in range(first_row, query_len, step):

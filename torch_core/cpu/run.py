@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from torch_core.calls import Call, CopyCall, DenseBackwardCall, DenseCall, MergeCall, PagedCall, WriteCall
@@ -14,21 +17,19 @@ from torch_core.errors import Unsupported
 
 __all__ = ["run_on_cpu"]
 
+_FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
+    PagedCall: paged_attention,
+    DenseCall: attention,
+    DenseBackwardCall: attention_backward,
+    WriteCall: write_kv_cache,
+    CopyCall: copy_blocks,
+    MergeCall: merge_states,
+}
+
 
 def run_on_cpu(call: Call[Tensor]) -> dict[str, Tensor]:
     """Computes a checked call; returns its results by name (`out`, `lse`), given ones included."""
-    if isinstance(call, PagedCall):
-        return paged_attention(call)
-    if isinstance(call, DenseBackwardCall):
-        return attention_backward(call)
-    if isinstance(call, DenseCall):
-        return attention(call)
-    if isinstance(call, WriteCall):
-        write_kv_cache(call)
-        return {}
-    if isinstance(call, CopyCall):
-        copy_blocks(call)
-        return {}
-    if isinstance(call, MergeCall):
-        return merge_states(call)
-    raise Unsupported(f"{type(call).__name__} has no implementation for CPU tensors.")
+    function = _FUNCTIONS.get(type(call))
+    if function is None:
+        raise Unsupported(f"{type(call).__name__} has no implementation for CPU tensors.")
+    return function(call) or {}

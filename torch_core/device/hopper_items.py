@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.hopper_work import work_item
 
-__all__ = ["ITEMS", "find_items", "item_count", "read_item"]
+__all__ = ["ITEMS", "find_items", "item_count", "read_item", "words_of"]
 
 #: Work items that are found ahead. A power of two.
 ITEMS = gl.constexpr(4)
@@ -64,16 +64,22 @@ def read_item(items, turn):
         (first query row, query tokens, position of the first, keys, first head, sequence, row of the first key).
     """
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    fields = gl.arange(0, 8, layout=layout)
     slot = turn % ITEMS
     mbarrier.wait(items.full.index(slot), (turn // ITEMS) & 1)
     told = items.tiles.index(slot).load(layout)
     mbarrier.arrive(items.empty.index(slot), count=1)
-    first_row = gl.sum(gl.where(fields == 0, told, 0), 0)
-    tokens = gl.sum(gl.where(fields == 1, told, 0), 0)
-    first_pos = gl.sum(gl.where(fields == 2, told, 0), 0)
-    num_keys = gl.sum(gl.where(fields == 3, told, 0), 0)
-    head = gl.sum(gl.where(fields == 4, told, 0), 0)
-    seq = gl.sum(gl.where(fields == 5, told, 0), 0)
-    first_key = gl.sum(gl.where(fields == 6, told, 0), 0)
-    return first_row, tokens, first_pos, num_keys, head, seq, first_key
+    return words_of(told)
+
+
+@gluon.jit
+def words_of(told):
+    """The first seven of eight words that every thread has, one by one."""
+    fields = gl.arange(0, 8, layout=told.type.layout)
+    a = gl.sum(gl.where(fields == 0, told, 0), 0)
+    b = gl.sum(gl.where(fields == 1, told, 0), 0)
+    c = gl.sum(gl.where(fields == 2, told, 0), 0)
+    d = gl.sum(gl.where(fields == 3, told, 0), 0)
+    e = gl.sum(gl.where(fields == 4, told, 0), 0)
+    f = gl.sum(gl.where(fields == 5, told, 0), 0)
+    g = gl.sum(gl.where(fields == 6, told, 0), 0)
+    return a, b, c, d, e, f, g

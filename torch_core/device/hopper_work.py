@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from torch_core.device.gluon_names import async_load
 
 __all__ = ["copy_tile", "count_tiles", "key_tiles", "level_by_level", "tile_rows", "work_item", "zero_outside"]
 
@@ -160,9 +162,7 @@ def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr):
     lanes = gl.arange(0, 32, layout=rows.type.layout)
     for i in gl.static_range(SHAPE.BLOCK_N // SHAPE.BOX):
         row = gl.sum(gl.where(lanes == i, rows, 0), 0)
-        tma.async_copy_global_to_shared(
-            array, [row, column], barrier, tiles.index(slot).slice(i * SHAPE.BOX, SHAPE.BOX)
-        )
+        async_load(array, [row, column], barrier, tiles.index(slot).slice(i * SHAPE.BOX, SHAPE.BOX))
 
 
 @gluon.jit

@@ -45,6 +45,8 @@ class Scoring(NamedTuple):
         scale: the attention scale with per-tensor scales of query and key folded in.
         soft_cap: the soft cap.
         slopes: ALiBi slope of each row.
+        relative_bias: for each row a pointer to its head's biases by distance.
+        relative_bias_size: how many there are for a head, from -D to D.
         qq_bias: bias [qq_bias_size, qq_bias_size] on the scores between the sequence's own new tokens (tree attention).
         qq_bias_size: its size.
         context: tokens of the sequence before its first query.
@@ -56,6 +58,8 @@ class Scoring(NamedTuple):
     scale: Any
     soft_cap: Any
     slopes: Any
+    relative_bias: Any
+    relative_bias_size: Any
     qq_bias: Any
     qq_bias_size: Any
     context: Any
@@ -215,10 +219,8 @@ def tile_scores(
 
     Args:
         products: query @ key, unscaled.
-        query_pos: positions of the rows in their sequence.
-        key_pos: positions of the keys.
+        query_pos, key_pos: positions of the rows and of the keys in their sequence.
         key_scales: scale of each key's row, or None.
-        scoring: the Scoring of the rows.
         ALIBI_SQRT: ALiBi is -slope * sqrt(distance).
         NUM_RANGES: number of pairs in `scoring.ranges`.
         MASKED: False when every row is known to see every key of the tile.
@@ -237,8 +239,10 @@ def tile_scores(
         rows = query_pos[:, None]
         keys = key_pos[None, :]
     slopes = scoring.slopes
+    relative_bias = scoring.relative_bias
     qq_bias = scoring.qq_bias
-    if key_scales is None and scoring.soft_cap is None and slopes is None and qq_bias is None and not EXACT:
+    UNBIASED: tl.constexpr = slopes is None and relative_bias is None and qq_bias is None
+    if key_scales is None and scoring.soft_cap is None and UNBIASED and not EXACT:
         scores = products
         factor = scoring.scale * LOG2E
     else:
@@ -253,6 +257,10 @@ def tile_scores(
                 scores += slopes * distance
             else:
                 scores += slopes[:, None] * distance
+        if relative_bias is not None:
+            furthest = scoring.relative_bias_size // 2
+            entry = tl.minimum(tl.maximum(keys - rows, -furthest), furthest) + furthest
+            scores += tl.load(relative_bias[:, None] + entry).to(tl.float32)
         if qq_bias is not None:
             row = rows - scoring.context
             column = keys - scoring.context

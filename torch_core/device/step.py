@@ -9,7 +9,7 @@ from torch_core.device.mask import tile_scores
 from torch_core.device.softmax import softmax_step
 from torch_core.device.tiles import key_rows, load_tile, token_head_scales
 
-__all__ = ["add_product", "attend_tile", "row_products"]
+__all__ = ["attend_tile", "row_products"]
 
 
 @triton.jit
@@ -37,14 +37,10 @@ def attend_tile(
         q: query rows [rows, HEAD_PADDED] in the type that the matrix units multiply.
         acc, row_max, row_sum: the running softmax: unnormalised output rows, maxima and sums.
         pages: block id of each key (paged), else not used.
-        position: position of the first key.
-        columns: the keys of the tile, counted from it.
+        position, columns: position of the first key; the keys of the tile, counted from it.
         inside: keys that may be read; the others count as 0. Not used unless MASKED.
-        query_pos: positions of the rows.
-        keys: the Keys of the sequence's head.
-        scoring: the Scoring of the rows.
-        LAYOUT: the KeyLayout.
-        ALIBI_SQRT, NUM_RANGES, MASKED, EXACT: see mask.tile_scores.
+        keys, LAYOUT: the Keys of the sequence's head, and their KeyLayout.
+        query_pos, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT: see mask.tile_scores.
 
     Returns:
         The new (acc, row_max, row_sum).
@@ -71,29 +67,20 @@ def attend_tile(
     if keys.value_scales is not None:
         factors = token_head_scales(keys.value_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
         weights = weights * factors[None, :]
-    return add_product(weights.to(q.dtype), v, acc, keep[:, None], EXACT), row_max, row_sum
+    if EXACT:
+        # Tile by tile: one chain of additions over all keys would lose digits that torch's blocked sums keep. The
+        # fused form stops the compiler from turning the sum back into that chain.
+        tile = tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        acc = tl.math.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), tile)
+    else:
+        acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
 
 
 @triton.jit
 def row_products(a, b, EXACT: tl.constexpr):
     """a @ b^T in fp32, for rows of a head."""
     return _halved_dot(a, b) if EXACT and a.shape[1] > 128 else tl.dot(a, tl.trans(b), input_precision="ieee")
-
-
-@triton.jit
-def add_product(a, b, acc, keep, EXACT: tl.constexpr):
-    """acc * keep + a @ b; `keep` is None for 1."""
-    if EXACT:
-        # Tile by tile: one chain of additions over all tiles would lose digits that torch's blocked sums keep. The
-        # fused form stops the compiler from turning the sum back into that chain.
-        tile = tl.dot(a, b, input_precision="ieee")
-        factor = tl.full(acc.shape, 1.0, tl.float32) if keep is None else tl.broadcast_to(keep, acc.shape)
-        acc = tl.math.fma(acc, factor, tile)
-    else:
-        if keep is not None:
-            acc = acc * keep
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit

@@ -46,14 +46,7 @@ class RowLayout(NamedTuple):
 
 @triton.jit
 def query_tile(
-    query,
-    tokens,
-    heads,
-    live,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    STRIDES: tl.constexpr,
-    NEGATE: tl.constexpr,
+    query, tokens, heads, live, SIZE: tl.constexpr, PADDED: tl.constexpr, STRIDES: tl.constexpr, NEGATE: tl.constexpr
 ):
     """Loads the rows (token, head) of the query, 0 where not live; negated for a negative attention scale."""
     dims = tl.arange(0, PADDED)
@@ -88,25 +81,22 @@ def store_rows(output, values, row_lse, tokens, heads, live, LAYOUT: tl.constexp
     values = values * factor
     if LAYOUT.LIMIT > 0:
         values = tl.minimum(tl.maximum(values, -LAYOUT.LIMIT), LAYOUT.LIMIT)
-    dims = tl.arange(0, LAYOUT.PADDED)
-    rows = output.out + tokens.to(tl.int64) * LAYOUT.STRIDES[0] + heads * LAYOUT.STRIDES[1]
-    mask = live[:, None] & (dims < LAYOUT.SIZE)[None, :]
-    tl.store(rows[:, None] + dims[None, :], values.to(output.out.dtype.element_ty), mask=mask)
-    _store_lse(output, row_lse, tokens, heads, live, LAYOUT)
+    _store(output, values, row_lse, tokens, heads, live, LAYOUT)
 
 
 @triton.jit
 def zero_rows(output, tokens, heads, live, LAYOUT: tl.constexpr):
     """Writes what rows without a visible key hold: zeros, and a log-sum-exp of -inf."""
-    dims = tl.arange(0, LAYOUT.PADDED)
-    rows = output.out + tokens.to(tl.int64) * LAYOUT.STRIDES[0] + heads * LAYOUT.STRIDES[1]
-    zeros = tl.zeros([tokens.shape[0], LAYOUT.PADDED], tl.float32).to(output.out.dtype.element_ty)
-    tl.store(rows[:, None] + dims[None, :], zeros, mask=live[:, None] & (dims < LAYOUT.SIZE)[None, :])
-    _store_lse(output, tl.full([tokens.shape[0]], float("-inf"), tl.float32), tokens, heads, live, LAYOUT)
+    zeros = tl.zeros([tokens.shape[0], LAYOUT.PADDED], tl.float32)
+    _store(output, zeros, tl.full([tokens.shape[0]], float("-inf"), tl.float32), tokens, heads, live, LAYOUT)
 
 
 @triton.jit
-def _store_lse(output, row_lse, tokens, heads, live, LAYOUT: tl.constexpr):
+def _store(output, values, row_lse, tokens, heads, live, LAYOUT: tl.constexpr):
+    dims = tl.arange(0, LAYOUT.PADDED)
+    rows = output.out + tokens.to(tl.int64) * LAYOUT.STRIDES[0] + heads * LAYOUT.STRIDES[1]
+    mask = live[:, None] & (dims < LAYOUT.SIZE)[None, :]
+    tl.store(rows[:, None] + dims[None, :], values.to(output.out.dtype.element_ty), mask=mask)
     if output.lse is not None:
         rows = output.lse + tokens.to(tl.int64) * LAYOUT.LSE_STRIDES[0] + heads * LAYOUT.LSE_STRIDES[1]
         tl.store(rows, row_lse, mask=live)

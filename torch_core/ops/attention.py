@@ -44,6 +44,7 @@ def paged_call(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mm_prefix_range: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     qq_bias: Tensor | None = None,
     seq_causal: Tensor | None = None,
     kv_chunk_size: int | None = None,
@@ -74,6 +75,7 @@ def paged_call(
         alibi_slopes: float `[num_heads]`.
         sinks: float `[num_heads]`, a logit without a value in every softmax; the lse includes it.
         mm_prefix_range: int32 `[num_seqs, ranges, 2]`, spans of bidirectional attention.
+        relative_bias: float `[num_heads, 2 * D + 1]`, added by the distance `clip(key - query, -D, D)`.
         qq_bias: float `[rows, rows]`, added to the scores between new tokens.
         seq_causal: bool `[num_seqs]`, overrides `spec.causal`.
         kv_chunk_size: keys of one chunk of the split kernel; see `PagedCall`.
@@ -117,6 +119,7 @@ def paged_call(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         mm_prefix_range=mm_prefix_range,
+        relative_bias=relative_bias,
         qq_bias=qq_bias,
         seq_causal=seq_causal,
         kv_chunk_size=kv_chunk_size,
@@ -138,6 +141,7 @@ def dense_call(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mm_prefix_range: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     qq_bias: Tensor | None = None,
     seq_causal: Tensor | None = None,
 ) -> DenseCall[Tensor]:
@@ -160,6 +164,7 @@ def dense_call(
         alibi_slopes: float `[num_heads]`.
         sinks: float `[num_heads]`, a logit without a value in every softmax; the lse includes it.
         mm_prefix_range: int32 `[num_seqs, ranges, 2]`, spans of bidirectional attention.
+        relative_bias: float `[num_heads, 2 * D + 1]`, added by the distance `clip(key - query, -D, D)`.
         qq_bias: float `[rows, rows]`, added to the scores between queries and the last keys.
         seq_causal: bool `[num_seqs]`, overrides `spec.causal`.
 
@@ -184,6 +189,7 @@ def dense_call(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         mm_prefix_range=mm_prefix_range,
+        relative_bias=relative_bias,
         qq_bias=qq_bias,
         seq_causal=seq_causal,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_core.plan.plan import ABSENT, Argument, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
-__all__ = ["ceil_div", "power_of_two", "scale_pointer", "scale_value", "strides"]
+__all__ = ["ceil_div", "power_of_two", "scale_number", "scale_pointer", "scale_value", "strides"]
 
 
 def scale_pointer(name: str, scale: ArraySpec | float | None) -> Argument:
@@ -13,9 +13,14 @@ def scale_pointer(name: str, scale: ArraySpec | float | None) -> Argument:
     return Pointer(name) if isinstance(scale, ArraySpec) else ABSENT
 
 
+def scale_number(scale: ArraySpec | float | None) -> float:
+    """Returns a scale that is a number; 1 where it is absent or an array, which the kernel reads."""
+    return 1.0 if scale is None or isinstance(scale, ArraySpec) else float(scale)
+
+
 def scale_value(scale: ArraySpec | float | None) -> Scalar:
-    """Returns the by-value argument of a scale; 1 unless the scale is a number."""
-    return Scalar(1.0 if scale is None or isinstance(scale, ArraySpec) else float(scale), "fp32")
+    """Returns `scale_number` as an argument by value."""
+    return Scalar(scale_number(scale), "fp32")
 
 
 def strides(prefix: str, axes: tuple[str, ...], array: ArraySpec) -> dict[str, Argument]:

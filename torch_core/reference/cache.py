@@ -80,11 +80,7 @@ def largest_code(dtype: torch.dtype) -> float:
 
 
 def _store(
-    real: Tensor,
-    cache: Tensor,
-    place: tuple[int, int],
-    scale: Tensor | float | None,
-    scale_cache: Tensor | None,
+    real: Tensor, cache: Tensor, place: tuple[int, int], scale: Tensor | float | None, scale_cache: Tensor | None
 ) -> None:
     if scale_cache is not None:
         scale_cache[place] = (real.float().abs().amax(dim=-1) / largest_code(cache.dtype)).clamp(min=SMALLEST_SCALE)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_core.calls import AttentionCall
 from torch_core.specs import AttentionSpec
 
-__all__ = ["score_bias", "visible_keys"]
+__all__ = ["biases", "score_bias", "visible_keys"]
 
 
 def visible_keys(
@@ -59,14 +60,20 @@ def visible_keys(
     return visible
 
 
+def biases(call: AttentionCall[Tensor]) -> dict[str, Tensor | None]:
+    """Returns the arguments of `score_bias` that are arrays of a call."""
+    return {"alibi_slopes": call.alibi_slopes, "relative_bias": call.relative_bias, "qq_bias": call.qq_bias}
+
+
 def score_bias(
     query_len: int,
     key_len: int,
     *,
     spec: AttentionSpec,
-    alibi_slopes: Tensor | None,
-    qq_bias: Tensor | None,
     dtype: torch.dtype,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    qq_bias: Tensor | None = None,
 ) -> Tensor | None:
     """Returns what is added to the scaled and capped scores of one sequence, before the mask.
 
@@ -74,21 +81,27 @@ def score_bias(
         query_len: query rows of the sequence.
         key_len: keys of the sequence.
         spec: the static options; `use_alibi_sqrt` picks the form of ALiBi.
+        dtype: the dtype of the result.
         alibi_slopes: float `[num_heads]`, or None. Adds `slope * (j - p)` (Press et al., arXiv 2108.12409), or, in
             the square root form, `-slope * sqrt(p - j)` for `j <= p` and nothing for later keys.
+        relative_bias: float `[num_heads, 2 * D + 1]`, or None. Adds entry `D + clip(j - p, -D, D)`
+            (Raffel et al., arXiv 1910.10683: one for a bucket of distances).
         qq_bias: float `[rows, rows]` with at least `query_len` rows, or None: the bias between the new tokens of a
             sequence, the same for every sequence (tree attention: 0 on ancestors, -inf elsewhere). Column 0 is the
             first new token. It is added after the mask has been decided: -inf hides a key, and nothing shows one.
-        dtype: the dtype of the result.
 
     Returns:
         `[num_heads or 1, query_len, key_len]`, or None when there is nothing to add.
     """
     bias = None
+    distance = torch.arange(key_len)[None, :] - torch.arange(key_len - query_len, key_len)[:, None]
     if alibi_slopes is not None:
-        distance = torch.arange(key_len)[None, :] - torch.arange(key_len - query_len, key_len)[:, None]
         form = -(-distance).clamp(min=0).to(dtype).sqrt() if spec.use_alibi_sqrt else distance.to(dtype)
         bias = alibi_slopes.cpu().to(dtype)[:, None, None] * form
+    if relative_bias is not None:
+        furthest = relative_bias.shape[1] // 2
+        relative = relative_bias.cpu().to(dtype)[:, distance.clamp(-furthest, furthest) + furthest]
+        bias = relative if bias is None else bias + relative
     if qq_bias is not None:
         context_len = key_len - query_len
         between = torch.zeros(1, query_len, key_len, dtype=dtype)

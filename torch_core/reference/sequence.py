@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_core.calls import AttentionCall, Call
-from torch_core.reference.masks import score_bias, visible_keys
+from torch_core.reference.masks import biases, score_bias, visible_keys
 from torch_core.specs import AttentionSpec
 
 __all__ = ["attend", "attend_sequence", "empty_results", "on_the_host", "store_output"]
@@ -24,10 +24,9 @@ def attend(call: AttentionCall[Tensor], seq: int, query: Tensor, key: Tensor, va
         value,
         spec=call.spec,
         causal=None if call.seq_causal is None else bool(call.seq_causal[seq]),
-        alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
         mm_prefix_range=None if call.mm_prefix_range is None else call.mm_prefix_range[seq],
-        qq_bias=call.qq_bias,
+        **biases(call),
     )
 
 
@@ -38,15 +37,14 @@ def attend_sequence(
     *,
     spec: AttentionSpec,
     causal: bool | None = None,
-    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     mm_prefix_range: Tensor | None = None,
-    qq_bias: Tensor | None = None,
+    **bias_arrays: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attends one sequence, in the dtype of its arguments (which have their scales applied already).
 
-    Score of query `i` and key `j`: `scale * q_i . k_j`, then the soft cap `cap * tanh(score / cap)`, then the ALiBi
-    and query-query biases, then the mask. The softmax of a row runs over its visible keys and, with sinks, over one
+    Score of query `i` and key `j`: `scale * q_i . k_j`, then the soft cap `cap * tanh(score / cap)`, then the
+    biases, then the mask. The softmax of a row runs over its visible keys and, with sinks, over one
     more logit per head that has no value (gpt-oss; the "attention sink" of vLLM). Key and value rows that no query
     sees are never read into a result, whatever they contain: 0 x NaN would be NaN, so they are set to zero first.
 
@@ -56,10 +54,9 @@ def attend_sequence(
         value: `[key_len, num_kv_heads, value_head_size]`.
         spec: the static options.
         causal: overrides `spec.causal`.
-        alibi_slopes: float `[num_heads]`.
         sinks: float `[num_heads]`.
         mm_prefix_range: int `[ranges, 2]`; see `visible_keys`.
-        qq_bias: float `[rows, rows]`; see `score_bias`.
+        **bias_arrays: alibi_slopes, qq_bias and what else `score_bias` takes.
 
     Returns:
         The output `[query_len, num_heads, value_head_size]` in the dtype of `query`, and the natural logarithm of
@@ -70,7 +67,7 @@ def attend_sequence(
     key_len, num_kv_heads, _ = key.shape
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     visible = visible_keys(query_len, key_len, spec=spec, causal=causal, mm_prefix_range=mm_prefix_range)
-    bias = score_bias(query_len, key_len, spec=spec, alibi_slopes=alibi_slopes, qq_bias=qq_bias, dtype=lse_dtype)
+    bias = score_bias(query_len, key_len, spec=spec, dtype=lse_dtype, **bias_arrays)
     if bias is not None:
         visible = visible & (bias > -torch.inf).all(dim=0)
     hidden_from_all = ~visible.any(dim=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -14,7 +14,7 @@ from torch_core.errors import InvalidInput
 from torch_core.plan.compile import check_fits, compile_variant, kernel_variant
 from torch_core.plan.plan import Absent, Descriptor, DeviceLimits, OperationPlan, Pointer, Scalar
 from torch_core.planner import plan_call
-from torch_core.run.tensors import array_spec, empty_results, torch_dtype
+from torch_core.run.tensors import array_spec, empty_results, layout_spec, torch_dtype
 from torch_core.specs import ArraySpec
 
 __all__ = ["device_limits", "prepare_operation", "run_operation", "run_planned"]
@@ -28,18 +28,25 @@ def run_planned(
     Args:
         call: the call.
         arrays: `call.arrays()`.
-        device: where they are.
+        device: where the first of them is.
     """
-    specs = call.with_arrays({name: array_spec(tensor) for name, tensor in arrays.items()})
-    if call.is_empty:
-        specs.check()
+    found = []
+    for name, value in call.__dict__.items():
+        if name not in arrays:
+            found.append((name, value))
+            continue
+        if value.device != device:
+            raise _elsewhere(call.name, name, value, device)
+        strides = None if value.is_contiguous() else value.stride()
+        found.append((name, value.shape, value.dtype, strides, value.data_ptr() % 16 == 0))
+    ready = _ready(type(call), tuple(found), device)
+    if ready is None:
         return empty_results(call, arrays, device)
-    plan = plan_call(specs, device_limits(device))
-    results = run_operation(plan, arrays, arrays)
-    for name in call.written:
-        if name in ("out", "lse"):
-            results[name] = arrays[name]
-    return results
+    buffers = dict(arrays)
+    for name, shape, dtype in ready.new:
+        buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+    _launch(ready.launches, buffers, device)
+    return {name: buffers[name] for name in ready.results}
 
 
 def run_operation(
@@ -73,11 +80,9 @@ def run_operation(
     for name, spec in (*plan.outputs, *plan.scratch):
         given = None if out is None else out.get(name)
         buffers[name] = _empty(spec, device) if given is None else _checked_output(plan.name, name, given, spec)
-    if torch.cuda.current_device() == device.index:
-        _launch_all(plan, buffers, device)
-    else:
-        with torch.cuda.device(device):
-            _launch_all(plan, buffers, device)
+    for name, spec in plan.specs.items():
+        _check_address(plan.name, name, buffers[name], spec, device)
+    _launch(_prepared(plan, device.index), buffers, device)
     return {name: buffers[name] for name, _ in plan.outputs}
 
 
@@ -103,16 +108,47 @@ def device_limits(device: torch.device) -> DeviceLimits:
     )
 
 
-def _launch_all(plan: OperationPlan, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    # Numbers, not tensors: for a tensor the launcher asks the driver about the address on every call.
-    aligned = _aligned_buffers(plan)
-    addresses = {name: _address(plan.name, name, tensor, device, aligned) for name, tensor in buffers.items()}
+class _Ready(NamedTuple):
+    """What is left to do for a call of known layout: arrays to make, launches, and the names of the results."""
+
+    new: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    launches: tuple[Any, ...]
+    results: tuple[str, ...]
+
+
+# By one tuple of layouts and options: a call of specs would have to be made first, and is slower to hash and compare.
+@lru_cache(maxsize=8192)
+def _ready(call_class: type[Call[Any]], found: tuple[Any, ...], device: torch.device) -> _Ready | None:
+    specs = call_class.of({name: known[0] if len(known) == 1 else layout_spec(*known) for name, *known in found})
+    if specs.is_empty:
+        specs.check()
+        return None
+    plan = plan_call(specs, device_limits(device))
+    for name, spec in plan.outputs:
+        given = getattr(specs, name, None)
+        if given is not None:
+            _check_output(plan.name, name, given, spec)
+    given = specs.arrays()
+    new = tuple(
+        (name, spec.shape, torch_dtype(spec.dtype))
+        for name, spec in (*plan.outputs, *plan.scratch)
+        if name not in given
+    )
+    written = [name for name in specs.written if name in ("out", "lse")]
+    return _Ready(new, _prepared(plan, device.index), tuple(dict.fromkeys([*dict(plan.outputs), *written])))
+
+
+def _launch(launches: tuple[Any, ...], buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return _launch(launches, buffers, device)
     stream = torch.cuda.current_stream(device).cuda_stream
     hooked = _has_hooks()
-    for compiled, run, template, pointers, descriptors, grid in _prepared(plan, device.index):
+    for compiled, run, template, pointers, descriptors, grid in launches:
         arguments = list(template)
         for index, name in pointers:
-            arguments[index] = addresses[name]
+            # Numbers, not tensors: for a tensor the launcher asks the driver about the address on every call.
+            arguments[index] = buffers[name].data_ptr()
         for index, descriptor in descriptors:
             arguments[index] = _tensor_descriptor(descriptor, buffers[descriptor.buffer])
         if hooked:
@@ -120,6 +156,7 @@ def _launch_all(plan: OperationPlan, buffers: Mapping[str, torch.Tensor], device
         else:
             # What compiled[grid] does, without a closure and a record for hooks that nobody set.
             run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    return None
 
 
 def _has_hooks() -> bool:
@@ -158,21 +195,19 @@ def _constant(argument: Any) -> Any:
     return None if isinstance(argument, Absent) else argument
 
 
-def _address(operation: str, name: str, tensor: torch.Tensor, device: torch.device, aligned: frozenset[str]) -> int:
+def _check_address(operation: str, name: str, tensor: torch.Tensor, spec: ArraySpec, device: torch.device) -> None:
     if tensor.device != device:
-        raise InvalidInput(f"{operation}: {name} is on {tensor.device} and the first input on {device}; move it there.")
+        raise _elsewhere(operation, name, tensor, device)
     address = tensor.data_ptr()
-    if address % 16 and name in aligned:
+    if address % 16 and spec.aligned:
         raise InvalidInput(
             f"{operation}: {name} starts {address % 16} bytes after a multiple of 16, and the plan was made for an "
             "aligned array; clone it, or give the plan its array_spec."
         )
-    return address
 
 
-@lru_cache(maxsize=4096)
-def _aligned_buffers(plan: OperationPlan) -> frozenset[str]:
-    return frozenset(name for name, spec in plan.specs.items() if spec.aligned)
+def _elsewhere(operation: str, name: str, tensor: torch.Tensor, device: torch.device) -> InvalidInput:
+    return InvalidInput(f"{operation}: {name} is on {tensor.device} and the first input on {device}; move it there.")
 
 
 def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
@@ -188,10 +223,13 @@ def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
 
 
 def _checked_output(operation: str, name: str, tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    found = array_spec(tensor)
+    _check_output(operation, name, array_spec(tensor), spec)
+    return tensor
+
+
+def _check_output(operation: str, name: str, found: ArraySpec, spec: ArraySpec) -> None:
     if found.shape != spec.shape or found.dtype != spec.dtype or found.strides != spec.strides:
         raise InvalidInput(
             f"{operation}: out {name!r} is {found.dtype}{list(found.shape)} with strides {found.element_strides}; it "
             f"must be {spec.dtype}{list(spec.shape)} with strides {spec.element_strides}."
         )
-    return tensor

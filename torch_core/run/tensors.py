@@ -10,20 +10,21 @@ from torch import Tensor
 from torch_core.calls import Call
 from torch_core.specs import ArraySpec
 
-__all__ = ["array_spec", "dtype_name", "empty_results", "torch_dtype"]
+__all__ = ["array_spec", "dtype_name", "empty_results", "layout_spec", "torch_dtype"]
 
 
 def array_spec(tensor: torch.Tensor) -> ArraySpec:
     """Returns the spec of a tensor; contiguous ones get `strides=None`, so that equal layouts share plans."""
     strides = None if tensor.is_contiguous() else tensor.stride()
-    return _array_spec(tuple(tensor.shape), tensor.dtype, strides, tensor.data_ptr() % 16 == 0)
+    return layout_spec(tuple(tensor.shape), tensor.dtype, strides, tensor.data_ptr() % 16 == 0)
 
 
 @lru_cache(maxsize=8192)
-def _array_spec(
+def layout_spec(
     shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None, aligned: bool
 ) -> ArraySpec:
-    return ArraySpec(shape, dtype_name(dtype), strides, aligned)
+    """Returns the spec of a layout; `strides` is None for a contiguous one."""
+    return ArraySpec(tuple(shape), dtype_name(dtype), strides, aligned)
 
 
 @cache

@@ -28,14 +28,18 @@ _SPEC = AttentionSpec(scale=0.088)
 _WINDOW = AttentionSpec(scale=0.088, window_left=4095)
 _SCALE = ArraySpec((1,), "float32")
 _TOKEN_SCALES = ArraySpec((_NUM_BLOCKS, 16, 8), "float32")
+_OUT, _LSE = ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"), ArraySpec((_PREFILL_TOKENS, 32), "float32")
 _SCALED: dict[str, Any] = {"k_scale": _SCALE, "v_scale": _SCALE}
 _WINDOW_SINKS: dict[str, Any] = {"spec": _WINDOW, "sinks": ArraySpec((32,), "float32")}
 
 
-def plans_in_use() -> dict[str, OperationPlan]:
+def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     """Returns representative plans by label: 32 query heads of size 128 over 8 key/value heads unless it says other.
 
     A label starts with the operation; the rest names what differs from bfloat16, block size 16 and causal.
+
+    Args:
+        arch: compute capability as one number; for 90 some plans of the older devices are among them.
     """
     calls: dict[str, Call[ArraySpec]] = {
         "write": _write(),
@@ -46,7 +50,7 @@ def plans_in_use() -> dict[str, OperationPlan]:
             cache_dtype="int8", k_scale_cache=_TOKEN_SCALES, v_scale_cache=_TOKEN_SCALES
         ),
         "copy blocks": CopyCall(kv_cache=_cache("bfloat16"), block_mapping=ArraySpec((64, 2), "int32")),
-        "merge": _merge(),
+        "merge": MergeCall(out_a=_OUT, lse_a=_LSE, out_b=_OUT, lse_b=_LSE),
         "decode": _decode(),
         "decode long": _decode(num_seqs=1, table_tokens=65536),
         "decode one chunk": _decode(num_seqs=256, table_tokens=512),
@@ -74,9 +78,7 @@ def plans_in_use() -> dict[str, OperationPlan]:
         "prefill fp8 query head 64": _prefill(dtype=_FP8, head_size=64),
         "prefill fp8 query window sinks lse": _prefill(dtype=_FP8, with_lse=True, **_WINDOW_SINKS),
         "prefill soft cap window": _prefill(
-            head_size=256,
-            heads=(8, 4),
-            spec=AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0),
+            head_size=256, heads=(8, 4), spec=AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0)
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
@@ -89,18 +91,18 @@ def plans_in_use() -> dict[str, OperationPlan]:
             _dense(AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0), head_size=256)
         ),
     }
-    older = DeviceLimits(arch=80)
-    return {
-        **{label: plan_call(call) for label, call in calls.items()},
-        **{f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense")},
-    }
+    plans = {label: plan_call(call, DeviceLimits(arch=arch)) for label, call in calls.items()}
+    if arch == 90:
+        older = DeviceLimits(arch=80)
+        plans |= {f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense")}
+    return plans
 
 
-def variants_in_use() -> dict[str, tuple[KernelVariant, bool]]:
+def variants_in_use(arch: int = 90) -> dict[str, tuple[KernelVariant, bool]]:
     """Returns each distinct compiled kernel with whether it is hot, labelled by plan and kernel."""
     variants: dict[str, tuple[KernelVariant, bool]] = {}
     seen: set[KernelVariant] = set()
-    for label, plan in plans_in_use().items():
+    for label, plan in plans_in_use(arch).items():
         for launch in plan.launches:
             variant = kernel_variant(launch, plan.specs)
             if variant not in seen:
@@ -121,11 +123,6 @@ def _write(
     return WriteCall(
         key=new, value=new, kv_cache=_cache(cache_dtype, head_size=head_size), slot_mapping=slots, **scales
     )
-
-
-def _merge() -> MergeCall[ArraySpec]:
-    out, lse = ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"), ArraySpec((_PREFILL_TOKENS, 32), "float32")
-    return MergeCall(out_a=out, lse_a=lse, out_b=out, lse_b=lse)
 
 
 def _decode(

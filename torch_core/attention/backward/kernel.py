@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.attention.backward.step import load_rows, score_slope, tile_weights
+from torch_core.attention.backward.step import add_product, load_rows, score_slope, tile_weights
 from torch_core.device.mask import (
     LOG2E,
     Bounds,
@@ -21,7 +21,7 @@ from torch_core.device.mask import (
     visible_keys,
     visible_queries,
 )
-from torch_core.device.step import add_product, row_products
+from torch_core.device.step import row_products
 from torch_core.device.store import query_tile
 from torch_core.device.tiles import readable
 from torch_core.device.work import locate_tile
@@ -149,7 +149,7 @@ def backward_queries_kernel(
     if seq_causal is not None:
         window_right = tl.where(tl.load(seq_causal + seq) != 0, 0, window_right)
     bounds = Bounds(window_left, window_right, attention_chunk)
-    scoring = Scoring(scale, soft_cap, slopes, None, None, context, bounds, ranges, num_keys)
+    scoring = Scoring(scale, soft_cap, slopes, None, None, None, None, context, bounds, ranges, num_keys)
     first_pos = context + first_token
     last_pos = context + tl.minimum(first_token + BLOCK_M, query_len) - 1
     low, high = visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES)
@@ -159,7 +159,7 @@ def backward_queries_kernel(
     key += key_start.to(tl.int64) * KEY_STRIDES[0] + kv_head * KEY_STRIDES[1]
     value += key_start.to(tl.int64) * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[1]
     columns = tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float64 if EXACT else tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
 
     for position in tl.range(body_start, body_end, BLOCK_N, num_stages=STAGES):
@@ -242,8 +242,8 @@ def backward_keys_kernel(
     kv_head = tl.program_id(1)
     seq, index, total = locate_tile(tile, key_start_loc, num_seqs, BLOCK_SEQS, BLOCK_N, 1)
     rows = tl.arange(0, BLOCK_N)
-    acc_key = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
-    acc_value = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
+    acc_key = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float64 if EXACT else tl.float32)
+    acc_value = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float64 if EXACT else tl.float32)
 
     if tile >= total:
         padded = tl.load(key_start_loc + num_seqs) + (tile - total) * BLOCK_N + rows
@@ -354,7 +354,7 @@ def _query_step(
     if scoring.slopes is not None:
         slope_sum += tl.sum(d_scores * alibi_distance(query_pos[:, None], key_pos[None, :], ALIBI_SQRT), 1)
     d_scores = score_slope(d_scores, products, scoring)
-    return add_product(d_scores.to(k.dtype), k, acc, None, EXACT), slope_sum
+    return add_product(d_scores.to(k.dtype), k, acc, EXACT), slope_sum
 
 
 @triton.jit
@@ -409,16 +409,16 @@ def _key_step(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head).to(tl.float32)
-    scoring = Scoring(scale, soft_cap, slopes, None, None, context, bounds, ranges, num_keys)
+    scoring = Scoring(scale, soft_cap, slopes, None, None, None, None, context, bounds, ranges, num_keys)
     products = row_products(k, q, EXACT)
     # Both before the exponentials: 2 to 11% faster here, and slower in the queries' kernel.
     d_weights = row_products(v, gradient, EXACT)
     weights = tile_weights(
         products, context + position + columns, key_pos, logsum, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, True
     )
-    acc_value = add_product(weights.to(k.dtype), gradient, acc_value, None, EXACT)
+    acc_value = add_product(weights.to(k.dtype), gradient, acc_value, EXACT)
     d_scores = score_slope(weights * (d_weights - row_delta[None, :]), products, scoring)
-    return add_product(d_scores.to(k.dtype), q, acc_key, None, EXACT), acc_value
+    return add_product(d_scores.to(k.dtype), q, acc_key, EXACT), acc_value
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch_core.device.mask import LOG2E, soft_capped, tile_scores
 from torch_core.device.tiles import load_tile
 
-__all__ = ["load_rows", "score_slope", "tile_weights"]
+__all__ = ["add_product", "load_rows", "score_slope", "tile_weights"]
 
 
 @triton.jit
@@ -58,3 +58,13 @@ def score_slope(gradient, products, scoring):
         tanh = soft_capped(products * scoring.scale, scoring.soft_cap) / scoring.soft_cap
         gradient = gradient * (1.0 - tanh * tanh)
     return gradient
+
+
+@triton.jit
+def add_product(a, b, acc, EXACT: tl.constexpr):
+    """acc + a @ b. With EXACT the sum is float64: over a group's heads a chain is far longer than torch's blocks."""
+    if EXACT:
+        acc += tl.dot(a, b, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_items import item_count, read_item
 from torch_core.device.hopper_work import copy_tile, key_tiles, tile_rows, zero_outside
 from torch_core.device.mask import visible_keys
@@ -73,13 +74,13 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
             mbarrier.expect(queries.full.index(slot), 64 * WARPGROUPS * HEAD_SIZE * 2)
             for i in gl.static_range(WARPGROUPS):
                 if PACK == 1:
-                    tma.async_copy_global_to_shared(
+                    async_load(
                         call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
                         queries.tiles.index(slot * WARPGROUPS + i),
                     )  # fmt: skip
                 else:
                     # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
-                    tma.async_copy_global_to_shared(
+                    async_load(
                         call.query, [first_row + i * (64 // PACK), head, 0], queries.full.index(slot),
                         queries.tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
                     )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.copies import Matrix, array_matrix, copied_launch, copy_descriptor, is_copied
@@ -47,26 +45,16 @@ def hopper_launch(
     if tile is None or pack == 0 or not _is_served(call, limits):
         return None
     query = array_matrix(call, "query", tile.block_n)
-    if query is None or not _is_packed(query, pack):
+    # The copy engine wants the stride of each axis of the query to be a multiple of the next one's.
+    if query is None or (pack > 1 and (query.head_stride <= 0 or query.stride % query.head_stride)):
         return None
-    constexprs: dict[str, Any] = {
-        "PACK": pack,
-        "WARPGROUPS": tile.warpgroups,
-        "BLOCK_N": tile.block_n,
-        "STAGES": tile.stages,
-        "QUERY_STAGES": tile.query_stages,
-        "CONSUMER_REGISTERS": tile.consumer_registers,
-        "PRODUCER_REGISTERS": tile.producer_registers,
-        "PING_PONG": tile.ping_pong,
-        "OVERLAP": tile.overlap,
-        "PAGED": isinstance(call, PagedCall),
-        "QUERY_STRIDE": query.head_stride if pack == 1 else 0,
-    }
+    query_stride = query.head_stride if pack == 1 else 0
     return copied_launch(
         hopper_prefill_kernel,
         call,
         limits,
-        constexprs,
+        tile,
+        {"PACK": pack, "PAGED": isinstance(call, PagedCall), "QUERY_STRIDE": query_stride},
         rows=tile.rows,
         pack=pack,
         block_n=tile.block_n,
@@ -82,11 +70,6 @@ def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
         and call.query.dtype in ("bfloat16", "float16")
         and keys(call).dtype == output(call).dtype == call.query.dtype
     )
-
-
-def _is_packed(query: Matrix, pack: int) -> bool:
-    # The copy engine wants the stride of each axis of the query to be a multiple of the next one's.
-    return pack == 1 or (query.head_stride > 0 and query.stride % query.head_stride == 0)
 
 
 def _query_descriptor(call: AttentionCall[ArraySpec], query: Matrix, pack: int) -> Descriptor:

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.attention.hopper.softmax import initial_state, row_state, softmax_step, unpack_weights
-from torch_core.attention.hopper.step import attend_tile
+from torch_core.attention.hopper.step import attend_tiles
 from torch_core.device.hopper_items import item_count, read_item
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
@@ -51,8 +51,6 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         mbarrier.wait(rings.query.full.index(slot), (turn // QUERY_STAGES) & 1)
 
         span = own_tiles(first_pos, tokens, num_keys, call.bounds, in_rows, OWN, SHAPE)
-        first = span.first
-        last = span.last
         for _ in range(span.own_end, span.end):
             skip_tile(keys, values, step, OWN, SHAPE)
             step += 1
@@ -65,54 +63,23 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(keys.empty.index(stage), count=1)
         position = (span.own_end - 1) * BLOCK_N
-        s = mask_scores(s, first - position, last - position, LEFT)
+        s = mask_scores(s, span.first - position, span.last - position, LEFT)
         weights, state = softmax_step(s, initial_state(factor, S_LAYOUT, BLOCK_N), q, True)
         step += 1
 
-        for i in range(span.own_end - 1 - span.body_end):
-            position = (span.own_end - 2 - i) * BLOCK_N
-            weights, acc, state = attend_tile(
-                q,
-                rings,
-                step,
-                weights,
-                acc,
-                state,
-                first - position,
-                last - position,
-                OWN,
-                SHAPE,
-                OVERLAP,
-                True,
-                LEFT,
-                S_LAYOUT,
-            )
-            step += 1
-        for _ in range(span.body_end - span.body_start):
-            weights, acc, state = attend_tile(
-                q, rings, step, weights, acc, state, first, last, OWN, SHAPE, OVERLAP, False, LEFT, S_LAYOUT
-            )
-            step += 1
+        step, acc, weights, state = attend_tiles(
+            q, rings, step, acc, weights, state, span.first, span.last, span.body_end, span.own_end - 1, OWN, SHAPE,
+            OVERLAP, True, LEFT, S_LAYOUT,
+        )  # fmt: skip
+        step, acc, weights, state = attend_tiles(
+            q, rings, step, acc, weights, state, span.first, span.last, span.body_start, span.body_end, OWN, SHAPE,
+            OVERLAP, False, LEFT, S_LAYOUT,
+        )  # fmt: skip
         if LEFT:
-            for i in range(span.body_start - span.own_start):
-                position = (span.body_start - 1 - i) * BLOCK_N
-                weights, acc, state = attend_tile(
-                    q,
-                    rings,
-                    step,
-                    weights,
-                    acc,
-                    state,
-                    first - position,
-                    last - position,
-                    OWN,
-                    SHAPE,
-                    OVERLAP,
-                    True,
-                    LEFT,
-                    S_LAYOUT,
-                )
-                step += 1
+            step, acc, weights, state = attend_tiles(
+                q, rings, step, acc, weights, state, span.first, span.last, span.own_start, span.body_start, OWN,
+                SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
+            )  # fmt: skip
 
         before, phase = ring_slot(values, step - 1)
         mbarrier.wait(values.full.index(before), phase)

@@ -78,10 +78,6 @@ def _shifts() -> list[str]:
     ]
 
 
-def _first_tile(count: int, convert: str) -> list[str]:
-    return [*_maxima(count), "mov.f32 r0, t0; mov.f32 r1, t1;", *_shifts(), *_weights(count, convert)]
-
-
 def _later_tile(count: int, convert: str) -> list[str]:
     lines = [f"mov.f32 r{row}, $in{_REFERENCE[row]}; neg.f32 n{row}, r{row};" for row in (0, 1)]
     lines += _weights(count, convert)
@@ -101,7 +97,10 @@ def _later_tile(count: int, convert: str) -> list[str]:
 
 def _assembly(count: int, first: bool, convert: str) -> str:
     lines = [f"mov.f32 scale, $in{_SCALE}; mov.f32 moved, {_ZERO}; mov.f32 f0, {_ONE}; mov.f32 f1, {_ONE};"]
-    lines += _first_tile(count, convert) if first else _later_tile(count, convert)
+    if first:
+        lines += [*_maxima(count), "mov.f32 r0, t0; mov.f32 r1, t1;", *_shifts(), *_weights(count, convert)]
+    else:
+        lines += _later_tile(count, convert)
     for row in (0, 1):
         lines.append(f"mov.f32 $out{_REFERENCE[row]}, r{row}; mov.f32 $out{_FACTOR[row]}, f{row};")
         for odd, place in enumerate(_SUMS[row]):

@@ -73,10 +73,6 @@ def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
 
     Every tile of a head size gives the same bits: a warpgroup takes the same rows through the same tiles of keys.
 
-    Args:
-        head_size: elements of a head.
-        max_query_len: an upper bound on the query length.
-
     Example:
         >>> hopper_tile(head_size=64, max_query_len=512).rows, hopper_tile(head_size=64, max_query_len=8192).rows
         (128, 192)
@@ -95,13 +91,8 @@ def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> 
     the portable kernel. What is: a start that is some microseconds slower (barriers, descriptors, registers moved
     between warps), which 512 keys pay back; and the search for a tile's sequence, about a microsecond for every 32
     sequences. The split kernel, with keys in chunks, serves up to 64 rows before this is asked. Like its chunks, the
-    choice follows from padded shapes, never from lengths.
-
-    Args:
-        group: query heads of one key/value head.
-        max_query_len: an upper bound on the query length.
-        num_seqs: sequences, padding included.
-        keys: keys that a sequence may have: the width of the block table, or the mean of dense keys.
+    choice follows from padded shapes, never from lengths: `keys` is the width of the block table, or the mean of dense
+    keys.
 
     Example:
         >>> [hopper_pack(group=4, max_query_len=n, num_seqs=8, keys=8192) for n in (16, 64, 512)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import copy_tile, key_tiles, tile_rows, work_item
 from torch_core.device.mask import visible_keys
@@ -16,7 +17,6 @@ __all__ = ["load_fp8_queries_and_keys", "load_fp8_values"]
 @gluon.jit
 def load_fp8_queries_and_keys(call, rings, SHAPE: gl.constexpr):
     """One warp: copies the query tile of each work item and its key tiles, last keys first."""
-    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
@@ -38,36 +38,18 @@ def load_fp8_queries_and_keys(call, rings, SHAPE: gl.constexpr):
             rings.told.index(slot).store(values)
             mbarrier.expect(queries.full.index(slot), ROWS * HEAD_SIZE)
             for i in gl.static_range(WARPGROUPS):
-                tma.async_copy_global_to_shared(
+                async_load(
                     call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
                     queries.tiles.index(slot * WARPGROUPS + i),
                 )  # fmt: skip
             column = head // SHAPE.GROUP * SHAPE.KEY_STRIDE
-            first_tile, end_tile = key_tiles(low, high, SHAPE)
-            boxes = tile_rows(table, (end_tile - 1) * BLOCK_N, low, high, 0, SHAPE)
-            for i in range(end_tile - first_tile):
-                position = (end_tile - 1 - i) * BLOCK_N
-                stage, phase = ring_slot(keys, step)
-                # The table is read one tile ahead, while this one waits for its slot.
-                ahead = tile_rows(table, position - BLOCK_N, low, high, 0, SHAPE)
-                mbarrier.wait(keys.empty.index(stage), phase ^ 1)
-                copy_tile(call.key_cache, boxes, column, keys.full.index(stage), keys.tiles, stage, SHAPE)
-                boxes = ahead
-                step += 1
+            step = _copy_tiles(call.key_cache, keys, step, None, table, low, high, num_keys, column, 0, SHAPE)
 
 
 @gluon.jit
 def load_fp8_values(call, rings, SHAPE: gl.constexpr):
-    """One warp: copies the value tiles of each work item as they lie in the cache.
-
-    `rings.raw_bounds` tells the warpgroup that transposes a tile which of its rows are keys of the sequence,
-    [first, end), and how many tiles the work item has from this one on.
-    """
-    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    """One warp: copies the value tiles of each work item as they lie in the cache, for `transpose_values`."""
     ROWS: gl.constexpr = 64 * SHAPE.WARPGROUPS
-    raw = rings.raw
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    fields = gl.arange(0, 8, layout=layout)
     programs = gl.num_programs(0)
     step = 0
     for turn in range((call.num_items + programs - 1) // programs):
@@ -75,19 +57,36 @@ def load_fp8_values(call, rings, SHAPE: gl.constexpr):
         if item < call.num_items:
             _, _, _, num_keys, low, high, table = _sequence(seq, token, call, ROWS)
             column = head // SHAPE.GROUP * SHAPE.VALUE_STRIDE
-            first_tile, end_tile = key_tiles(low, high, SHAPE)
-            boxes = tile_rows(table, (end_tile - 1) * BLOCK_N, low, high, SHAPE.VALUE_ROW, SHAPE)
-            for i in range(end_tile - first_tile):
-                position = (end_tile - 1 - i) * BLOCK_N
-                stage, phase = ring_slot(raw, step)
-                # The table is read one tile ahead, while this one waits for its slot.
-                ahead = tile_rows(table, position - BLOCK_N, low, high, SHAPE.VALUE_ROW, SHAPE)
-                mbarrier.wait(raw.empty.index(stage), phase ^ 1)
-                values = gl.where(fields == 0, low - position, gl.where(fields == 1, num_keys - position, 0))
-                rings.raw_bounds.index(stage).store(gl.where(fields == 2, end_tile - first_tile - i, values))
-                copy_tile(call.value_cache, boxes, column, raw.full.index(stage), raw.tiles, stage, SHAPE)
-                boxes = ahead
-                step += 1
+            step = _copy_tiles(
+                call.value_cache, rings.raw, step, rings.raw_bounds, table, low, high, num_keys, column,
+                SHAPE.VALUE_ROW, SHAPE,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _copy_tiles(array, ring, step, bounds, table, low, high, num_keys, column, BASE: gl.constexpr, SHAPE: gl.constexpr):
+    """Copies the tiles that hold the keys [low, high) into a ring, last ones first; returns the next step.
+
+    `bounds` is None, or says for each slot which rows of its tile are keys of the sequence, [first, end), and how many
+    tiles the work item has from this one on.
+    """
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    fields = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    first_tile, end_tile = key_tiles(low, high, SHAPE)
+    boxes = tile_rows(table, (end_tile - 1) * BLOCK_N, low, high, BASE, SHAPE)
+    for i in range(end_tile - first_tile):
+        position = (end_tile - 1 - i) * BLOCK_N
+        stage, phase = ring_slot(ring, step)
+        # The table is read one tile ahead, while this one waits for its slot.
+        ahead = tile_rows(table, position - BLOCK_N, low, high, BASE, SHAPE)
+        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+        if bounds is not None:
+            values = gl.where(fields == 0, low - position, gl.where(fields == 1, num_keys - position, 0))
+            bounds.index(stage).store(gl.where(fields == 2, end_tile - first_tile - i, values))
+        copy_tile(array, boxes, column, ring.full.index(stage), ring.tiles, stage, SHAPE)
+        boxes = ahead
+        step += 1
+    return step
 
 
 @gluon.jit

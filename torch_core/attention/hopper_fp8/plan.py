@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch_core.attention.copies import array_matrix, copied_launch, copy_descriptor, is_copied
 from torch_core.attention.hopper_fp8.kernel import hopper_fp8_prefill_kernel
 from torch_core.attention.hopper_fp8.tiles import BLOCK_N, WARPGROUP_ROWS, HopperFp8Tile, hopper_fp8_tile
@@ -41,22 +39,12 @@ def hopper_fp8_launch(
     query = array_matrix(call, "query", BLOCK_N)
     if query is None:
         return None
-    constexprs: dict[str, Any] = {
-        "STAGES": tile.stages,
-        "RAW_STAGES": tile.raw_stages,
-        "QUERY_STAGES": tile.query_stages,
-        "CONSUMER_REGISTERS": tile.consumer_registers,
-        "TRANSPOSER_REGISTERS": tile.transposer_registers,
-        "PRODUCER_REGISTERS": tile.producer_registers,
-        "PING_PONG": tile.ping_pong,
-        "PROMOTE": tile.promote,
-        "QUERY_STRIDE": query.head_stride,
-    }
     return copied_launch(
         hopper_fp8_prefill_kernel,
         call,
         limits,
-        constexprs,
+        tile,
+        {"QUERY_STRIDE": query.head_stride},
         rows=2 * WARPGROUP_ROWS,
         pack=1,
         block_n=BLOCK_N,

@@ -16,11 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_core.attention.hopper_fp8.step import (
     FP8_WEIGHT_BITS,
     add_product,
-    attend_fp8_tile,
+    attend_fp8_tiles,
     fp8_softmax_step,
     pack_fp8_weights,
     weigh_values,
 )
+from torch_core.device.gluon_names import reinterpret
+from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_rows import finish_rows, own_tiles, store_lse
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
 from torch_core.device.mask import LOG2E
@@ -52,7 +54,6 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
     keys = rings.key
     values = rings.value
     num_items = call.num_items
-    fields = gl.arange(0, 8, layout=INFO_LAYOUT)
     in_rows = gl.arange(0, 64, layout=ROWS)
     scale = call.scale
     output = call.output
@@ -75,16 +76,9 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             slot = turn % QUERY_STAGES
             q = rings.query.tiles.index(slot * WARPGROUPS + OWN)
             mbarrier.wait(rings.query.full.index(slot), (turn // QUERY_STAGES) & 1)
-            told = rings.told.index(slot).load(INFO_LAYOUT)
-            first_row = gl.sum(gl.where(fields == 0, told, 0), 0)
-            rows = gl.sum(gl.where(fields == 1, told, 0), 0)
-            first_pos = gl.sum(gl.where(fields == 2, told, 0), 0)
-            num_keys = gl.sum(gl.where(fields == 3, told, 0), 0)
-            head = gl.sum(gl.where(fields == 4, told, 0), 0)
+            first_row, rows, first_pos, num_keys, head, _, _ = words_of(rings.told.index(slot).load(INFO_LAYOUT))
 
             span = own_tiles(first_pos, rows, num_keys, call.bounds, in_rows, OWN, SHAPE)
-            first = span.first
-            last = span.last
             for _ in range(span.own_end, span.end):
                 skip_tile(keys, values, step, OWN, SHAPE)
                 step += 1
@@ -99,32 +93,24 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             mbarrier.arrive(keys.empty.index(stage), count=1)
             position = (span.own_end - 1) * BLOCK_N
             weights, keep, row_max, row_sum = fp8_softmax_step(
-                s, row_max, None, factor, first - position, last - position, True, LEFT
+                s, row_max, None, factor, span.first - position, span.last - position, True, LEFT
             )
             weights = pack_fp8_weights(weights)
             step += 1
 
-            for i in range(span.own_end - 1 - span.body_end):
-                position = (span.own_end - 2 - i) * BLOCK_N
-                weights, acc, keep, row_max, row_sum = attend_fp8_tile(
-                    q, rings, step, weights, acc, keep, row_max, row_sum, factor, first - position, last - position,
-                    OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
-                )  # fmt: skip
-                step += 1
-            for _ in range(span.body_end - span.body_start):
-                weights, acc, keep, row_max, row_sum = attend_fp8_tile(
-                    q, rings, step, weights, acc, keep, row_max, row_sum, factor, first, last,
-                    OWN, SHAPE, PROMOTE, False, LEFT, S_LAYOUT,
-                )  # fmt: skip
-                step += 1
+            step, acc, row_max, weights, keep, row_sum = attend_fp8_tiles(
+                q, rings, step, acc, row_max, weights, keep, row_sum, factor, span.first, span.last, span.body_end,
+                span.own_end - 1, OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
+            )  # fmt: skip
+            step, acc, row_max, weights, keep, row_sum = attend_fp8_tiles(
+                q, rings, step, acc, row_max, weights, keep, row_sum, factor, span.first, span.last, span.body_start,
+                span.body_end, OWN, SHAPE, PROMOTE, False, LEFT, S_LAYOUT,
+            )  # fmt: skip
             if LEFT:
-                for i in range(span.body_start - span.own_start):
-                    position = (span.body_start - 1 - i) * BLOCK_N
-                    weights, acc, keep, row_max, row_sum = attend_fp8_tile(
-                        q, rings, step, weights, acc, keep, row_max, row_sum, factor, first - position, last - position,
-                        OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
-                    )  # fmt: skip
-                    step += 1
+                step, acc, row_max, weights, keep, row_sum = attend_fp8_tiles(
+                    q, rings, step, acc, row_max, weights, keep, row_sum, factor, span.first, span.last, span.own_start,
+                    span.body_start, OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
+                )  # fmt: skip
 
             before, phase = ring_slot(values, step - 1)
             mbarrier.wait(values.full.index(before), phase)
@@ -159,7 +145,7 @@ def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, TOKEN_STRIDE: 
     LANES: gl.constexpr = HALF // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=16, rank=2)
-    tile = q._reinterpret(out.dtype.element_ty, [64, HALF], shared)
+    tile = reinterpret(q, out.dtype.element_ty, 64, HALF, shared)
     halves = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
     out_rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))

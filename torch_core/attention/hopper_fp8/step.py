@@ -1,4 +1,4 @@
-"""One step of a multiplying warpgroup of the fp8 Hopper prefill kernel: softmax, weights in e4m3, products."""
+"""The steps of a multiplying warpgroup of the fp8 Hopper prefill kernel: softmax, weights in e4m3, products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.hopper_turns import pass_turn, ring_slot, take_turn
 
-__all__ = ["FP8_WEIGHT_BITS", "add_product", "attend_fp8_tile", "fp8_softmax_step", "pack_fp8_weights", "weigh_values"]
+__all__ = ["FP8_WEIGHT_BITS", "add_product", "attend_fp8_tiles", "fp8_softmax_step", "pack_fp8_weights", "weigh_values"]
 
 #: The largest weight of a row is 2 to this power: e4m3 ends at 448, and below 2**-6 it loses bits.
 FP8_WEIGHT_BITS = gl.constexpr(8)
@@ -36,36 +36,48 @@ def fp8_softmax_step(s, row_max, row_sum, scale, first, last, MASKED: gl.constex
 
 
 @gluon.jit
-def attend_fp8_tile(
-    q, rings, step, weights, acc, keep, row_max, row_sum, scale, first, last, OWN: gl.constexpr, SHAPE: gl.constexpr,
-    PROMOTE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
+def attend_fp8_tiles(
+    q, rings, step, acc, row_max, weights, keep, row_sum, scale, first, last, start, end, OWN: gl.constexpr,
+    SHAPE: gl.constexpr, PROMOTE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The scores of key tile `step`, while the values of the tile before are still being weighed.
+    """Takes the tiles [start, end) of keys, as `attend_tiles` of the 16-bit kernel does.
 
     With PROMOTE, `keep` is the factor that `acc` still lacks before the values of the tile before are added.
+
+    Returns:
+        The next (step, acc, row_max, weights, keep, row_sum).
     """
     keys = rings.key
     values = rings.value
-    stage, phase = ring_slot(keys, step)
-    before, phase_before = ring_slot(values, step - 1)
-    zeros = gl.zeros([64, 128], gl.float32, S_LAYOUT)
-    mbarrier.wait(keys.full.index(stage), phase)
-    mbarrier.wait(values.full.index(before), phase_before)
-    if SHAPE.PING_PONG:
-        take_turn(OWN)
-    s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    product = weigh_values(weights, values.tiles.index(before), acc, PROMOTE)
-    if SHAPE.PING_PONG:
-        pass_turn(OWN, SHAPE.WARPGROUPS)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(keys.empty.index(stage), count=1)
-    weights, new_keep, row_max, row_sum = fp8_softmax_step(s, row_max, row_sum, scale, first, last, MASKED, LEFT)
-    product, weights = warpgroup_mma_wait(0, deps=(product, weights))
-    mbarrier.arrive(values.empty.index(before), count=1)
-    acc = add_product(acc, keep, product, PROMOTE)
-    if not PROMOTE:
-        acc = acc * gl.convert_layout(new_keep, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return pack_fp8_weights(weights), acc, new_keep, row_max, row_sum
+    for i in range(end - start):
+        position = (end - 1 - i) * SHAPE.BLOCK_N
+        tile_first = first - position
+        tile_last = last - position
+        stage, phase = ring_slot(keys, step)
+        before, phase_before = ring_slot(values, step - 1)
+        zeros = gl.zeros([64, 128], gl.float32, S_LAYOUT)
+        mbarrier.wait(keys.full.index(stage), phase)
+        mbarrier.wait(values.full.index(before), phase_before)
+        if SHAPE.PING_PONG:
+            take_turn(OWN)
+        s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        product = weigh_values(weights, values.tiles.index(before), acc, PROMOTE)
+        if SHAPE.PING_PONG:
+            pass_turn(OWN, SHAPE.WARPGROUPS)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        mbarrier.arrive(keys.empty.index(stage), count=1)
+        weights, new_keep, row_max, row_sum = fp8_softmax_step(
+            s, row_max, row_sum, scale, tile_first, tile_last, MASKED, LEFT
+        )
+        product, weights = warpgroup_mma_wait(0, deps=(product, weights))
+        mbarrier.arrive(values.empty.index(before), count=1)
+        acc = add_product(acc, keep, product, PROMOTE)
+        if not PROMOTE:
+            acc = acc * gl.convert_layout(new_keep, gl.SliceLayout(1, acc.type.layout))[:, None]
+        weights = pack_fp8_weights(weights)
+        keep = new_keep
+        step += 1
+    return step, acc, row_max, weights, keep, row_sum
 
 
 @gluon.jit

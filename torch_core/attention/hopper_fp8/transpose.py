@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from torch_core.device.gluon_names import reinterpret
+from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_turns import ring_slot
 
 __all__ = ["transpose_values"]
@@ -70,9 +72,8 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     raw_layout: gl.constexpr = _WIDE_RAW if HEAD_SIZE == 128 else _NARROW_RAW
     v_layout: gl.constexpr = _WIDE_TURNED if HEAD_SIZE == 128 else _NARROW_TURNED
-    raw_words = raw.tiles._reinterpret(gl.int32, [raw.full.shape[0], 32 * HEAD_SIZE], raw_layout)
-    v_words = values.tiles._reinterpret(gl.int32, [values.full.shape[0], 32 * HEAD_SIZE], v_layout)
-    fields = gl.arange(0, 8, layout=INFO_LAYOUT)
+    raw_words = reinterpret(raw.tiles, gl.int32, raw.full.shape[0], 32 * HEAD_SIZE, raw_layout)
+    v_words = reinterpret(values.tiles, gl.int32, values.full.shape[0], 32 * HEAD_SIZE, v_layout)
     programs = gl.num_programs(0)
     step = 0
     for turn in range((call.num_items + programs - 1) // programs):
@@ -81,14 +82,12 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
         if turn * programs + place < call.num_items:
             raw_stage, raw_phase = ring_slot(raw, step)
             mbarrier.wait(raw.full.index(raw_stage), raw_phase)
-            told = rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT)
-            for _ in range(gl.sum(gl.where(fields == 2, told, 0), 0)):
+            _, _, tiles, _, _, _, _ = words_of(rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT))
+            for _ in range(tiles):
                 raw_stage, raw_phase = ring_slot(raw, step)
                 stage, phase = ring_slot(values, step)
                 mbarrier.wait(raw.full.index(raw_stage), raw_phase)
-                told = rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT)
-                first = gl.sum(gl.where(fields == 0, told, 0), 0)
-                end = gl.sum(gl.where(fields == 1, told, 0), 0)
+                first, end, _, _, _, _, _ = words_of(rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT))
                 mbarrier.wait(values.empty.index(stage), phase ^ 1)
                 _transpose_tile(raw_words.index(raw_stage), v_words.index(stage), first, end, HEAD_SIZE)
                 fence_async_shared()

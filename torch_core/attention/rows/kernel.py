@@ -32,6 +32,7 @@ def attention_rows_kernel(
     k_scale_cache,
     v_scale_cache,
     mm_prefix_range,
+    relative_bias,
     qq_bias,
     seq_causal,
     out_scale,
@@ -47,6 +48,7 @@ def attention_rows_kernel(
     window_left,
     window_right,
     attention_chunk,
+    relative_bias_size,
     qq_bias_size,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -140,6 +142,8 @@ def attention_rows_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=live_rows, other=0.0).to(tl.float32)
+    if relative_bias is not None:
+        relative_bias += tl.where(live_rows, heads, 0) * relative_bias_size
     ranges = mm_prefix_range
     if mm_prefix_range is not None:
         ranges = mm_prefix_range + seq * (2 * NUM_RANGES)
@@ -154,7 +158,10 @@ def attention_rows_kernel(
         BLOCK_SIZE, PAGED,
     )  # fmt: skip
     bounds = Bounds(window_left, window_right, attention_chunk)
-    scoring = Scoring(scale, soft_cap, slopes, qq_bias, qq_bias_size, context, bounds, ranges, num_keys)
+    scoring = Scoring(
+        scale, soft_cap, slopes, relative_bias, relative_bias_size, qq_bias, qq_bias_size, context, bounds, ranges,
+        num_keys,
+    )  # fmt: skip
     low, high = visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES)
     full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, bounds)
     start, body_start, body_end, end = tile_borders(low, high, full_low, full_high, BLOCK_N, NUM_RANGES)

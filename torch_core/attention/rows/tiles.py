@@ -33,14 +33,8 @@ def rows_tile(
 ) -> RowsTile:
     """Returns the tile for long queries.
 
-    Args:
-        rows: an upper bound on the rows of one sequence and key/value head (query tokens times packed heads).
-        max_query_len: an upper bound on the query length.
-        head_padded: the larger padded head size of key and value.
-        key_bytes: bytes of an element of the keys.
-        query_bytes: bytes of an element of the query.
-        paged: keys are found through a block table.
-        plain: scores are only scaled and masked, by bounds that are the same for every row.
+    `rows` is an upper bound on the query tokens times packed heads of one sequence and key/value head, `head_padded`
+    the larger padded head size of key and value; bytes are those of one element. See `operands.is_plain` for `plain`.
     """
     block_m = max(16, min(128, power_of_two(rows)))
     if query_bytes == 4:

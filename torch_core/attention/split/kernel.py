@@ -35,6 +35,7 @@ def attention_split_kernel(
     v_scale,
     k_scale_cache,
     v_scale_cache,
+    relative_bias,
     qq_bias,
     seq_causal,
     out_scale,
@@ -53,6 +54,7 @@ def attention_split_kernel(
     window_left,
     window_right,
     attention_chunk,
+    relative_bias_size,
     qq_bias_size,
     max_chunks,
     BLOCK_SEQS: tl.constexpr,
@@ -147,6 +149,8 @@ def attention_split_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=live_rows, other=0.0).to(tl.float32)
+    if relative_bias is not None:
+        relative_bias += tl.where(live_rows, heads, 0) * relative_bias_size
     if k_scale_cache is not None:
         k_scale_cache += kv_head * SCALE_STRIDES[2]
         v_scale_cache += kv_head * SCALE_STRIDES[2]
@@ -179,7 +183,10 @@ def attention_split_kernel(
         HEAD_SIZE, HEAD_PADDED, VALUE_SIZE, VALUE_PADDED, KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES, VALUE_OFFSET,
         BLOCK_SIZE, True,
     )  # fmt: skip
-    scoring = Scoring(scale, soft_cap, slopes, qq_bias, qq_bias_size, context, bounds, None, num_keys)
+    scoring = Scoring(
+        scale, soft_cap, slopes, relative_bias, relative_bias_size, qq_bias, qq_bias_size, context, bounds, None,
+        num_keys,
+    )  # fmt: skip
     if SINGLE:
         pages = tl.where(start + columns < high, pages, 0)
     else:

@@ -129,11 +129,3 @@ def widened(pairs, ELEMENT: tl.constexpr):
             "=&r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return low, high
-
-
-@triton.jit
-def widened_plainly(pairs, ELEMENT: tl.constexpr):
-    """What `widened` returns, in operations that Triton's interpreter has."""
-    low = pairs.to(tl.int8).to(ELEMENT, bitcast=True)
-    high = (pairs >> 8).to(tl.int8).to(ELEMENT, bitcast=True)
-    return low.to(tl.float16), high.to(tl.float16)

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch_core.attention.operands import (
-    cache_constexprs,
-    count,
-    keys,
-    make_launch,
-    padded,
-    value_offset,
-    values,
-)
+from torch_core.attention.operands import cache_constexprs, count, keys, make_launch, padded, value_offset, values
 from torch_core.attention.rows.plan import block_seqs, is_hot
 from torch_core.attention.split.combine import attention_combine_kernel
 from torch_core.attention.split.kernel import attention_split_kernel
@@ -69,14 +59,15 @@ def split_launches(
         query_bytes=DTYPE_BYTES[call.query.dtype],
     )
     chunk = call.kv_chunk_size or chunk_size(
-        num_seqs=call.num_seqs,
-        table_tokens=max(1, call.table_tokens),
-        head_programs=head_programs,
-        key_bytes=key_bytes,
+        num_seqs=call.num_seqs, table_tokens=max(1, call.table_tokens), head_programs=head_programs, key_bytes=key_bytes
     )
     chunks = _max_chunks(call, chunk, max_query)
-    constexprs = {**cache_constexprs(call), "BLOCK_SEQS": block_seqs(call.num_seqs), "CHUNK": chunk}
-    constexprs["MAX_QUERY"] = max_query
+    constexprs = {
+        **cache_constexprs(call),
+        "BLOCK_SEQS": block_seqs(call.num_seqs),
+        "CHUNK": chunk,
+        "MAX_QUERY": max_query,
+    }
     partials: dict[str, Argument] = {name: Pointer(name) if chunks > 1 else ABSENT for name in _PARTIALS}
     partials["max_chunks"] = count(chunks)
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
@@ -111,13 +102,7 @@ def split_launches(
         ("partial_max", ArraySpec(rows, "float32")),
         ("partial_sum", ArraySpec(rows, "float32")),
     )
-    return [split, _combine_launch(call, constexprs, partials, chunks, max_query)], scratch
-
-
-def _combine_launch(
-    call: PagedCall[ArraySpec], constexprs: dict[str, Any], partials: dict[str, Argument], chunks: int, max_query: int
-) -> LaunchPlan:
-    return make_launch(
+    combine = make_launch(
         attention_combine_kernel,
         call,
         (call.num_seqs * max_query, call.num_heads),
@@ -128,6 +113,7 @@ def _combine_launch(
         num_stages=1,
         hot=True,
     )
+    return [split, combine], scratch
 
 
 def _pack(call: PagedCall[ArraySpec]) -> int:

@@ -45,13 +45,8 @@ def split_tile(
 ) -> SplitTile:
     """Returns the tile for short queries.
 
-    Args:
-        rows: query tokens times packed heads of one program.
-        programs: sequences times head programs.
-        table_tokens: tokens that one row of the block table can hold.
-        head_padded: the larger padded head size of key and value.
-        key_bytes: bytes of an element of the keys.
-        query_bytes: bytes of an element of the query.
+    `rows` are the query tokens times packed heads of one program, `programs` the sequences times head programs; the
+    rest is as in `rows_tile`.
     """
     block_m = max(16, power_of_two(rows))
     if query_bytes == 4:
@@ -74,13 +69,7 @@ def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_byte
     """Returns the keys of a chunk, a multiple of 128: from the padded batch and the table's width, never from lengths.
 
     The chunks of a full table are of about equal length. Four sizes from one power of two to the next keep the number
-    of compiled variants small.
-
-    Args:
-        num_seqs: rows of the block table, padding included.
-        table_tokens: tokens that one row of the block table can hold.
-        head_programs: programs that one chunk of keys needs.
-        key_bytes: bytes of an element of the keys.
+    of compiled variants small. A chunk of keys needs `head_programs` programs.
 
     Example:
         >>> chunk_size(num_seqs=1, table_tokens=65536, head_programs=8, key_bytes=2)

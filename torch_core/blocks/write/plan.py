@@ -42,11 +42,7 @@ def _plain_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
             "k_scale_value": scale_value(call.k_scale),
             "v_scale_value": scale_value(call.v_scale),
         },
-        {
-            "TOKENS": tokens,
-            "COLUMNS": columns,
-            "HAS_SCALE": call.k_scale is not None or call.v_scale is not None,
-        },
+        {"TOKENS": tokens, "COLUMNS": columns, "HAS_SCALE": call.k_scale is not None or call.v_scale is not None},
     )
 
 
@@ -59,10 +55,7 @@ def _per_token_head_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
         write_cache_per_token_head_kernel,
         call,
         (max(1, ceil_div(call.slot_mapping.shape[0] * num_heads, rows)),),
-        {
-            **strides("k_scale", _AXES, arrays["k_scale_cache"]),
-            **strides("v_scale", _AXES, arrays["v_scale_cache"]),
-        },
+        {**strides("k_scale", _AXES, arrays["k_scale_cache"]), **strides("v_scale", _AXES, arrays["v_scale_cache"])},
         {"PADDED_SIZE": padded, "ROWS": rows, "MAX": LARGEST_CODE[call.cache_dtype]},
     )
 
@@ -111,7 +104,5 @@ def _caches(call: WriteCall[ArraySpec]) -> tuple[ArraySpec, ArraySpec, int]:
     # A combined cache, or a key cache and a value cache, as the kernels see either.
     if call.kv_cache is None:
         return call.key_cache, call.value_cache, 0  # type: ignore[return-value]
-    block, value_offset, *inner = call.kv_cache.element_strides
-    shape = call.kv_cache.shape
-    view = ArraySpec((shape[0], *shape[2:]), call.kv_cache.dtype, (block, *inner))
-    return view, view, value_offset
+    view = call.kv_cache.without_axis(1)
+    return view, view, call.kv_cache.element_strides[1]
