@@ -18,6 +18,10 @@ from torch_core.device.mask import LOG2E
 
 __all__ = ["key_gradients"]
 
+# Edges of the mask.
+_FIRST = gl.constexpr(0)
+_LAST = gl.constexpr(1)
+
 
 @gluon.jit
 def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr):
@@ -27,13 +31,14 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.HEAD_SIZE, 16])
     rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    # Keys that the sequence does not own are seen by no query.
-    first = gl.where(rows < item.keys, item.first + rows, 2**30)
-    span = (item.last - item.first).to(gl.uint32)
-    # From this tile of queries on, all of them see all keys of this warpgroup.
-    full = item.end
-    if not SHAPE.LEFT and item.keys >= 128:
-        full = gl.minimum(gl.maximum((item.first + OWN * 64 + 63 + BLOCK_M - 1) // BLOCK_M, item.start), item.end)
+    # Tiles of queries from `low` on see all keys of this warpgroup, those from `high` on no longer; the mask of the
+    # others also hides keys that the sequence does not own.
+    high = item.end
+    if SHAPE.LEFT:
+        high = gl.minimum(gl.maximum(item.last + OWN * 64 + 1, item.start * BLOCK_M) // BLOCK_M, high)
+    low = high
+    if item.keys >= 128:
+        low = gl.minimum(gl.maximum((item.first + OWN * 64 + 63 + BLOCK_M - 1) // BLOCK_M, item.start), high)
     k = rings.key.tiles.index(0).slice(OWN * 64, 64)
     v = rings.value.tiles.index(0).slice(OWN * 64, 64)
     dk = gl.zeros([64, SHAPE.HEAD_SIZE], gl.float32, G_LAYOUT)
@@ -46,12 +51,19 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
         rings.d_scores.index(1).slice(OWN * 64, 64).store(gl.zeros([64, BLOCK_M], k.dtype, S_LAYOUT))
         fence_async_shared()
         step = 0
-        for _ in range((item.end - full) * GROUP):
-            dk, dv = _step(k, v, dk, dv, rings, step, factor, first, span, OWN, False, SHAPE, S_LAYOUT)
+        if SHAPE.LEFT:
+            last = gl.where(rows < item.keys, item.last + rows, -(2**30))
+            for i in range((item.end - high) * GROUP):
+                bound = last - (item.end - 1 - i // GROUP) * BLOCK_M
+                dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, _LAST, BLOCK_M, S_LAYOUT)
+                step += 1
+        first = gl.where(rows < item.keys, item.first + rows, 2**30)
+        for _ in range((high - low) * GROUP):
+            dk, dv = _step(k, v, dk, dv, rings, step, factor, first, OWN, None, BLOCK_M, S_LAYOUT)
             step += 1
-        for i in range((full - item.start) * GROUP):
-            row = (full - 1 - i // GROUP) * BLOCK_M
-            dk, dv = _step(k, v, dk, dv, rings, step, factor, first - row, span, OWN, True, SHAPE, S_LAYOUT)
+        for i in range((low - item.start) * GROUP):
+            bound = first - (low - 1 - i // GROUP) * BLOCK_M
+            dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, _FIRST, BLOCK_M, S_LAYOUT)
             step += 1
         dk = _add_keys(dk, rings, step, OWN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
@@ -61,11 +73,13 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
 
 @gluon.jit
 def _step(
-    k, v, dk, dv, rings, step, factor, first, span, OWN: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr,
+    k, v, dk, dv, rings, step, factor, bound, OWN: gl.constexpr, EDGE: gl.constexpr, BLOCK_M: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: scores and weights, keys by rows; the keys' gradient of the step before meanwhile."""
-    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    """One tile of queries: scores and weights, keys by rows; the keys' gradient of the step before meanwhile.
+
+    `bound` is the first or the last query that sees each key, at that EDGE of the mask.
+    """
     dtype: gl.constexpr = k.dtype
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     q_slot, q_phase = ring_slot(rings.query, step)
@@ -78,12 +92,9 @@ def _step(
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dk = _add_keys(dk, rings, step, OWN)
     s = warpgroup_mma_wait(1, deps=(s,))
-    if MASKED:
-        columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-        if SHAPE.LEFT:
-            keep = (columns[None, :] - first[:, None]).to(gl.uint32) <= span
-        else:
-            keep = columns[None, :] >= first[:, None]
+    if EDGE is not None:
+        columns = gl.arange(0, BLOCK_M, layout=COLUMNS)[None, :]
+        keep = columns >= bound[:, None] if EDGE == _FIRST else columns <= bound[:, None]
         s = gl.where(keep, s, float("-inf"))
     lse = stats.slice(0, BLOCK_M).load(COLUMNS)
     weights = weight_pairs(s * factor - lse[None, :], dtype)

@@ -50,7 +50,6 @@ def hopper_backward_kernel(
     VALUE_STRIDE: gl.constexpr,
     D_KEY_STRIDES: gl.constexpr,
     D_VALUE_STRIDES: gl.constexpr,
-    ORDERED: gl.constexpr,
 ):
     """A program: a tile of 128 keys of a head, two warpgroups of 64, through all queries of the group that see them;
     a warpgroup for the queries' gradient, and a warp that loads (FlashAttention-3, arXiv 2407.08608, whose warpgroups
@@ -58,7 +57,7 @@ def hopper_backward_kernel(
     operands of the keys' gradients.
     """
     SHAPE: gl.constexpr = Sizes(
-        NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_M, ORDERED, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE,
+        NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_M, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE,
         D_KEY_STRIDES, D_VALUE_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -18,8 +19,9 @@ from torch_core.specs import ArraySpec
 __all__ = ["hopper_backward_plan"]
 
 _ARRAYS = frozenset(("query", "key", "value", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc"))
-# Shorter sequences leave most of a tile of keys without work.
-_MIN_LEN = 128
+# Shorter sequences leave too much of a tile of keys without work, and narrower windows both edges in one tile.
+_MIN_LEN = 256
+_MIN_WINDOW = 256
 _ROWS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -28,7 +30,6 @@ def hopper_backward_plan(
     limits: DeviceLimits,
     *,
     tile: HopperBackwardTile | None = None,
-    ordered: bool = True,
 ) -> OperationPlan | None:
     """Plans the gradients of queries, keys and values; None where the portable kernels serve the call better.
 
@@ -39,10 +40,8 @@ def hopper_backward_plan(
         call: the call, checked and not empty.
         limits: the device.
         tile: another tile than the table's, for measurements.
-        ordered: tiles of keys add to the queries' gradient in order; without it, for measurements, the bits change from
-            run to run.
     """
-    tile = tile or hopper_backward_tile(call.head_size)
+    tile = tile or hopper_backward_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if tile is None or not _is_served(call, limits):
         return None
     block_m, heads, head_size = tile.block_m, call.num_heads, call.head_size
@@ -69,7 +68,6 @@ def hopper_backward_plan(
         "KEY_REGISTERS": tile.key_registers,
         "QUERY_REGISTERS": tile.query_registers,
         "LOAD_REGISTERS": tile.load_registers,
-        "ORDERED": ordered,
         "QUERY_STRIDE": query.head_stride,
         "D_OUT_STRIDE": d_out.head_stride,
         "KEY_STRIDE": key.head_stride,
@@ -112,7 +110,13 @@ def _is_served(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> bool
         and call.arrays().keys() <= _ARRAYS
         and dtypes in ({"bfloat16"}, {"float16"})
         and call.max_query_len >= _MIN_LEN
+        and _window(call) >= _MIN_WINDOW
     )
+
+
+def _window(call: DenseBackwardCall[ArraySpec]) -> float:
+    left, right = call.spec.window_left, 0 if call.spec.causal else call.spec.window_right
+    return math.inf if left is None or right is None else left + right
 
 
 def _strides(array: ArraySpec | None) -> tuple[int, ...]:

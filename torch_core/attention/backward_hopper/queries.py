@@ -44,11 +44,10 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
             if part == HEAD_SIZE // PART - 1:
                 signal_room(step, steps, 0)
                 signal_room(step, steps, 1)
-            if part == 0 and SHAPE.ORDERED:
+            if part == 0:
                 await_turn()
             _add(sums + part * (BLOCK_M * PART) + offsets, dq)
-        if SHAPE.ORDERED:
-            pass_turn()
+        pass_turn()
 
 
 @gluon.jit

@@ -59,7 +59,7 @@ def take_turns(item, gradients, SHAPE: gl.constexpr):
 
     Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
     """
-    for step in range((item.end - item.start) * SHAPE.GROUP * int(SHAPE.ORDERED)):
+    for step in range((item.end - item.start) * SHAPE.GROUP):
         counter, tile = _turn_counter(step, item, gradients, SHAPE)
         turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // 128
         _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
@@ -72,7 +72,7 @@ def pass_turns(item, gradients, SHAPE: gl.constexpr):
 
     It falls at most one step behind the warpgroup that adds, which needs its word for a turn too.
     """
-    steps = (item.end - item.start) * SHAPE.GROUP * int(SHAPE.ORDERED)
+    steps = (item.end - item.start) * SHAPE.GROUP
     _barrier(_TURN, steps, "@p bar.arrive $1, 192;")
     for step in range(steps):
         counter, _ = _turn_counter(step, item, gradients, SHAPE)

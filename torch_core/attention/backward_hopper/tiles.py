@@ -31,14 +31,23 @@ class HopperBackwardTile:
     load_registers: int = 24
 
 
-_TILES = {64: HopperBackwardTile(128, 4, 2), 128: HopperBackwardTile(64, 4, 2)}
+# By head size, the tiles from a query length on.
+_TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
+    64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2))),
+    128: ((0, HopperBackwardTile(64, 4, 2)),),
+}
 
 
-def hopper_backward_tile(head_size: int) -> HopperBackwardTile | None:
+def hopper_backward_tile(*, head_size: int, max_query_len: int) -> HopperBackwardTile | None:
     """Returns the tile for a head size, None where there is none.
 
+    Args:
+        head_size: elements of a head.
+        max_query_len: an upper bound on the query length.
+
     Example:
-        >>> hopper_backward_tile(128).block_m
-        64
+        >>> [hopper_backward_tile(head_size=64, max_query_len=n).block_m for n in (512, 8192)]
+        [64, 128]
     """
-    return _TILES.get(head_size)
+    tiles = [tile for length, tile in _TILES.get(head_size, ()) if length <= max_query_len]
+    return tiles[-1] if tiles else None

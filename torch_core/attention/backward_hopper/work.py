@@ -21,7 +21,6 @@ class Sizes(NamedTuple):
         NUM_KV_HEADS, GROUP: key/value heads; query heads of each.
         HEAD_SIZE: elements of a head.
         BLOCK_M: queries of a tile.
-        ORDERED: tiles of keys add to the queries' gradient in their order.
         LEFT: queries see keys of a window to the left.
         QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
         D_KEY_STRIDES, D_VALUE_STRIDES: elements from one token, and from one head, to the next.
@@ -31,7 +30,6 @@ class Sizes(NamedTuple):
     GROUP: Any
     HEAD_SIZE: Any
     BLOCK_M: Any
-    ORDERED: Any
     LEFT: Any
     QUERY_STRIDE: Any
     D_OUT_STRIDE: Any
