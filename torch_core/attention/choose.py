@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_core.attention.backward.plan import backward_plan
+from torch_core.attention.backward_hopper.plan import hopper_backward_plan
 from torch_core.attention.hopper.plan import hopper_launch
 from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.attention.operands import operation
@@ -40,4 +41,4 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
 
 def plan_attention_backward(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked backward call that is not empty. Outputs: the gradients, see `DenseBackwardCall.outputs`."""
-    return backward_plan(call, limits)
+    return hopper_backward_plan(call, limits) or backward_plan(call, limits)
