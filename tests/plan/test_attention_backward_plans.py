@@ -57,8 +57,10 @@ def test_the_forward_call_of_a_backward_call_is_the_one_that_it_was_made_of():
         ({"d_lse": ArraySpec((300, 8), "bfloat16")}, "d_lse is bfloat16; it must be float32."),
         (
             {"d_out": ArraySpec((299, 8, 128), "bfloat16")},
-            "d_out has shape [299, 8, 128]; it must be [num_tokens, num_heads, value_head_size] with num_tokens = 300, "
-            "that of query.",
+            (
+                "d_out has shape [299, 8, 128]; it must be [num_tokens, num_heads, value_head_size] with num_tokens = 300, "
+                "that of query."
+            ),
         ),
     ],
 )

@@ -9,7 +9,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["await_full", "await_room", "await_turn", "pass_turn", "pass_turns", "signal_full", "signal_room", "take_turns"]
+__all__ = [
+    "await_full",
+    "await_room",
+    "await_turn",
+    "pass_turn",
+    "pass_turns",
+    "signal_full",
+    "signal_room",
+    "take_turns",
+]
 
 # Triton takes the first few of the sixteen for itself. Two slots are full; for each of two warpgroups two have room.
 _FULL = gl.constexpr(8)
