@@ -15,9 +15,7 @@ _FLOATS = (
     "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;",
     "{ .reg .b16 h, i; mov.b32 {h, i}, $1; cvt.f32.f16 a, h; cvt.f32.f16 b, i; }",
 )
-_GRADIENT = (
-    "{{ .reg .b32 a, b; {1} mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.{0}x2.f32 $0, b, a; }}"
-)
+_GRADIENT = "{{ .reg .b32 a, b; {1} mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.{0}x2.f32 $0, b, a; }}"
 _KINDS = ("bf16", "f16")
 # By whether elements are float16.
 _WEIGHT_STEP = gl.constexpr(tuple(_WEIGHTS.format(kind) for kind in _KINDS))
@@ -29,17 +27,15 @@ _GRADIENT_STEP = gl.constexpr(
 @gluon.jit
 def weight_pairs(exponents, DTYPE: gl.constexpr):
     """Pairs of 2 ** exponents, `[rows, columns // 2]` int32."""
-    kind: gl.constexpr = int(DTYPE == gl.float16)
+    kind: gl.constexpr = int(gl.float16 == DTYPE)
     even, odd = _columns(exponents)
-    return gl.inline_asm_elementwise(
-        _WEIGHT_STEP[kind], "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(_WEIGHT_STEP[kind], "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def score_gradient_pairs(weights, x, DTYPE: gl.constexpr):
     """Pairs of the products of pairs of weights with x, a float32 tensor."""
-    kind: gl.constexpr = int(DTYPE == gl.float16)
+    kind: gl.constexpr = int(gl.float16 == DTYPE)
     even, odd = _columns(x)
     return gl.inline_asm_elementwise(
         _GRADIENT_STEP[kind], "=r,r,f,f", [weights, even, odd], dtype=gl.int32, is_pure=True, pack=1
