@@ -73,9 +73,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ours(batch: Any, both: bool) -> Callable[[], Any]:
-    rows, d_out = [batch.query, *packed(batch)], torch.randn_like(batch.query)
+    (key, value), d_out = packed(batch), torch.randn_like(batch.query)
     call = ops.dense_call(
-        *rows,
+        batch.query,
+        key,
+        value,
         batch.starts,
         batch.starts,
         spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),

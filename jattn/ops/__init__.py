@@ -11,10 +11,12 @@ from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_tok
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations
 from jattn.ops.run import run
+from jattn.ops.transforms import RESIDUAL_NAMES
 from torch_core.calls import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "RESIDUAL_NAMES",
     "PagedOptions",
     "attention",
     "attention_with_lse",

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_core.calls import Call, DenseBackwardCall, DenseCall
+from torch_core.calls import DenseBackwardCall, DenseCall
 
 __all__ = ["fold", "folds"]
 
@@ -19,10 +19,8 @@ _SEQS = ("mm_prefix_range", "seq_causal")
 _STARTS = ("query_start_loc", "key_start_loc")
 
 
-def folds(call: Call[Any], arrays: Mapping[str, jax.Array], batched: Mapping[str, bool]) -> bool:
+def folds(call: DenseCall[Any], arrays: Mapping[str, jax.Array], batched: Mapping[str, bool]) -> bool:
     """Whether the examples may become one call: what all sequences share is the same, or has no gradient."""
-    if not isinstance(call, DenseCall):
-        return False
     shared = [name for name in arrays if name not in (*_ROWS, *_SEQS, *_STARTS)]
     return not any(batched[name] for name in shared) and not (isinstance(call, DenseBackwardCall) and shared)
 

@@ -77,7 +77,7 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
     def _map(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
         batched = dict(zip(names, in_batched, strict=True))
         given = dict(zip(names, operands, strict=True))
-        if batch.folds(call, given, batched):
+        if isinstance(call, DenseCall) and batch.folds(call, given, batched):
             folded = batch.fold(call, given, batched, axis_size)
             results = _opaque(folded.map(lambda _: None), tuple(folded.arrays()), way)(*folded.arrays().values())
             results = {name: x.reshape(axis_size, -1, *x.shape[1:]) for name, x in results.items()}
