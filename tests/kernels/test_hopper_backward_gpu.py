@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import jattn.ops
+from jattn.bridge import to_jax
+from tests.ops.runner import keywords
 from tests.support.attention_cases import AttentionCase, dense_case
 from tests.support.backward_cases import assert_gradients_match, backward_call
 from torch_core import ops
@@ -81,3 +86,23 @@ def test_padding_gets_a_gradient_of_zero() -> None:
     assert not found["d_query"][267:].any()
     assert not found["d_key"][207:].any()
     assert not found["d_value"][207:].any()
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_the_gradient_in_jax_has_the_bits_of_torch(head_size: int) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16", "padding_tokens": 3}
+    case = dense_case(1, key_lens=[300, 513], query_lens=[300, 513], **sizes)
+    call = _call(case)
+    expected = ops.run(call)
+    arrays = {name: jnp.asarray(x) for name, x in case.operands.items()}
+
+    def attend(inputs: dict[str, jax.Array]) -> jax.Array:
+        return jattn.ops.attention(
+            **{**arrays, **inputs}, **keywords(case.spec), **case.limits, implementation="triton"
+        )
+
+    _, pull = jax.vjp(attend, {name: arrays[name] for name in ("query", "key", "value")})
+    (found,) = pull(to_jax(call.d_out))
+    for name, gradient in found.items():
+        bits = np.asarray(gradient).view(np.uint8)
+        assert np.array_equal(bits, expected[f"d_{name}"].cpu().view(torch.uint8).numpy()), name

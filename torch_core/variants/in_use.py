@@ -86,7 +86,10 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
         "backward": _backward(_dense()),
-        "backward short sequences": _backward(_dense(max_query_len=2048)),
+        "backward short sequences": _backward(_dense(max_query_len=200)),
+        "backward head 64": _backward(_dense(head_size=64)),
+        "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
+        "backward window": _backward(_dense(_WINDOW)),
         "backward head 64 ALiBi sinks": _backward(
             _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))
         ),
@@ -100,7 +103,9 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
             plans[label] = plan_call(call, DeviceLimits(arch=arch))
     if arch == 90:
         older = DeviceLimits(arch=80)
-        plans |= {f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense")}
+        plans |= {
+            f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense", "backward")
+        }
     return plans
 
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_core.attention.backward_hopper.pairs import score_gradient_pairs, unpack_pairs, weight_pairs
 from torch_core.attention.backward_hopper.signals import await_room, signal_full
+from torch_core.attention.backward_hopper.work import BLOCK_N
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 
@@ -37,7 +38,7 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
     if SHAPE.LEFT:
         high = gl.minimum(gl.maximum(item.last + OWN * 64 + 1, item.start * BLOCK_M) // BLOCK_M, high)
     low = high
-    if item.keys >= 128:
+    if item.keys >= BLOCK_N:
         low = gl.minimum(gl.maximum((item.first + OWN * 64 + 63 + BLOCK_M - 1) // BLOCK_M, item.start), high)
     k = rings.key.tiles.index(0).slice(OWN * 64, 64)
     v = rings.value.tiles.index(0).slice(OWN * 64, 64)

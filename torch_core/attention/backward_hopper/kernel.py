@@ -10,7 +10,15 @@ from torch_core.attention.backward_hopper.gradients import key_gradients
 from torch_core.attention.backward_hopper.loads import load_tiles
 from torch_core.attention.backward_hopper.queries import query_gradients
 from torch_core.attention.backward_hopper.signals import pass_turns, take_turns
-from torch_core.attention.backward_hopper.work import Gradients, Rings, Sizes, Tensors, find_item, zero_padding
+from torch_core.attention.backward_hopper.work import (
+    BLOCK_N,
+    Gradients,
+    Rings,
+    Sizes,
+    Tensors,
+    find_item,
+    zero_padding,
+)
 from torch_core.device.hopper_turns import make_ring, open_slot
 
 __all__ = ["hopper_backward_kernel"]
@@ -51,25 +59,28 @@ def hopper_backward_kernel(
     D_KEY_STRIDES: gl.constexpr,
     D_VALUE_STRIDES: gl.constexpr,
 ):
-    """A program: a tile of 128 keys of a head, two warpgroups of 64, through all queries of the group that see them;
-    a warpgroup for the queries' gradient, and a warp that loads (FlashAttention-3, arXiv 2407.08608, whose warpgroups
-    do all three gradients). Keys are the rows of scores: weights and score gradients leave the matrix units as the left
-    operands of the keys' gradients.
+    """A program: a tile of BLOCK_N keys of a head through all queries of the group that see them.
+
+    Two warpgroups of 64 keys each work out their gradients; a third one, from the score gradients that they leave in
+    shared memory, those of the queries; one warp loads, two keep the order in which programs add to the queries'
+    gradients (after FlashAttention-3, arXiv 2407.08608, whose warpgroups do all three, and its deterministic mode).
+    Keys are the rows of scores: like this, weights leave the matrix units as the left operand of the next product.
+    A group's gradients of keys and values are summed in registers.
     """
     SHAPE: gl.constexpr = Sizes(
-        NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_M, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE,
-        D_KEY_STRIDES, D_VALUE_STRIDES,
+        NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_M, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE,
+        VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     item = find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE)
     gradients = Gradients(d_query_sums, turns, d_key, d_value, scale, query_tiles)
     if item.live:
-        k_tile = gl.allocate_shared_memory(dtype, [1, 128, HEAD_SIZE], layout)
-        v_tile = gl.allocate_shared_memory(dtype, [1, 128, HEAD_SIZE], layout)
+        k_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_SIZE], layout)
+        v_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_SIZE], layout)
         q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES, BLOCK_M, HEAD_SIZE], layout)
         do_tiles = gl.allocate_shared_memory(dtype, [D_OUT_STAGES, BLOCK_M, HEAD_SIZE], layout)
-        ds_tiles = gl.allocate_shared_memory(dtype, [2, 128, BLOCK_M], layout)
+        ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], layout)
         stats = gl.allocate_shared_memory(gl.float32, [QUERY_STAGES, 2 * BLOCK_M], row_stats.layout)
         keys = make_ring(k_tile, 1)
         values = make_ring(v_tile, 1)

@@ -18,65 +18,58 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
 
     Rows that the sequence does not own are zeroed: what is multiplied with them is 0, but 0 * NaN is NaN.
     """
-    HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
-    raw = rings.raw
-    raw_phase = 0
-    _load_keys(tensors.value, item, SHAPE.VALUE_STRIDE, rings.value, raw, 0, HEAD_SIZE)
-    _load_keys(tensors.key, item, SHAPE.KEY_STRIDE, rings.key, raw, 1, HEAD_SIZE)
+    phase = _load(
+        tensors.value, item.first_key, item.kv_head * SHAPE.VALUE_STRIDE, item.keys, rings.value.tiles.index(0),
+        rings.value.full.index(0), rings.raw, gl.to_tensor(0), 0,
+    )  # fmt: skip
+    phase = _load(
+        tensors.key, item.first_key, item.kv_head * SHAPE.KEY_STRIDE, item.keys, rings.key.tiles.index(0),
+        rings.key.full.index(0), rings.raw, phase, 0,
+    )  # fmt: skip
     for step in range((item.end - item.start) * SHAPE.GROUP):
         tile = item.end - 1 - step // SHAPE.GROUP
         head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
         row = item.first_query + tile * BLOCK_M
         live = item.queries - tile * BLOCK_M
-        q_slot, q_phase = ring_slot(rings.query, step)
-        mbarrier.wait(rings.query.empty.index(q_slot), q_phase ^ 1)
-        q = rings.query.tiles.index(q_slot)
-        q_full = rings.query.full.index(q_slot)
-        if live < BLOCK_M:
-            _load(tensors.query, row, head * SHAPE.QUERY_STRIDE, raw, q, BLOCK_M * HEAD_SIZE * 2)
-            mbarrier.wait(raw, raw_phase)
-            raw_phase ^= 1
-            zero_outside(q, 0, live, BLOCK_M, HEAD_SIZE)
-            fence_async_shared()
-            mbarrier.expect(q_full, 2 * BLOCK_M * 4)
-        else:
-            _load(tensors.query, row, head * SHAPE.QUERY_STRIDE, q_full, q, BLOCK_M * HEAD_SIZE * 2 + 2 * BLOCK_M * 4)
-        tma.async_copy_global_to_shared(
-            tensors.row_stats, [(head * query_tiles + item.first_tile + tile) * 2 * BLOCK_M], q_full,
-            rings.stats.index(q_slot),
+        slot, slot_phase = ring_slot(rings.query, step)
+        full = rings.query.full.index(slot)
+        mbarrier.wait(rings.query.empty.index(slot), slot_phase ^ 1)
+        phase = _load(
+            tensors.query, row, head * SHAPE.QUERY_STRIDE, live, rings.query.tiles.index(slot), full, rings.raw, phase,
+            2 * BLOCK_M * 4,
         )  # fmt: skip
-        do_slot, do_phase = ring_slot(rings.d_out, step)
-        mbarrier.wait(rings.d_out.empty.index(do_slot), do_phase ^ 1)
-        d_out = rings.d_out.tiles.index(do_slot)
-        do_full = rings.d_out.full.index(do_slot)
-        if live < BLOCK_M:
-            _load(tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, raw, d_out, BLOCK_M * HEAD_SIZE * 2)
-            mbarrier.wait(raw, raw_phase)
-            raw_phase ^= 1
-            zero_outside(d_out, 0, live, BLOCK_M, HEAD_SIZE)
-            fence_async_shared()
-            mbarrier.arrive(do_full, count=1)
-        else:
-            _load(tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, do_full, d_out, BLOCK_M * HEAD_SIZE * 2)
+        place = head * query_tiles + item.first_tile + tile
+        tma.async_copy_global_to_shared(tensors.row_stats, [place * 2 * BLOCK_M], full, rings.stats.index(slot))
+        slot, slot_phase = ring_slot(rings.d_out, step)
+        mbarrier.wait(rings.d_out.empty.index(slot), slot_phase ^ 1)
+        phase = _load(
+            tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, live, rings.d_out.tiles.index(slot),
+            rings.d_out.full.index(slot), rings.raw, phase, 0,
+        )  # fmt: skip
 
 
 @gluon.jit
-def _load(array, row, column, barrier, tile, BYTES: gl.constexpr):
-    mbarrier.expect(barrier, BYTES)
-    tma.async_copy_global_to_shared(array, [row, column], barrier, tile)
+def _load(array, row, column, live, tile, full, raw, phase, MORE: gl.constexpr):
+    """Starts the copy of a tile of which `live` rows count, where MORE bytes for the barrier `full` come besides.
 
-
-@gluon.jit
-def _load_keys(array, item, stride, ring, raw, raw_phase, HEAD_SIZE: gl.constexpr):
-    tile = ring.tiles.index(0)
-    full = ring.full.index(0)
-    column = item.kv_head * stride
-    if item.keys < 128:
-        _load(array, item.first_key, column, raw, tile, 128 * HEAD_SIZE * 2)
-        mbarrier.wait(raw, raw_phase)
-        zero_outside(tile, 0, item.keys, 128, HEAD_SIZE)
+    Returns:
+        the phase of the barrier `raw` afterwards.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    if live < ROWS:
+        mbarrier.expect(raw, ROWS * COLUMNS * 2)
+        tma.async_copy_global_to_shared(array, [row, column], raw, tile)
+        mbarrier.wait(raw, phase)
+        phase ^= 1
+        zero_outside(tile, 0, live, ROWS, COLUMNS)
         fence_async_shared()
-        mbarrier.arrive(full, count=1)
+        if MORE:
+            mbarrier.expect(full, MORE)
+        else:
+            mbarrier.arrive(full, count=1)
     else:
-        _load(array, item.first_key, column, full, tile, 128 * HEAD_SIZE * 2)
+        mbarrier.expect(full, ROWS * COLUMNS * 2 + MORE)
+        tma.async_copy_global_to_shared(array, [row, column], full, tile)
+    return phase

@@ -27,7 +27,7 @@ _GRADIENT_STEP = gl.constexpr(
 @gluon.jit
 def weight_pairs(exponents, DTYPE: gl.constexpr):
     """Pairs of 2 ** exponents, `[rows, columns // 2]` int32."""
-    kind: gl.constexpr = int(DTYPE == gl.float16)
+    kind: gl.constexpr = int(gl.float16 == DTYPE)
     even, odd = _columns(exponents)
     return gl.inline_asm_elementwise(_WEIGHT_STEP[kind], "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -35,7 +35,7 @@ def weight_pairs(exponents, DTYPE: gl.constexpr):
 @gluon.jit
 def score_gradient_pairs(weights, x, DTYPE: gl.constexpr):
     """Pairs of the products of pairs of weights with x, a float32 tensor."""
-    kind: gl.constexpr = int(DTYPE == gl.float16)
+    kind: gl.constexpr = int(gl.float16 == DTYPE)
     even, odd = _columns(x)
     return gl.inline_asm_elementwise(
         _GRADIENT_STEP[kind], "=r,r,f,f", [weights, even, odd], dtype=gl.int32, is_pure=True, pack=1

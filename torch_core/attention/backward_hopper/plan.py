@@ -9,7 +9,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.backward_hopper.kernel import hopper_backward_kernel
 from torch_core.attention.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
-from torch_core.attention.backward_hopper.tiles import BLOCK_N, HopperBackwardTile, hopper_backward_tile
+from torch_core.attention.backward_hopper.tiles import HopperBackwardTile, hopper_backward_tile
+from torch_core.attention.backward_hopper.work import BLOCK_N
 from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
 from torch_core.attention.operands import count, make_launch, operation
 from torch_core.calls import DenseBackwardCall
@@ -45,7 +46,7 @@ def hopper_backward_plan(
     if tile is None or not _is_served(call, limits):
         return None
     block_m, heads, head_size = tile.block_m, call.num_heads, call.head_size
-    query, key, value = (array_matrix(call, name, BLOCK_N) for name in ("query", "key", "value"))
+    query, key, value = (array_matrix(call, name, BLOCK_N.value) for name in ("query", "key", "value"))
     d_out = dense_matrix(call.d_out)
     tiles = call.num_tokens // block_m + call.num_seqs + 1
     stats = ArraySpec((heads * tiles * 2 * block_m,), "float32")
@@ -81,7 +82,7 @@ def hopper_backward_plan(
         "query_tiles": count(tiles),
         "num_keys": count(call.key.shape[0]),
     }
-    dtype, box = call.query.dtype, (BLOCK_N, head_size)
+    dtype, box = call.query.dtype, (BLOCK_N.value, head_size)
     copies: dict[str, Argument] = {
         "query": copy_descriptor("query", query, (block_m, head_size), dtype),
         "key": copy_descriptor("key", key, box, dtype),
@@ -89,7 +90,7 @@ def hopper_backward_plan(
         "d_out": copy_descriptor("d_out", d_out, (block_m, head_size), dtype),
         "row_stats": Descriptor("row_stats", stats.shape, (1,), (2 * block_m,), _ROWS),
     }
-    programs = (call.key.shape[0] // BLOCK_N + call.num_seqs + 1) * call.num_kv_heads
+    programs = (call.key.shape[0] // BLOCK_N.value + call.num_seqs + 1) * call.num_kv_heads
     rows = (tiles, heads)
     launches = (
         make_launch(prepare_backward_kernel, call, rows, known, arguments=pointers, writes=tuple(scratch)),

@@ -22,6 +22,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     GROUP: gl.constexpr = SHAPE.GROUP
+    # Columns at a time: what this warpgroup's registers hold.
     PART: gl.constexpr = 4096 // BLOCK_M
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     k = rings.key.tiles.index(0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_core.attention.backward_hopper.work import BLOCK_N
+
 __all__ = [
     "await_full",
     "await_room",
@@ -70,7 +72,7 @@ def take_turns(item, gradients, SHAPE: gl.constexpr):
     """
     for step in range((item.end - item.start) * SHAPE.GROUP):
         counter, tile = _turn_counter(step, item, gradients, SHAPE)
-        turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // 128
+        turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // BLOCK_N
         _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
         _barrier(_TURN, 1, "@p bar.sync $1, 192;")
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BLOCK_N", "HopperBackwardTile", "hopper_backward_tile"]
-
-#: Keys of a program: 64 for each of two warpgroups.
-BLOCK_N = 128
+__all__ = ["HopperBackwardTile", "hopper_backward_tile"]
 
 
 @dataclass(frozen=True, slots=True)

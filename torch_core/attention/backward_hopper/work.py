@@ -9,8 +9,10 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.hopper_work import level_by_level
 
-__all__ = ["Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "zero_padding"]
+__all__ = ["BLOCK_N", "Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "zero_padding"]
 
+#: Keys of a program: 64 for each of two warpgroups.
+BLOCK_N = gl.constexpr(128)
 _SEQS = gl.constexpr(32)
 
 
@@ -141,16 +143,16 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
         lengths = _lengths(key_start_loc, base + lanes, num_seqs)
         chunk = gl.where(total <= rank, base, chunk)
         before = gl.where(total <= rank, total, before)
-        total += gl.sum((lengths + 127) // 128, 0)
+        total += gl.sum((lengths + BLOCK_N - 1) // BLOCK_N, 0)
     lengths = _lengths(key_start_loc, chunk + lanes, num_seqs)
-    lane, from_end = level_by_level(rank - before, (lengths + 127) // 128, lengths, lanes, 128)
+    lane, from_end = level_by_level(rank - before, (lengths + BLOCK_N - 1) // BLOCK_N, lengths, lanes, BLOCK_N)
     seq = gl.minimum(chunk + lane, num_seqs - 1)
     first_key = gl.load(key_start_loc + seq)
     keys = gl.load(key_start_loc + seq + 1) - first_key
     first_query = gl.load(query_start_loc + seq)
     queries = gl.load(query_start_loc + seq + 1) - first_query
-    tile = (keys + 127) // 128 - 1 - from_end
-    position = tile * 128
+    tile = (keys + BLOCK_N - 1) // BLOCK_N - 1 - from_end
+    position = tile * BLOCK_N
     context = keys - queries
     start = 0
     end = (queries + BLOCK_M - 1) // BLOCK_M
@@ -163,7 +165,7 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
     if window_left is not None:
         last = position + window_left - context
         lowest = context - window_left
-        end = gl.minimum(end, gl.maximum(last + 127 + BLOCK_M, 0) // BLOCK_M)
+        end = gl.minimum(end, gl.maximum(last + BLOCK_N - 1 + BLOCK_M, 0) // BLOCK_M)
     return Item(
         rank < total,
         rank - total,
