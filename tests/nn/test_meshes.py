@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.support.devices import mesh, on_four_devices
 
 from jattn.nn import MultiHeadAttention
+from tests.support.devices import mesh, on_four_devices
 
 # T9: a spec is no tuple any more; flax takes both.
 METADATA: dict[str, dict[str, Any]] = {
@@ -37,8 +37,7 @@ def inputs() -> np.ndarray:
 
 
 # T7 and T8: jax.set_mesh, and outputs that keep what the caller's arrays had.
-@pytest.mark.parametrize("metadata", ["mesh axes", "logical axes"])
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(("kind", "metadata"), [("auto", "logical axes"), ("explicit", "mesh axes")])
 @on_four_devices
 def test_training_is_partitioned_by_batch_and_heads(kind: str, metadata: str) -> None:
     expected_module = build({})
