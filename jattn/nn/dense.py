@@ -13,10 +13,13 @@ from flax.nnx.nn import dtypes
 
 from jattn import ops
 from jattn.nn.padded import Packing, real_tokens
+from jattn.nn.paged import CORE_OPTIONS
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["attention_fn", "dense_attention"]
 
+# Outside jit one program and not one for each primitive; what looks at weights has effects of its own.
+_one_program = jax.jit(ops.masked_attention, static_argnames=("precision", "causal", *CORE_OPTIONS[:-1]), inline=True)
 _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
 
 
@@ -158,18 +161,10 @@ def dense_attention(
         chosen = "xla"
     if chosen == "xla":
         # Padded as they come: the packed jnp path would gather every row.
-        return ops.masked_attention(
-            query,
-            key,
-            value,
-            query_lens=lengths,
-            key_lens=key_lengths,
-            mask=mask,
-            bias=bias,
-            on_weights=on_weights,
-            precision=precision,
-            **options,
-        )
+        padded = {"query_lens": lengths, "key_lens": key_lengths, "mask": mask, "bias": bias, "precision": precision}
+        if on_weights is None:
+            return _one_program(query, key, value, **padded, **options)
+        return ops.masked_attention(query, key, value, **padded, **options, on_weights=on_weights)
     real_keys = real_tokens(key_lengths, key_length)
     if mask is not None:
         padding = jnp.broadcast_to(mask[:, 0, 0], (batch, key_length))

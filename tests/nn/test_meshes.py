@@ -37,8 +37,7 @@ def inputs() -> np.ndarray:
 
 
 # T7 and T8: jax.set_mesh, and outputs that keep what the caller's arrays had.
-@pytest.mark.parametrize("metadata", ["mesh axes", "logical axes"])
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(("kind", "metadata"), [("auto", "logical axes"), ("explicit", "mesh axes")])
 @on_four_devices
 def test_training_is_partitioned_by_batch_and_heads(kind: str, metadata: str) -> None:
     expected_module = build({})
