@@ -113,8 +113,8 @@ def test_a_named_implementation_has_no_second_derivatives_and_says_what_has() ->
     with pytest.raises(Unsupported) as error:
         jax.grad(lambda inputs: (gradient(inputs)["query"] ** 2).sum())(_inputs(case))
     assert str(error.value) == (
-        "attention_backward with implementation='torch' has no derivative of its own. Differentiate with "
-        "implementation='xla', or stop the gradient at its inputs (jax.lax.stop_gradient)."
+        "attention with implementation='torch' has no second derivative. Differentiate with implementation='xla', or "
+        "stop the gradient at its inputs (jax.lax.stop_gradient)."
     )
 
 
