@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jattn import bridge
 from jattn.bridge.calls import Runtime
 from jattn.ops import batch, xla
-from torch_core.calls import Call, DenseBackwardCall, DenseCall, backward_of, refuse_unserved
+from torch_core.calls import Call, DenseCall, backward_of, refuse_unserved
 from torch_core.errors import Unsupported
 
 __all__ = ["RESIDUAL_NAMES", "Way", "transformable"]
@@ -141,9 +141,10 @@ def _dense(call: DenseCall[Any], names: tuple[str, ...], way: Way) -> Callable[.
 
 
 def _no_derivative(call: Call[Any], way: Way) -> Unsupported:
-    again = "no derivative of its own" if isinstance(call, DenseBackwardCall) else "no derivative: it is for inference"
+    # Dense attention's own derivative has been taken where this is reached.
+    missing = "second derivative" if isinstance(call, DenseCall) else "derivative: it is for inference"
     return Unsupported(
-        f"{call.name} with implementation={way.implementation!r} has {again}. Differentiate with "
+        f"{call.name} with implementation={way.implementation!r} has no {missing}. Differentiate with "
         "implementation='xla', or stop the gradient at its inputs (jax.lax.stop_gradient)."
     )
 

@@ -107,6 +107,17 @@ def test_the_default_has_second_derivatives() -> None:
     _assert_close(found, expected, 1e-4)
 
 
+def test_a_named_implementation_has_no_second_derivatives_and_says_what_has() -> None:
+    case = dense_case(0, key_lens=[4], query_lens=[3], num_heads=2, num_kv_heads=1, head_size=4)
+    gradient = jax.grad(_loss(case, "torch"))
+    with pytest.raises(Unsupported) as error:
+        jax.grad(lambda inputs: (gradient(inputs)["query"] ** 2).sum())(_inputs(case))
+    assert str(error.value) == (
+        "attention with implementation='torch' has no second derivative. Differentiate with implementation='xla', or "
+        "stop the gradient at its inputs (jax.lax.stop_gradient)."
+    )
+
+
 def test_a_checkpoint_that_saves_the_residuals_does_not_attend_again() -> None:
     case = dense_case(0, key_lens=[4], query_lens=[4])
 

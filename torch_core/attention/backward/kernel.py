@@ -159,7 +159,7 @@ def backward_queries_kernel(
     key += key_start.to(tl.int64) * KEY_STRIDES[0] + kv_head * KEY_STRIDES[1]
     value += key_start.to(tl.int64) * VALUE_STRIDES[0] + kv_head * VALUE_STRIDES[1]
     columns = tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float64 if EXACT else tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
 
     for position in tl.range(body_start, body_end, BLOCK_N, num_stages=STAGES):
@@ -242,8 +242,8 @@ def backward_keys_kernel(
     kv_head = tl.program_id(1)
     seq, index, total = locate_tile(tile, key_start_loc, num_seqs, BLOCK_SEQS, BLOCK_N, 1)
     rows = tl.arange(0, BLOCK_N)
-    acc_key = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float64 if EXACT else tl.float32)
-    acc_value = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float64 if EXACT else tl.float32)
+    acc_key = tl.zeros([BLOCK_N, HEAD_PADDED], tl.float32)
+    acc_value = tl.zeros([BLOCK_N, VALUE_PADDED], tl.float32)
 
     if tile >= total:
         padded = tl.load(key_start_loc + num_seqs) + (tile - total) * BLOCK_N + rows
