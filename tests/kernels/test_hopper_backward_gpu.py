@@ -94,14 +94,14 @@ def test_the_gradient_in_jax_has_the_bits_of_torch(head_size: int) -> None:
     case = dense_case(1, key_lens=[300, 513], query_lens=[300, 513], **sizes)
     call = _call(case)
     expected = ops.run(call)
-    arrays = {name: jnp.asarray(x) for name, x in case.operands.items()}
+    arguments: dict[str, Any] = {name: jnp.asarray(x) for name, x in case.operands.items()}
+    differentiated = {name: arguments[name] for name in ("query", "key", "value")}
+    arguments |= keywords(case.spec) | case.limits
 
     def attend(inputs: dict[str, jax.Array]) -> jax.Array:
-        return jattn.ops.attention(
-            **{**arrays, **inputs}, **keywords(case.spec), **case.limits, implementation="triton"
-        )
+        return jattn.ops.attention(**{**arguments, **inputs}, implementation="triton")
 
-    _, pull = jax.vjp(attend, {name: arrays[name] for name in ("query", "key", "value")})
+    _, pull = jax.vjp(attend, differentiated)
     (found,) = pull(to_jax(call.d_out))
     for name, gradient in found.items():
         bits = np.asarray(gradient).view(np.uint8)
