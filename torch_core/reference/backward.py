@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_core.calls import DenseBackwardCall, forward_of
-from torch_core.reference.dense import attention
+from torch_core.reference.attention import attention
 
 __all__ = ["attention_backward"]
 
