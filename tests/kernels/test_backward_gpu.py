@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,10 +44,10 @@ def test_the_gradient_in_jax_has_the_bits_of_torch(seed: int, implementation: st
     arrays = {name: jnp.asarray(x) for name, x in {**case.operands, **case.options}.items()}
 
     def attend(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return jattn.ops.attention_with_lse(
-            **{**arrays, **inputs}, **keywords(case.spec), **case.limits, implementation=implementation
-        )
+        arguments: dict[str, Any] = {**arrays, **inputs, **keywords(case.spec), **case.limits}
+        return jattn.ops.attention_with_lse(**arguments, implementation=implementation)
 
+    assert call.d_lse is not None
     _, pull = jax.vjp(attend, {name.removeprefix("d_"): arrays[name.removeprefix("d_")] for name in expected})
     (found,) = pull((to_jax(call.d_out), to_jax(call.d_lse)))
     for name, gradient in expected.items():

@@ -34,7 +34,8 @@ def _loss(case: AttentionCase, implementation: str | None, **changes: Any) -> Ca
     function = ops.paged_attention_with_lse if case.paged else ops.attention_with_lse
 
     def loss(inputs: dict[str, jax.Array]) -> jax.Array:
-        out, lse = function(**{**arrays, **inputs}, **keywords(case.spec), **case.limits, implementation=implementation)
+        arguments: dict[str, Any] = {**arrays, **inputs, **keywords(case.spec), **case.limits}
+        out, lse = function(**arguments, implementation=implementation)
         factors = jnp.sin(jnp.arange(out.size)).reshape(out.shape)
         return (out * factors).astype(jnp.float32).sum() + 0.3 * jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
@@ -130,8 +131,8 @@ def test_a_checkpoint_that_saves_the_residuals_does_not_attend_again() -> None:
     assert callbacks(jax.checkpoint_policies.nothing_saveable) == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": np.array([0.5, -1.0], np.float32)}], ids=["folded", "looped"])
-def test_mapped_gradients_are_those_of_the_examples_padding_included(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("extras", [{}, {"sinks": np.array([0.5, -1.0], np.float32)}], ids=["folded", "looped"])
+def test_mapped_gradients_are_those_of_the_examples_padding_included(extras: dict[str, Any]) -> None:
     spec = AttentionSpec(scale=0.3, causal=False)
     cases = [
         dense_case(
@@ -144,25 +145,24 @@ def test_mapped_gradients_are_those_of_the_examples_padding_included(options: di
             padding_tokens=padding,
             spec=spec,
             seq_causal=np.array([True, False]),
-            **options,
+            **extras,
         )
         for seed, key_lens, padding in ((0, [4, 5], 2), (1, [6, 3], 2))
     ]
-    limits = {"max_query_len": 3, "max_key_len": 6}
+    options = {**keywords(spec), "max_query_len": 3, "max_key_len": 6, "implementation": "torch"}
     stacked = {name: jnp.stack([x.operands[name] for x in cases]) for name in cases[0].operands}
     shared = {name: jnp.asarray(x) for name, x in cases[0].options.items()}
 
     def loss(inputs: dict[str, jax.Array], starts: dict[str, jax.Array]) -> jax.Array:
-        out, lse = ops.attention_with_lse(
-            **inputs, **starts, **keywords(spec), **limits, implementation="torch", seq_causal=shared["seq_causal"]
-        )
+        arguments: dict[str, Any] = {**inputs, **starts, **options, "seq_causal": shared["seq_causal"]}
+        out, lse = ops.attention_with_lse(**arguments)
         return (out * jnp.sin(jnp.arange(out.size)).reshape(out.shape)).sum() + jnp.where(lse > -99, lse, 0).sum()
 
     def split(operands: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         named = {name: x for name, x in operands.items() if not name.endswith("_loc")}
         return named, {name: x for name, x in operands.items() if name.endswith("_loc")}
 
-    sinks = {"sinks": jnp.stack([shared["sinks"]] * 2)} if options else {}
+    sinks = {"sinks": jnp.stack([shared["sinks"]] * 2)} if extras else {}
     found = jit(jax.vmap(jax.grad(loss)))(*split({**stacked, **sinks}))
     for index in range(2):
         alone = {name: x[index] for name, x in {**stacked, **sinks}.items()}

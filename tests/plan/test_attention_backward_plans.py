@@ -41,6 +41,7 @@ def test_the_largest_heads_fit_a_device_with_little_shared_memory(launch):
 def test_the_forward_call_of_a_backward_call_is_the_one_that_it_was_made_of():
     call = backward_call()
     forward = forward_of(call)
+    assert call.out is not None
     assert backward_of(forward, out=call.out, lse=call.lse, d_out=call.d_out) == call
     assert forward.outputs()["out"] == call.out
 

@@ -17,6 +17,7 @@ def _forward(call: DenseCall[torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("seed", range(8))
 def test_gradients_are_those_of_finite_differences(seed: int) -> None:
     call = backward_call(random_backward_case(seed, 12), _forward, with_d_lse=True)
+    assert call.d_lse is not None
     found = reference.attention_backward(call, compute_dtype=torch.float64)
     real = int(call.query_start_loc[-1])
     generator = torch.Generator().manual_seed(seed)
