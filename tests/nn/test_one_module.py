@@ -46,8 +46,14 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def test_paged_generation_draws_from_the_log_probabilities_of_training(recorded: Recorded, seed: int) -> None:
-    # So few blocks that running requests are preempted, so few tokens a step that prompts are cut in chunks.
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "num_blocks": 36, "max_num_batched_tokens": 16}
+    # So few blocks that running requests are preempted, so few tokens a step that prompts are cut in chunks; one shape.
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "block_size": 4,
+        "num_blocks": 36,
+        "max_num_batched_tokens": 16,
+        "batch_invariant": True,
+    }
     with Engine(recorded, EngineConfig(**sizes)) as engine:
         requests = [
             engine.add(prompt, SamplingParams(max_tokens=NEW, temperature=1.0, seed=index, ignore_eos=True))
