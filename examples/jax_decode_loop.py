@@ -12,9 +12,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jattn import AttentionMetadata, KVCacheSpec, KVPool, load_model
+from jattn import AttentionMetadata, KVCacheSpec, KVPool, SequenceRow, load_model
 from jattn.load import embedded_model_folder
 
 BLOCK_SIZE = 16
@@ -64,21 +65,14 @@ def generate(prompts: list[list[int]], model, config) -> tuple[list[list[int]], 
         num_kv_heads=config.num_key_value_heads, head_size=config.head_dim, block_size=BLOCK_SIZE, dtype=config.dtype
     )
     pool = KVPool(spec, num_layers=config.num_hidden_layers, num_blocks=1 + columns * len(prompts))
-    block_tables = 1 + jnp.arange(columns * len(prompts), dtype=jnp.int32).reshape(len(prompts), columns)
-    lens = [len(prompt) for prompt in prompts]
-    positions = jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens])
-    rows = jnp.repeat(jnp.arange(len(prompts)), jnp.array(lens), total_repeat_length=sum(lens))
-    metadata = AttentionMetadata(
-        block_tables=block_tables,
-        seq_lens=jnp.array(lens, jnp.int32),
-        query_start_loc=jnp.cumsum(jnp.array([0, *lens], jnp.int32), dtype=jnp.int32),
-        slot_mapping=block_tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-        max_query_len=max(lens),
-    )
+    tables = 1 + np.arange(columns * len(prompts), dtype=np.int32).reshape(len(prompts), columns)
+    rows = [SequenceRow(table.tolist(), 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
+    metadata = AttentionMetadata.build(rows, block_size=BLOCK_SIZE, num_blocks=pool.num_blocks, max_blocks=columns)
+    positions = np.concatenate([np.arange(len(prompt), dtype=np.int32) for prompt in prompts])
     token_ids = jnp.array([token for prompt in prompts for token in prompt], jnp.int32)
     before = pool.addresses()
     first = pool.run(prefill, model_of, state, token_ids, positions, metadata)
-    rest = pool.run(decode, model_of, state, first, metadata.seq_lens, block_tables)
+    rest = pool.run(decode, model_of, state, first, metadata.seq_lens, tables)
     tokens = jnp.concatenate([first[None], rest]).T.tolist()
     return tokens, pool.addresses() == before
 

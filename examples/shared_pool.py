@@ -22,7 +22,6 @@ from jattn import AttentionMetadata, KVCacheSpec, KVPool, load_model
 from jattn.load import embedded_model_folder, load_tokenizer
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
 from torch_core.metadata import CommonAttentionMetadata, build_common_metadata
-from torch_core.metadata.layout import metadata_layout
 from torch_core.vllm import BuilderConfig, upload
 
 
@@ -87,13 +86,7 @@ class SharedPool:
     def run_jax(self, committed: CommittedStep, inputs: list[list[int]]) -> list[int]:
         """Runs a step in JAX: the pool is donated and comes back at the same address."""
         common, token_ids = self.build(committed, inputs)
-        metadata = AttentionMetadata(
-            block_tables=jnp.asarray(common.block_tables),
-            seq_lens=jnp.asarray(common.seq_lens),
-            query_start_loc=jnp.asarray(common.query_start_loc),
-            slot_mapping=jnp.asarray(common.slot_mapping),
-            max_query_len=common.max_query_len,
-        )
+        metadata = AttentionMetadata.from_common(common)
         positions = jnp.asarray(common.positions)
         return self.pool.run(jax_step, self.model_of, self.leaves, token_ids, positions, metadata).tolist()
 
@@ -113,17 +106,7 @@ class SharedPool:
     def build(self, committed: CommittedStep, inputs: list[list[int]]) -> tuple[CommonAttentionMetadata, np.ndarray]:
         """Returns a step's metadata and its packed tokens."""
         token_ids = np.array([token for row in inputs for token in row], np.int32)
-        num_seqs, max_blocks = len(inputs), max(len(row.block_ids) for row in committed.rows)
-        layout = metadata_layout(num_seqs=num_seqs, num_tokens=len(token_ids), max_blocks=max_blocks)
-        common = build_common_metadata(
-            committed.rows,
-            block_size=BLOCK_SIZE,
-            num_blocks=self.pool.num_blocks,
-            num_seqs=num_seqs,
-            num_tokens=len(token_ids),
-            max_blocks=max_blocks,
-            layout=layout,
-        )
+        common = build_common_metadata(committed.rows, block_size=BLOCK_SIZE, num_blocks=self.pool.num_blocks)
         return common, token_ids
 
 

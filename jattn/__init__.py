@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from jattn.load import load_model as load_model
     from jattn.load import save_model as save_model
     from jattn.metadata import AttentionMetadata as AttentionMetadata
+    from jattn.nn import MultiHeadAttention as MultiHeadAttention
     from jattn.nn import PagedAttention as PagedAttention
+    from jattn.nn import attention_fn as attention_fn
     from jattn.ops import attention as attention
     from jattn.ops import attention_with_lse as attention_with_lse
     from jattn.ops import merge_states as merge_states
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from torch_core.errors import PoolLost as PoolLost
     from torch_core.errors import RequestTooLong as RequestTooLong
     from torch_core.errors import Unsupported as Unsupported
+    from torch_core.metadata import SequenceRow as SequenceRow
     from torch_core.specs import KVCacheSpec as KVCacheSpec
 
 __version__ = "0.1.0"
@@ -45,10 +48,11 @@ _HOMES = {
     "jattn.engine": "LLM EngineConfig RequestOutput SamplingParams generate",
     "jattn.load": "load_model save_model",
     "jattn.metadata": "AttentionMetadata",
-    "jattn.nn": "PagedAttention",
+    "jattn.nn": "MultiHeadAttention PagedAttention attention_fn",
     "jattn.ops": ("attention attention_with_lse merge_states paged_attention paged_attention_with_lse write_kv_cache"),
     "jattn.pool": "KVPool",
     "torch_core.errors": ("CacheCorruption InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"),
+    "torch_core.metadata": "SequenceRow",
     "torch_core.specs": "KVCacheSpec",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

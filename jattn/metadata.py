@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import jax
+
+from torch_core.metadata import CommonAttentionMetadata, SequenceRowLike, build_common_metadata
 
 __all__ = ["AttentionMetadata"]
 
@@ -31,3 +34,54 @@ class AttentionMetadata:
     query_start_loc: jax.Array
     slot_mapping: jax.Array
     max_query_len: int = field(metadata={"static": True})
+
+    @classmethod
+    def build(
+        cls,
+        rows: Sequence[SequenceRowLike],
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_seqs: int | None = None,
+        num_tokens: int | None = None,
+        max_blocks: int | None = None,
+        max_query_len: int | None = None,
+    ) -> AttentionMetadata:
+        """Builds a step's metadata from what each sequence does, checks every value on the host, and uploads it.
+
+        Args:
+            rows: one `SequenceRow` for each sequence, in the order in which their tokens are packed.
+            block_size: tokens of one block.
+            num_blocks: blocks of the pool, the null block 0 included.
+            num_seqs, num_tokens, max_blocks: padded sizes, so that steps share a program; just enough when None.
+            max_query_len: a static bound to keep; the longest row's new tokens when None.
+
+        Raises:
+            InvalidInput: a block id, a length or a shared block is wrong; the message names the row.
+            RequestTooLong: the rows exceed a padded size or the bound.
+
+        Example:
+            >>> from torch_core.metadata import SequenceRow
+            >>> rows = [SequenceRow([5, 2], 0, 6), SequenceRow([9], 3, 1)]
+            >>> step = AttentionMetadata.build(rows, block_size=4, num_blocks=16, num_tokens=8)
+            >>> step.slot_mapping.tolist(), step.max_query_len
+            ([20, 21, 22, 23, 8, 9, 39, -1], 6)
+        """
+        return cls.from_common(
+            build_common_metadata(
+                rows,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_seqs=num_seqs,
+                num_tokens=num_tokens,
+                max_blocks=max_blocks,
+                max_query_len=max_query_len,
+            )
+        )
+
+    @classmethod
+    def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
+        """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
+        names = [each.name for each in fields(cls) if each.name != "max_query_len"]
+        arrays = jax.device_put({name: getattr(common, name) for name in names})
+        return cls(**arrays, max_query_len=common.max_query_len)

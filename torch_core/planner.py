@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from torch_core.attention.choose import plan_attention
+from torch_core.attention.choose import plan_attention, plan_attention_backward
 from torch_core.attention.merge.plan import plan_merge
 from torch_core.blocks.copy.plan import plan_copy
 from torch_core.blocks.write.plan import plan_write
-from torch_core.calls import AttentionCall, Call, CopyCall, MergeCall, WriteCall, refuse_unserved
+from torch_core.calls import AttentionCall, Call, CopyCall, DenseBackwardCall, MergeCall, WriteCall, refuse_unserved
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec
@@ -37,6 +37,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         raise InvalidInput(f"{call.name} of nothing has nothing to launch: return empty outputs without a plan.")
     limits = limits or DeviceLimits()
     _refuse_old_device(call, limits)
+    if isinstance(call, DenseBackwardCall):
+        return plan_attention_backward(call, limits)
     if isinstance(call, AttentionCall):
         return plan_attention(call, limits)
     if isinstance(call, WriteCall):

@@ -3,5 +3,6 @@
 from jattn.bridge.callback import call_torch, typed_errors
 from jattn.bridge.calls import run
 from jattn.bridge.dlpack import to_jax, to_torch
+from jattn.bridge.partition import partitioned
 
-__all__ = ["call_torch", "run", "to_jax", "to_torch", "typed_errors"]
+__all__ = ["call_torch", "partitioned", "run", "to_jax", "to_torch", "typed_errors"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax
 from flax import nnx
@@ -11,7 +11,10 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from torch_core.errors import InvalidInput
 
-__all__ = ["PagedAttention"]
+__all__ = ["CORE_OPTIONS", "PagedAttention"]
+
+#: What paged and dense attention take alike.
+CORE_OPTIONS = ("scale", "sliding_window", "attention_chunk", "logits_soft_cap", "use_alibi_sqrt", "implementation")
 
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
@@ -37,17 +40,16 @@ class PagedAttention(nnx.Module):
         use_alibi_sqrt: the square-root form of ALiBi.
         kv_chunk_size: see `jattn.paged_attention`.
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        rngs: not needed; `nnx.bridge.to_linen` gives them to every module.
 
     Raises:
         InvalidInput: num_heads is no multiple of num_kv_heads, or a size is below 1.
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from torch_core.metadata import SequenceRow
         >>> core = PagedAttention(num_heads=4, head_dim=8, num_kv_heads=2, implementation="xla")
-        >>> metadata = AttentionMetadata(
-        ...     block_tables=jnp.array([[1]], jnp.int32), seq_lens=jnp.array([3], jnp.int32),
-        ...     query_start_loc=jnp.array([0, 3], jnp.int32), slot_mapping=jnp.array([4, 5, 6], jnp.int32),
-        ...     max_query_len=3)
+        >>> metadata = AttentionMetadata.build([SequenceRow([1], 0, 3)], block_size=4, num_blocks=2)
         >>> query, key = jnp.ones((3, 4, 8)), jnp.ones((3, 2, 8))
         >>> output, cache = core(query, key, key, jnp.zeros((2, 2, 4, 2, 8)), metadata)
         >>> output.shape, cache.shape
@@ -69,6 +71,7 @@ class PagedAttention(nnx.Module):
         use_alibi_sqrt: bool = False,
         kv_chunk_size: int | None = None,
         implementation: str | None = None,
+        rngs: nnx.Rngs | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
@@ -93,11 +96,16 @@ class PagedAttention(nnx.Module):
         self.kv_chunk_size = kv_chunk_size
         self.implementation = implementation
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values of `CORE_OPTIONS`, by keyword."""
+        return {name: getattr(self, name) for name in CORE_OPTIONS}
+
     def __call__(
         self,
         query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        key: jax.Array | None,
+        value: jax.Array | None,
         kv_cache: _Cache,
         metadata: AttentionMetadata,
         *,
@@ -109,8 +117,9 @@ class PagedAttention(nnx.Module):
 
         Args:
             query: float[num_tokens, num_heads, head_dim], rotary embedding applied; fp8 with q_scale.
-            key: float[num_tokens, num_kv_heads, head_dim], likewise.
-            value: float[num_tokens, num_kv_heads, value_head_dim].
+            key: float[num_tokens, num_kv_heads, head_dim], likewise; another number of tokens where nothing is causal
+                (cross attention). None to read a cache that is complete: another layer's, or an encoder's.
+            value: float[num_tokens, num_kv_heads, value_head_dim]; None with key.
             kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch.
             k_scale, v_scale: what a stored unit is worth, for a quantised cache: written and read with it.
@@ -128,21 +137,24 @@ class PagedAttention(nnx.Module):
             ("key", key, self.num_kv_heads, self.head_dim),
             ("value", value, self.num_kv_heads, self.value_head_dim),
         ):
-            if array.ndim != 3 or array.shape[1:] != (heads, size):
+            if array is not None and (array.ndim != 3 or array.shape[1:] != (heads, size)):
                 raise InvalidInput(f"{name} has shape {array.shape}; this module needs (num_tokens, {heads}, {size}).")
-        if query.shape[0] != key.shape[0]:
+        if (key is None) != (value is None):
+            raise InvalidInput("one of key and value is None; give both, or none to read the cache alone.")
+        if key is not None and self.causal and query.shape[0] != key.shape[0]:
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
-        kv_cache = ops.write_kv_cache(
-            key,
-            value,
-            kv_cache,
-            metadata.slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            implementation=self.implementation,
-        )
+        if key is not None and value is not None:
+            kv_cache = ops.write_kv_cache(
+                key,
+                value,
+                kv_cache,
+                metadata.slot_mapping,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                implementation=self.implementation,
+            )
         output = ops.paged_attention(
             query,
             kv_cache,
@@ -150,16 +162,11 @@ class PagedAttention(nnx.Module):
             metadata.seq_lens,
             metadata.query_start_loc,
             max_query_len=metadata.max_query_len,
-            scale=self.scale,
             causal=self.causal,
-            sliding_window=self.sliding_window,
-            attention_chunk=self.attention_chunk,
-            logits_soft_cap=self.logits_soft_cap,
-            use_alibi_sqrt=self.use_alibi_sqrt,
             kv_chunk_size=self.kv_chunk_size,
             k_scale=k_scale,
             v_scale=v_scale,
-            implementation=self.implementation,
+            **self.options,
             **options,
         )
         return output, kv_cache

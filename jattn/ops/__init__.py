@@ -9,17 +9,22 @@ from jattn.ops.attention import (
 )
 from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.cascade import cascade_attention, shared_prefix
-from jattn.ops.choose import available_implementations
+from jattn.ops.choose import available_implementations, choose
+from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
+from jattn.ops.transforms import RESIDUAL_NAMES
 from torch_core.calls import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "RESIDUAL_NAMES",
     "PagedOptions",
     "attention",
     "attention_with_lse",
     "available_implementations",
     "cascade_attention",
+    "choose",
+    "masked_attention",
     "merge_states",
     "paged_attention",
     "paged_attention_with_lse",

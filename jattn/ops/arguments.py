@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -9,7 +11,7 @@ from jax.core import Tracer
 from torch_core.errors import InvalidInput
 from torch_core.specs import AttentionSpec
 
-__all__ = ["attention_spec"]
+__all__ = ["MASK_OPTIONS", "attention_spec"]
 
 
 def attention_spec(
@@ -39,6 +41,10 @@ def attention_spec(
         attention_chunk=attention_chunk,
         use_alibi_sqrt=bool(use_alibi_sqrt),
     )
+
+
+#: The keywords that say how scores are masked and scaled.
+MASK_OPTIONS = tuple(name for name in inspect.signature(attention_spec).parameters if name != "query")
 
 
 def _static_float(name: str, value: float) -> float:

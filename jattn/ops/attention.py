@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ParamSpec, TypedDict
+from typing import Any, ParamSpec, TypeAlias, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jattn.ops.arguments import attention_spec
+from jattn.ops.arguments import MASK_OPTIONS, attention_spec
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
 
 __all__ = ["PagedOptions", "attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
 
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
+#: A call, and who shall run it.
+_Request: TypeAlias = tuple[AttentionCall[jax.Array], str | None]
 
 
 class PagedOptions(TypedDict, total=False):
@@ -62,7 +65,7 @@ def _paged(
     out_scale: float | jax.Array | None = None,
     kv_chunk_size: int | None = None,
     implementation: str | None = None,
-) -> tuple[AttentionCall[jax.Array], str | None]:
+) -> _Request:
     """Attends any mix of prefill, chunked prefill and decode rows to a paged KV cache.
 
     The new tokens' keys and values must be in the cache already (`write_kv_cache`); their queries are packed one
@@ -112,39 +115,8 @@ def _paged(
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here or does not serve the combination.
     """
-    spec = attention_spec(
-        query,
-        scale=scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        attention_chunk=attention_chunk,
-        use_alibi_sqrt=use_alibi_sqrt,
-    )
-    call = PagedCall(
-        query=query,
-        **cache_fields(kv_cache),
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        spec=spec,
-        max_query_len=max_query_len,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        mm_prefix_range=mm_prefix_range,
-        relative_bias=relative_bias,
-        qq_bias=qq_bias,
-        seq_causal=seq_causal,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_scale_cache=k_scale_cache,
-        v_scale_cache=v_scale_cache,
-        out_dtype=None if out_dtype is None else jnp.dtype(out_dtype).name,
-        out_scale=out_scale,
-        kv_chunk_size=kv_chunk_size,
-    )
-    return call, implementation
+    given = locals()
+    return _request(PagedCall, **cache_fields(given.pop("kv_cache")), **given)
 
 
 def _dense(
@@ -171,8 +143,10 @@ def _dense(
     out_dtype: jax.typing.DTypeLike | None = None,
     out_scale: float | jax.Array | None = None,
     implementation: str | None = None,
-) -> tuple[AttentionCall[jax.Array], str | None]:
+) -> _Request:
     """Attends packed queries to packed keys, sequence by sequence; the mask is aligned bottom-right.
+
+    It has a gradient with every implementation; `docs/architecture.md` says which one runs.
 
     Args:
         query: float[num_tokens, num_heads, head_size].
@@ -192,64 +166,44 @@ def _dense(
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here or does not serve the combination.
     """
-    spec = attention_spec(
-        query,
-        scale=scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        attention_chunk=attention_chunk,
-        use_alibi_sqrt=use_alibi_sqrt,
-    )
-    call = DenseCall(
-        query=query,
-        key=key,
-        value=value,
-        query_start_loc=query_start_loc,
-        key_start_loc=query_start_loc if key_start_loc is None else key_start_loc,
-        spec=spec,
-        max_query_len=max_query_len,
-        max_key_len=max_query_len if max_key_len is None else max_key_len,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        mm_prefix_range=mm_prefix_range,
-        relative_bias=relative_bias,
-        qq_bias=qq_bias,
-        seq_causal=seq_causal,
-        out_dtype=None if out_dtype is None else jnp.dtype(out_dtype).name,
-        out_scale=out_scale,
-    )
-    return call, implementation
+    key_start_loc = query_start_loc if key_start_loc is None else key_start_loc
+    max_key_len = max_query_len if max_key_len is None else max_key_len
+    return _request(DenseCall, **locals())
 
 
-def _output_of(
-    request: Callable[_P, tuple[AttentionCall[jax.Array], str | None]], name: str
-) -> Callable[_P, jax.Array]:
+def _request(
+    call_class: type[AttentionCall[jax.Array]], *, implementation: str | None, out_dtype: Any, **given: Any
+) -> _Request:
+    """Returns the call of an operation's keywords: the mask's options go into its spec, the others are its fields."""
+    spec = attention_spec(given["query"], **{name: given.pop(name) for name in MASK_OPTIONS})
+    out_dtype = None if out_dtype is None else jnp.dtype(out_dtype).name
+    return call_class(**given, spec=spec, out_dtype=out_dtype), implementation
+
+
+def _operation(
+    request: Callable[_P, _Request], name: str, *, with_lse: bool, of: Callable[[dict[str, jax.Array]], _R]
+) -> Callable[_P, _R]:
     @functools.wraps(request)
-    def attend(*args: _P.args, **kwargs: _P.kwargs) -> jax.Array:
-        return run(*request(*args, **kwargs))["out"]
-
-    attend.__name__ = attend.__qualname__ = name
-    attend.__annotations__ = {**attend.__annotations__, "return": "jax.Array"}
-    return attend
-
-
-def _output_and_lse_of(
-    request: Callable[_P, tuple[AttentionCall[jax.Array], str | None]], name: str
-) -> Callable[_P, tuple[jax.Array, jax.Array]]:
-    @functools.wraps(request)
-    def attend(*args: _P.args, **kwargs: _P.kwargs) -> tuple[jax.Array, jax.Array]:
+    def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         call, implementation = request(*args, **kwargs)
-        results = run(replace(call, with_lse=True), implementation)
-        return results["out"], results["lse"]
+        return of(run(replace(call, with_lse=True) if with_lse else call, implementation))
 
     attend.__name__ = attend.__qualname__ = name
-    attend.__annotations__ = {**attend.__annotations__, "return": "tuple[jax.Array, jax.Array]"}
+    returns = "tuple[jax.Array, jax.Array]" if with_lse else "jax.Array"
+    attend.__annotations__ = {**attend.__annotations__, "return": returns}
     return attend
+
+
+def _output(results: dict[str, jax.Array]) -> jax.Array:
+    return results["out"]
+
+
+def _output_and_lse(results: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return results["out"], results["lse"]
 
 
 # One list of keywords for each operation: the functions differ in what they return.
-paged_attention = _output_of(_paged, "paged_attention")
-paged_attention_with_lse = _output_and_lse_of(_paged, "paged_attention_with_lse")
-attention = _output_of(_dense, "attention")
-attention_with_lse = _output_and_lse_of(_dense, "attention_with_lse")
+paged_attention = _operation(_paged, "paged_attention", with_lse=False, of=_output)
+paged_attention_with_lse = _operation(_paged, "paged_attention_with_lse", with_lse=True, of=_output_and_lse)
+attention = _operation(_dense, "attention", with_lse=False, of=_output)
+attention_with_lse = _operation(_dense, "attention_with_lse", with_lse=True, of=_output_and_lse)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jattn.bridge import native, torch_runtime
 from jattn.bridge.calls import Runtime
-from torch_core.calls import IMPLEMENTATIONS
+from jattn.ops import xla
+from torch_core.calls import IMPLEMENTATIONS, Call
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["IMPLEMENTATIONS", "available_implementations", "choose", "runtime_of"]
+__all__ = ["IMPLEMENTATIONS", "available_implementations", "choose", "for_this_platform", "runtime_of"]
 
 
 def choose(implementation: str | None) -> str:
@@ -36,19 +41,47 @@ def choose(implementation: str | None) -> str:
     return implementation
 
 
-def runtime_of(implementation: str) -> tuple[Runtime, str]:
-    """Returns the runtime of "triton" or "torch", and whose row of `torch_core.calls.SERVES` says what it serves.
+def for_this_platform(call: Call[jax.Array]) -> Call[jax.Array]:
+    """Returns the call as one whose implementation the rule chose: lowering it for CUDA is refused.
 
-    On CUDA torch launches the same kernels.
+    jax.export and `lower(lowering_platforms=...)` would keep the choice that was made for this machine's CPU.
     """
-    if implementation == "triton":
-        return native.run_native, "triton"
+    if jax.default_backend() != "cpu":
+        return call
+    name, array = next(iter(call.arrays().items()))
+    return call.with_arrays({name: _chosen_here.bind(jnp.asarray(array))})
+
+
+def runtime_of(implementation: str) -> tuple[Runtime, str]:
+    """Returns the runtime of an implementation, and whose row of `torch_core.calls.SERVES` says what it serves.
+
+    On CUDA torch launches the same kernels as "triton".
+    """
+    if implementation != "torch":
+        return {"triton": native.run_native, "xla": xla.run}[implementation], implementation
     return torch_runtime.run_torch, "triton" if jax.default_backend() == "gpu" else "torch"
 
 
 # The jnp ops were the faster of the two in every row of `jattn bench generate` (README, "Measured"): for a small model
 # a crossing costs more than the attention itself. The torch callback is how the torch core runs on a CPU.
 _CPU_DEFAULT = "xla"
+
+
+def _refuse_cuda(context: Any, *arrays: Any) -> Any:
+    raise Unsupported(
+        "implementation=None chose 'xla' because JAX runs on a CPU here, and the program is lowered for CUDA. Name the "
+        "implementation: 'xla', or 'triton' where JAX sees the CUDA device that its kernels are compiled for."
+    )
+
+
+# The identity, which tells only at its lowering for what platform that is.
+_chosen_here = Primitive("implementation_chosen_here")
+_chosen_here.def_impl(lambda array: array)
+_chosen_here.def_abstract_eval(lambda array: array)
+mlir.register_lowering(_chosen_here, lambda context, array: [array])
+mlir.register_lowering(_chosen_here, _refuse_cuda, platform="cuda")
+ad.deflinear2(_chosen_here, lambda cotangent, array: [cotangent])
+batching.defvectorized(_chosen_here)
 
 
 def available_implementations() -> dict[str, str | None]:

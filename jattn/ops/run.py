@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jattn import bridge
-from jattn.ops import transforms, xla
-from jattn.ops.choose import choose, runtime_of
+from jattn.ops import transforms
+from jattn.ops.choose import choose, for_this_platform, runtime_of
 from torch_core.calls import Call, check_values, refuse_unserved
 from torch_core.calls.call import array_fields
 from torch_core.errors import InvalidInput
@@ -31,45 +29,50 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
 
     Raises:
         InvalidInput: the call does not hold together; outside jit, on a CPU, also lengths, ids or slots out of range.
-        Unsupported: the implementation cannot run here, or does not serve the call.
+        Unsupported: the implementation cannot run here, or does not serve the call or its operands' split over devices.
     """
-    call = _with_float32_scales(call)
+    call, arrays = _with_float32_scales(call)
     # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.
     call.check()
     chosen = choose(implementation)
-    runtime, served_by = (None, chosen) if chosen == "xla" else runtime_of(chosen)
+    runtime, served_by = runtime_of(chosen)
     refuse_unserved(call, served_by)
-    _check_values(call)
-    if runtime is None:
-        return xla.run(call.map(jnp.asarray))
+    if any(isinstance(array, Tracer) for array in arrays.values()):
+        runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
+        call = call if implementation else for_this_platform(call)
+    else:
+        # What is being traced has no values, and those on a device would have to be waited for.
+        if jax.default_backend() == "cpu":
+            check_values(call)
+        if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
+            with bridge.typed_errors():
+                return _run_in_one_program(call, chosen)
+    if chosen == "xla":
+        return runtime(call.map(jnp.asarray))
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
-    names, static = tuple(call.arrays()), call.map(lambda _: None)
-
-    def compute(*arrays: jax.Array) -> dict[str, jax.Array]:
-        return bridge.run(static.with_arrays(dict(zip(names, arrays, strict=True))), runtime)
-
-    return transforms.opaque(compute, call.name, chosen)(*map(jnp.asarray, call.arrays().values()))
+    way = transforms.Way(runtime, chosen, served_by, implementation is None)
+    return transforms.transformable(call.map(lambda _: None), tuple(arrays), way)(*map(jnp.asarray, arrays.values()))
 
 
-def _with_float32_scales(call: Call[jax.Array]) -> Call[jax.Array]:
-    scales = {}
-    for name, array in call.arrays().items():
+# Several devices run one program; outside jit this is it.
+_run_in_one_program = jax.jit(run, static_argnames="implementation")
+
+
+def _with_float32_scales(call: Call[jax.Array]) -> tuple[Call[jax.Array], dict[str, jax.Array]]:
+    arrays, scales = call.arrays(), {}
+    for name, array in arrays.items():
         field = array_fields(type(call))[name]
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
             raise InvalidInput(f"{name} is a {type(array).__name__}; it must be a JAX array of shape {field}.")
         if field.number:
             scales[name] = float(array) if isinstance(array, np.generic) else _one_float32(name, array)
-    return replace(call, **scales) if scales else call
+    if not scales:
+        return call, arrays
+    call = call.with_arrays(scales)
+    return call, call.arrays()
 
 
 def _one_float32(name: str, scale: jax.Array) -> jax.Array:
     if scale.size != 1:
         raise InvalidInput(f"{name} has shape {list(scale.shape)}; it must be a number or one element.")
     return jnp.asarray(scale, jnp.float32).reshape(1)
-
-
-def _check_values(call: Call[jax.Array]) -> None:
-    # What is being traced has no values, and those on a device would have to be waited for.
-    arrays = call.arrays().values()
-    if not any(isinstance(array, Tracer) for array in arrays) and jax.default_backend() == "cpu":
-        check_values(call)

@@ -51,10 +51,11 @@ class KVPool:
         spec: the layout of one layer.
         num_layers: arrays to allocate.
         num_blocks: blocks of each array, the null block 0 included.
-        device: where to allocate; JAX's default device if None.
+        device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
+            `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, spreads the pool over a mesh.
 
     Raises:
-        InvalidInput: sizes out of range, or more memory than the device has free; nothing was allocated.
+        InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
 
     Example:
         >>> spec = KVCacheSpec(num_kv_heads=2, head_size=8, block_size=4, dtype="float32")
@@ -71,7 +72,7 @@ class KVPool:
         *,
         num_layers: int,
         num_blocks: int,
-        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: jax.Device | jax.sharding.Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
         _arrays: tuple[jax.Array, ...] = (),
     ) -> None:
         check_int("num_layers", num_layers, 1)
@@ -85,8 +86,12 @@ class KVPool:
         self._generation = 1
         # What a torch-owned pool was made from; its memory is torch's and must not be freed under JAX.
         self._owners: tuple[torch.Tensor, ...] = ()
+        sharding = device if isinstance(device, jax.sharding.Sharding) else None
+        self._sharding = None if sharding is None else _checked_split(sharding, self._shape)
         if not _arrays:
-            check_room(self.num_bytes, device)
+            parts = 1 if sharding is None else self._shape[3] // sharding.shard_shape(self._shape)[3]
+            for each in (device,) if sharding is None else sharding.addressable_devices:
+                check_room(self.num_bytes // parts, each)
         self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
 
     @property
@@ -115,8 +120,8 @@ class KVPool:
         return self._generation
 
     def addresses(self) -> tuple[int, ...]:
-        """Returns the data pointer of each layer's array; constant for one generation."""
-        return tuple(array.unsafe_buffer_pointer() for array in self._arrays)
+        """Returns the data pointer of each layer's array, or of each of its shards; constant for one generation."""
+        return tuple(array.unsafe_buffer_pointer() for array in self._shards())
 
     def is_lost(self) -> bool:
         """Returns whether the contents are gone: consumed by a step that failed or was interrupted, or closed."""
@@ -168,18 +173,19 @@ class KVPool:
             result, after = step(before, *args)
             after = tuple(after)
             fits = len(after) == self._num_layers and all(
-                array.shape == self._shape and array.dtype == self._dtype for array in after
+                array.shape == self._shape and array.dtype == self._dtype and self._is_placed(array) for array in after
             )
         consumed = [array.is_deleted() for array in before]
         if not fits:
-            shapes = [(array.shape, array.dtype.name) for array in after]
+            split = () if self._sharding is None else (self._sharding.spec,)
+            found = [(array.shape, array.dtype.name, *(array.sharding for _ in split)) for array in after]
             fate = "still holds what it held"
             if any(consumed):
                 self.renew()
                 fate = f"was allocated anew, generation {self._generation}: compute every sequence again"
             raise InvalidInput(
-                f"the step returned kv_caches of {shapes}; it must return {self._num_layers} arrays of "
-                f"{self._shape} {self._spec.dtype}. The pool {fate}."
+                f"the step returned kv_caches of {found}; it must return {self._num_layers} arrays of "
+                f"{' '.join(map(str, (self._shape, self._spec.dtype, *split)))}. The pool {fate}."
             )
         if not all(consumed):
             fate = "still holds what it held"
@@ -254,7 +260,7 @@ class KVPool:
             return
         pairs = np.array([copy[:2] for copy in copies], np.int32)
         self._check_blocks("copies", pairs)
-        self.run(*programs.copy_program(self._arrays[0].device, pairs))
+        self.run(*programs.copy_program(next(iter(self._arrays[0].devices())), pairs))
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Fills whole blocks with zeros in every layer, on the device and in the order of the steps.
@@ -302,15 +308,18 @@ class KVPool:
             )
         padded = programs.pad_blocks(ids)
         padding = ((0, len(padded) - len(ids)), *((0, 0),) * 4)
-        self.run(programs.write_blocks, padded, [np.pad(layer, padding) for layer in contents])
+        new = jax.device_put([np.pad(layer, padding) for layer in contents], self._arrays[0].sharding)
+        self.run(programs.write_blocks, padded, new)
 
     def as_torch(self) -> tuple[torch.Tensor, ...]:
         """Views every layer as a torch tensor over the same memory, for torch to read and write in place.
 
+        Of a pool that is spread over a mesh each shard is a tensor, those of a layer side by side.
+
         The views must be gone before the next `run`: a live one would make XLA copy the pool. On CUDA also wait for
         torch's work on them first.
         """
-        views = tuple(to_torch(jax.block_until_ready(array)) for array in self._arrays)
+        views = tuple(to_torch(jax.block_until_ready(array)) for array in self._shards())
         self._views += [weakref.ref(view) for view in views]
         return views
 
@@ -362,6 +371,14 @@ class KVPool:
         with jax.transfer_guard_host_to_device("allow"):
             return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
 
+    def _shards(self) -> list[jax.Array]:
+        if self._sharding is None:
+            return list(self._arrays)
+        return [shard.data for array in self._arrays for shard in array.addressable_shards]
+
+    def _is_placed(self, array: jax.Array) -> bool:
+        return self._sharding is None or array.sharding.is_equivalent_to(self._sharding, array.ndim)
+
     def _check_blocks(self, name: str, blocks: np.ndarray) -> None:
         outside = (blocks < 0) | (blocks >= self._num_blocks)
         bad = np.flatnonzero(outside.reshape(len(blocks), -1).any(1))
@@ -379,6 +396,17 @@ class KVPool:
                 f"{len(self._views)} torch views from as_torch() are alive; XLA would copy the pool instead of "
                 "updating it in place. Delete them (and what was sliced from them) before the next step."
             )
+
+
+def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+    with contextlib.suppress(ValueError):
+        local = sharding.shard_shape(shape)
+        if isinstance(sharding, jax.sharding.NamedSharding) and (*local[:3], shape[3], *local[4:]) == shape:
+            return sharding
+    raise InvalidInput(
+        f"device is {sharding}; a pool of {shape[3]} key/value heads takes a NamedSharding that splits axis 3 alone, "
+        "the heads, into equal parts: NamedSharding(mesh, PartitionSpec(None, None, None, 'tp'))."
+    )
 
 
 def _check_donation() -> None:

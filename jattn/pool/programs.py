@@ -7,7 +7,7 @@ import functools
 import jax
 import numpy as np
 
-from jattn.bridge import native, run
+from jattn.bridge import native, partitioned, run
 from torch_core.calls import CopyCall
 
 __all__ = ["copy_program", "pad_blocks", "read_blocks", "scrub_blocks", "write_blocks"]
@@ -49,7 +49,8 @@ def copy_blocks(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
 def copy_blocks_native(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
     """Copies blocks by the torch core's kernel; a negative id copies nothing."""
     return None, tuple(
-        run(CopyCall(kv_cache=cache, block_mapping=pairs), native.run_native)["kv_cache"] for cache in kv_caches
+        run(CopyCall(kv_cache=cache, block_mapping=pairs), partitioned(native.run_native))["kv_cache"]
+        for cache in kv_caches
     )
 
 

@@ -103,14 +103,9 @@ class PagedRun:
             num_seqs=num_seqs,
             num_tokens=num_tokens,
             max_blocks=self._max_blocks,
-        )
-        metadata = AttentionMetadata(
-            block_tables=jnp.asarray(common.block_tables),
-            seq_lens=jnp.asarray(common.seq_lens),
-            query_start_loc=jnp.asarray(common.query_start_loc),
-            slot_mapping=jnp.asarray(common.slot_mapping),
             max_query_len=1 if longest == 1 else num_tokens,
         )
+        metadata = AttentionMetadata.from_common(common)
         token_ids = np.zeros(num_tokens, np.int32)
         token_ids[:total] = np.concatenate(
             [self._sequences[index][starts[index] : starts[index] + counts[index]] for index in active]

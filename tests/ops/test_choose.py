@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -86,3 +91,31 @@ def test_the_table_of_implementations_names_all_and_the_reasons() -> None:
 def test_changing_the_table_changes_nothing() -> None:
     ops.available_implementations()["xla"] = "broken"
     assert ops.available_implementations()["xla"] is None
+
+
+@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
+def test_what_a_cpu_chose_is_not_exported_for_cuda(platforms: list[str]) -> None:
+    def write(implementation: str | None) -> Any:
+        cache, new = jnp.zeros((2, 2, 4, 1, 8)), jnp.ones((3, 1, 8))
+        program = jax.jit(functools.partial(ops.write_kv_cache, implementation=implementation))
+        return jax.export.export(program, platforms=platforms)(new, new, cache, jnp.arange(3, dtype=jnp.int32))
+
+    with pytest.raises(Unsupported) as error:
+        write(None)
+    assert str(error.value) == (
+        "implementation=None chose 'xla' because JAX runs on a CPU here, and the program is lowered for CUDA. Name the "
+        "implementation: 'xla', or 'triton' where JAX sees the CUDA device that its kernels are compiled for."
+    )
+    assert write("xla").platforms == tuple(platforms)
+
+
+def test_the_choice_of_a_cpu_can_be_exported_for_a_cpu_differentiated_and_mapped() -> None:
+    one, lse = jnp.ones((3, 2, 8)), jnp.zeros((3, 2))
+
+    def merged(out: jax.Array) -> jax.Array:
+        return ops.merge_states(out, lse, one, lse)[0].sum()
+
+    assert jax.export.export(jax.jit(merged), platforms=["cpu"])(one).platforms == ("cpu",)
+    np.testing.assert_array_equal(jax.jit(jax.grad(merged))(one), one / 2)
+    np.testing.assert_array_equal(jax.jvp(jax.jit(merged), (one,), (one,))[1], 24.0)
+    np.testing.assert_array_equal(jax.vmap(merged)(jnp.stack([one, one * 3])), [48.0, 96.0])

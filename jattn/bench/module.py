@@ -1,0 +1,125 @@
+"""`jattn bench module`: a decode step through `jattn.nn.MultiHeadAttention` next to flax's own dense cache."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.nn import MultiHeadAttention
+from jattn.table import aligned
+
+__all__ = ["host_times", "main", "step_times"]
+
+_LAYERS = 32
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the milliseconds of a step by tokens present and room, and what the host takes for many layers."""
+    parser = argparse.ArgumentParser(prog="jattn bench module", description=__doc__)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=512, help="tokens that each sequence holds (512)")
+    parser.add_argument("--features", type=int, default=512, help="8 query heads and 8 key heads share them (512)")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--host", action="store_true", help=f"the host's time for a step of {_LAYERS} layers instead")
+    options = parser.parse_args(argv)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, batch {options.batch}, features {options.features}")
+    if options.host:
+        rows = [(name, f"{value:.2f}") for name, value in host_times(options.batch, options.rounds).items()]
+        print("\n".join(aligned([(f"{_LAYERS} layers, dispatch", "ms"), *rows], right=(1,))))
+        return
+    rows = [("tokens present", "room for", "jattn ms", "flax ms", "flax / jattn")]
+    for context, room in ((options.context, 1), (options.context, 4), (options.context // 4, 4)):
+        max_length = options.context * room + 16
+        ours, flax = step_times(options.batch, context, max_length, options.features, options.rounds)
+        rows.append((str(context), str(max_length), f"{ours:.3f}", f"{flax:.3f}", f"{flax / ours:.2f}"))
+    print("\n".join(aligned(rows, right=range(5))))
+
+
+def step_times(batch: int, context: int, max_length: int, features: int, rounds: int) -> tuple[float, float]:
+    """Returns the median milliseconds of one decoded token for each sequence: ours, flax's; rounds alternate."""
+    x, steps = jnp.ones((batch, 1, features)), []
+    for kind in (MultiHeadAttention, nnx.MultiHeadAttention):
+        module = kind(8, features, decode=True, rngs=nnx.Rngs(0))
+        module.init_cache((batch, max_length, features))
+        index: Any = module.cache_index
+        index.set_value(jnp.full_like(index[...], context))
+        steps.append(_Step(module, x))
+    times = [[step.run() for step in steps] for _ in range(rounds + 3)][3:]
+    ours, flax = zip(*times, strict=True)
+    return statistics.median(ours), statistics.median(flax)
+
+
+class _Step:
+    """A module split once, its cache donated to each step; the length stands still so that all rounds are alike."""
+
+    def __init__(self, module: nnx.Module, x: jax.Array) -> None:
+        self._graph, self._cache, self._rest = nnx.split(module, nnx.Cache, ...)
+        self._index = jax.tree.map(jnp.copy, self._cache["cache_index"])
+        self._x, self._step = x, jax.jit(self._decode, donate_argnums=0)
+
+    def _decode(self, cache: Any, rest: Any, x: jax.Array) -> Any:
+        module = nnx.merge(self._graph, cache, rest)
+        y = module(x)  # type: ignore[operator]
+        return nnx.state(module, nnx.Cache), y
+
+    def run(self) -> float:
+        self._cache["cache_index"] = jax.tree.map(jnp.copy, self._index)
+        jax.block_until_ready(self._cache)
+        started = time.perf_counter()
+        self._cache, y = self._step(self._cache, self._rest, self._x)
+        jax.block_until_ready(y)
+        return (time.perf_counter() - started) * 1e3
+
+
+class _Layers(nnx.Module):
+    def __init__(self, batch: int) -> None:
+        self.layers = nnx.List([MultiHeadAttention(8, 512, decode=True, rngs=nnx.Rngs(0)) for _ in range(_LAYERS)])
+        for layer in self.layers:
+            layer.init_cache((batch, 64, 512))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def host_times(batch: int, rounds: int) -> dict[str, float]:
+    """Returns the median milliseconds until a dispatched step of many layers returns to Python, by way of calling."""
+    # Two models: a donated cache is gone for the other way of calling.
+    x, model = jnp.ones((batch, 1, 512)), _Layers(batch)
+    graph, cache, rest = nnx.split(_Layers(batch), nnx.Cache, ...)
+    (leaves, tree), (weights, rest_tree) = jax.tree.flatten(cache), jax.tree.flatten(rest)
+
+    def step(leaves: list[jax.Array], weights: list[jax.Array], x: jax.Array) -> Any:
+        merged = nnx.merge(graph, jax.tree.unflatten(tree, leaves), jax.tree.unflatten(rest_tree, weights))
+        y = merged(x)
+        return jax.tree.leaves(nnx.state(merged, nnx.Cache)), y
+
+    jitted, through_nnx = jax.jit(step, donate_argnums=0), nnx.jit(_Layers.__call__, donate_argnums=0)
+
+    def split_once() -> Any:
+        nonlocal leaves
+        leaves, y = jitted(leaves, weights, x)
+        return y
+
+    return {
+        "split once, jax.jit over leaves": _dispatch_ms(split_once, rounds),
+        "nnx.jit": _dispatch_ms(lambda: through_nnx(model, x), rounds),
+    }
+
+
+def _dispatch_ms(step: Callable[[], jax.Array], rounds: int) -> float:
+    times = []
+    for _ in range(rounds + 3):
+        started = time.perf_counter()
+        y = step()
+        times.append((time.perf_counter() - started) * 1e3)
+        jax.block_until_ready(y)
+    return statistics.median(times[3:])

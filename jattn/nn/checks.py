@@ -1,0 +1,106 @@
+"""What the modules refuse before anything runs, at construction and in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jattn.nn.dense import attention_fn as own_attention_fn
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = [
+    "check_attention_type",
+    "check_cache_dtype",
+    "check_explicit",
+    "check_inputs",
+    "checked_features",
+    "refuse_donated",
+    "refuse_with_cache",
+]
+
+# vLLM's names.
+_ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")
+
+
+def checked_features(
+    num_heads: int,
+    qkv_features: int | None,
+    head_dim: int | None,
+    *,
+    alibi_slopes: Sequence[float] | None,
+    attention_fn: Any,
+    own_fn: Any,
+) -> int | None:
+    """Returns qkv_features, from head_dim where that is given, after the checks that both twins need."""
+    if attention_fn not in (None, own_fn, own_attention_fn):
+        raise Unsupported(
+            "attention_fn is a function of your own; this module computes attention itself, so that training and "
+            "paged decoding agree. Give your function to flax's module."
+        )
+    if alibi_slopes is not None and len(alibi_slopes) != num_heads:
+        raise InvalidInput(
+            f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
+        )
+    if head_dim is None:
+        return qkv_features
+    if qkv_features not in (None, num_heads * head_dim):
+        raise InvalidInput(f"qkv_features is {qkv_features} and head_dim {head_dim} with {num_heads} heads; give one.")
+    return num_heads * head_dim
+
+
+def check_attention_type(attention_type: str, rope: Any) -> None:
+    """Refuses an unknown type, and positions where queries and keys have none in common."""
+    if attention_type not in _ATTENTION_TYPES:
+        raise InvalidInput(
+            f"attention_type is {attention_type!r}; use one of {', '.join(map(repr, _ATTENTION_TYPES))}."
+        )
+    if attention_type == "encoder_decoder" and rope is not None:
+        raise InvalidInput("rope is given with 'encoder_decoder'; queries and an encoder's keys share no positions.")
+
+
+def check_cache_dtype(dtype: Any, k_scale: float | None, v_scale: float | None) -> None:
+    """Refuses int8 without scales."""
+    if dtype is not None and jnp.dtype(dtype) == jnp.int8 and None in (k_scale, v_scale):
+        raise InvalidInput("kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing.")
+
+
+def check_inputs(module: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any, shared_kv: Any, *, cached: bool) -> None:
+    """Refuses inputs that do not fit a module or each other."""
+    if inputs_q.ndim < 2 or inputs_q.shape[-1] != module.in_features:
+        raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {module.in_features}].")
+    if inputs_k is None and inputs_v is not None:
+        raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
+    if module.kv_sharing and (inputs_k is not None or (shared_kv is not None and cached)):
+        raise InvalidInput("a layer that shares keys and values takes shared_kv without a cache, and no inputs_k.")
+    if shared_kv is not None and not module.kv_sharing:
+        raise InvalidInput("shared_kv is given, and the layer was built without kv_sharing=True.")
+
+
+def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any]) -> None:
+    """Refuses a cache without metadata, and what metadata says already."""
+    if (cache is None) != (metadata is None):
+        raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
+    if cache is None:
+        return
+    if module.attention_type == "encoder_only":
+        raise Unsupported("a layer of type 'encoder_only' takes no cache; attend to the whole input at once.")
+    refuse_donated("cache", cache, "use the one that the step returned.")
+    if any(given is not None for given in lengths):
+        raise InvalidInput("lengths are given beside metadata, which has them; leave them out.")
+
+
+def refuse_with_cache(given: Mapping[str, bool]) -> None:
+    """Refuses what a paged cache does not serve."""
+    what = next((name for name, is_given in given.items() if is_given), None)
+    if what is not None:
+        raise Unsupported(f"{what} with a cache; use lengths for padding, deterministic=True and no sow_weights.")
+
+
+def refuse_donated(name: str, cache: Any, fix: str) -> None:
+    """Raises InvalidInput if an array of a cache is gone, where JAX would name neither cause nor remedy."""
+    if any(not isinstance(array, Tracer) and array.is_deleted() for array in jax.tree.leaves(cache)):
+        raise InvalidInput(f"{name} was donated to a step and is deleted; {fix}")

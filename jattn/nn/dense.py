@@ -1,0 +1,247 @@
+"""Attention within the rows of a padded batch: by the kernels where they serve the call, else in jnp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jattn import ops
+from jattn.nn.padded import Packing, real_tokens
+from jattn.nn.paged import CORE_OPTIONS
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["attention_fn", "dense_attention"]
+
+# Outside jit one program and not one for each primitive; what looks at weights has effects of its own.
+_one_program = jax.jit(ops.masked_attention, static_argnames=("precision", "causal", *CORE_OPTIONS[:-1]), inline=True)
+_DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    *,
+    input_positions: jax.Array | None = None,
+    rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    implementation: str | None = None,
+    force_fp32_for_softmax: bool = True,
+    qk_attn_weights_einsum: None = None,
+    attn_weights_value_einsum: None = None,
+    **options: Any,
+) -> jax.Array:
+    """Replaces `nnx.dot_product_attention` and linen's: `MultiHeadAttention(attention_fn=jattn.attention_fn)`.
+
+    The kernels serve calls without a mask, and those with a padding mask `[batch..., 1, 1, key_length]` where no
+    option asks for positions: its keys are packed, and it becomes lengths. Any other mask, a bias, dropout, a precision
+    and weights to be sown are computed in jnp, exactly; an explicit `implementation` that does not serve them is
+    refused. With `functools.partial` the options of `jattn.attention` apply, and `rope`.
+
+    Two differences: a row that sees no key gives 0 and not the mean of all values, and `is_causal` with more keys than
+    queries shows the last query all of them (flax 0.12.11 and older shows a single query the first key alone).
+
+    Args:
+        query: float[batch..., length, num_heads, head_size].
+        key: float[batch..., key_length, num_kv_heads, head_size].
+        value: float[batch..., key_length, num_kv_heads, value_head_size].
+        bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision, module,
+            promote_dtype, is_causal: as in `nnx.dot_product_attention`. Dropout draws flax's own numbers.
+        input_positions: int[batch..., length] or [length], for `rope`.
+        rope: `nnx.RoPE`, or any function of x[heads, tokens, head_size] and positions[tokens].
+        lengths, key_lengths: int32[batch...], real tokens of each row, the rest being padding; outputs of padding are
+            0. `key_lengths` is `lengths` where queries and keys are equally many.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
+        force_fp32_for_softmax: the softmax is float32 whatever this says.
+        qk_attn_weights_einsum, attn_weights_value_einsum: None.
+        **options: scale, sliding_window, logits_soft_cap, attention_chunk, alibi_slopes, use_alibi_sqrt, sinks,
+            relative_bias.
+
+    Returns:
+        float[batch..., length, num_heads, value_head_size].
+
+    Raises:
+        InvalidInput: shapes that do not fit, dropout without a key, or positions without rope.
+        Unsupported: an explicit implementation that does not serve the call, or einsums of your own.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = nnx.MultiHeadAttention(
+        ...     num_heads=2, in_features=4, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 3, 4)), is_causal=True).shape
+        (1, 3, 4)
+    """
+    if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
+        raise Unsupported("an einsum of your own was given; jattn computes both products itself: leave it None.")
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    batch_dims = _check_shapes(query, key, value)
+    if rope is not None:
+        query, key = (rotated(rope, x, input_positions) for x in (query, key))
+    elif input_positions is not None:
+        raise InvalidInput("input_positions is given and rope is not; pass functools.partial(attention_fn, rope=...).")
+    on_weights = None
+    if dropout_rate > 0.0 and not deterministic:
+        if dropout_rng is None:
+            raise InvalidInput(f"dropout_rate is {dropout_rate} and dropout_rng None; pass a jax.random key.")
+        on_weights = _dropout(dropout_rng, dropout_rate, broadcast_dropout, batch_dims)
+    if module is not None:
+        on_weights = _sown(module, on_weights, batch_dims)
+    size = math.prod(batch_dims)
+    if key_lengths is None and key.shape[-3] == query.shape[-3]:
+        key_lengths = lengths
+    lengths, key_lengths = (None if x is None else jnp.asarray(x).reshape(size) for x in (lengths, key_lengths))
+    out = dense_attention(
+        *(x.reshape(size, *x.shape[-3:]) for x in (query, key, value)),
+        mask=None if mask is None else _scores_like("mask", mask, query, key).astype(bool),
+        bias=None if bias is None else _scores_like("bias", bias, query, key),
+        lengths=lengths,
+        key_lengths=key_lengths,
+        on_weights=on_weights,
+        precision=precision,
+        implementation=implementation,
+        causal=is_causal,
+        **options,
+    )
+    return out.reshape(*batch_dims, *out.shape[1:])
+
+
+def dense_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+    on_weights: Callable[[jax.Array], jax.Array] | None,
+    precision: Any,
+    implementation: str | None,
+    **options: Any,
+) -> jax.Array:
+    """Attends within `[batch, length, heads, head_size]`; arguments as in `ops.masked_attention` and `attention_fn`."""
+    (batch, length), key_length = query.shape[:2], key.shape[1]
+    positional = (options["causal"] and length > 1) or any(
+        options.get(name) is not None for name in ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
+    )
+    is_padding = mask is not None and mask.shape[1:3] == (1, 1) and not positional
+    reasons = {
+        "a mask that is not [batch..., 1, 1, key_length], or one beside causal, a window, a chunk or ALiBi": (
+            mask is not None and not is_padding
+        ),
+        "a bias": bias is not None,
+        "dropout or weights to sow": on_weights is not None,
+        f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    chosen = ops.choose(implementation)
+    if chosen != "xla" and reason is not None:
+        if implementation is not None:
+            raise Unsupported(
+                f"attention with {reason} is not served by implementation {implementation!r}; use 'xla', or None."
+            )
+        chosen = "xla"
+    if chosen == "xla":
+        # Padded as they come: the packed jnp path would gather every row.
+        padded = {"query_lens": lengths, "key_lens": key_lengths, "mask": mask, "bias": bias, "precision": precision}
+        if on_weights is None:
+            return _one_program(query, key, value, **padded, **options)
+        return ops.masked_attention(query, key, value, **padded, **options, on_weights=on_weights)
+    real_keys = real_tokens(key_lengths, key_length)
+    if mask is not None:
+        padding = jnp.broadcast_to(mask[:, 0, 0], (batch, key_length))
+        real_keys = padding if real_keys is None else padding & real_keys
+    queries = Packing.of(batch, length, real_tokens(lengths, length))
+    keys = Packing.of(batch, key_length, real_keys)
+    out = ops.attention(
+        queries.pack(query),
+        keys.pack(key),
+        keys.pack(value),
+        queries.start_loc,
+        keys.start_loc,
+        max_query_len=length,
+        max_key_len=key_length,
+        implementation=chosen,
+        **options,
+    )
+    return queries.unpack(out).reshape(batch, length, *out.shape[1:])
+
+
+def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, positions: jax.Array | None) -> jax.Array:
+    """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row unless they are given."""
+    if positions is None:
+        positions = jnp.arange(x.shape[-3])
+    positions = jnp.broadcast_to(positions, x.shape[:-2])
+    tokens = x.reshape(-1, *x.shape[-2:]).swapaxes(0, 1)
+    # nnx.RoPE takes one row of positions: all tokens of the batch make one.
+    return rope(tokens, positions.reshape(-1)).swapaxes(0, 1).reshape(x.shape).astype(x.dtype)
+
+
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+    if min(query.ndim, key.ndim, value.ndim) < 3 or not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise InvalidInput(
+            f"query, key and value have shapes {query.shape}, {key.shape} and {value.shape}; they must be "
+            "[batch..., length, heads, head_size] with the same batch."
+        )
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        raise InvalidInput(f"key has shape {key.shape} and value {value.shape}; lengths and heads must be equal.")
+    return query.shape[:-3]
+
+
+def _scores_like(name: str, array: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns a mask or bias as [batch, heads or 1, length or 1, key_length]."""
+    batch_dims, wanted = query.shape[:-3], (query.shape[-2], query.shape[-3], key.shape[-3])
+    full = (*batch_dims, *wanted)
+    fits = array.ndim <= len(full) and all(
+        size in (1, whole) for size, whole in zip(array.shape[::-1], full[::-1], strict=False)
+    )
+    if not fits:
+        raise InvalidInput(
+            f"{name} has shape {array.shape}; it must be broadcastable to [batch..., num_heads, length, key_length] = "
+            f"{list(full)}."
+        )
+    array = array.reshape((1,) * (len(full) - array.ndim) + array.shape)
+    array = jnp.broadcast_to(array, (*batch_dims, *array.shape[-3:-1], key.shape[-3]))
+    return array.reshape(-1, *array.shape[-3:])
+
+
+def _dropout(
+    rng: jax.Array, rate: float, broadcast: bool, batch_dims: tuple[int, ...]
+) -> Callable[[jax.Array], jax.Array]:
+    def drop(weights: jax.Array) -> jax.Array:
+        heads, *lengths = weights.shape[1:]
+        # Flax draws in these shapes, so the same key drops the same weights.
+        shape = (*(1 for _ in batch_dims), 1, *lengths) if broadcast else (*batch_dims, heads, *lengths)
+        keep = jax.random.bernoulli(rng, 1.0 - rate, shape).reshape(-1, *shape[-3:])
+        return weights * keep.astype(weights.dtype) / (1.0 - rate)
+
+    return drop
+
+
+def _sown(
+    module: Any, on_weights: Callable[[jax.Array], jax.Array] | None, batch_dims: tuple[int, ...]
+) -> Callable[[jax.Array], jax.Array]:
+    def sow(weights: jax.Array) -> jax.Array:
+        collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+        module.sow(collection, "attention_weights", weights.reshape(*batch_dims, *weights.shape[1:]))
+        return weights if on_weights is None else on_weights(weights)
+
+    return sow

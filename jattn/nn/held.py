@@ -1,0 +1,201 @@
+"""Paged caches that a module holds itself: blocks and a length for each sequence, and lost updates found."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+
+from jattn.metadata import AttentionMetadata
+from jattn.nn.checks import refuse_donated
+from jattn.nn.padded import Packing, real_tokens
+from jattn.nn.paged import PagedAttention
+from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.specs import PAD_SLOT_ID
+
+__all__ = ["HeldCache", "PagedCache", "check_held", "decode_held", "new_held_cache"]
+
+
+class PagedCache(nnx.Cache):
+    """A cache variable of `jattn.nn.MultiHeadAttention`; `nnx.Cache` as a filter finds it too.
+
+    It warns when an update that was traced never leaves the traced function: `jax.jit(f)(module)` whose `f` does not
+    return the module loses what the module wrote, and every later step would attend to a stale cache.
+    """
+
+    __slots__ = ("_held", "_unread")
+
+    # Whatever carries a value out of a trace (a pytree, nnx's transformations, a user) reads it under this name.
+    @property
+    def _raw_value(self) -> Any:
+        object.__setattr__(self, "_unread", False)
+        return self._held
+
+    @_raw_value.setter
+    def _raw_value(self, value: Any) -> None:
+        object.__setattr__(self, "_held", value)
+
+    def peek(self) -> jax.Array:
+        """Returns the value; unlike any other read this does not count as carrying it on."""
+        return self._held
+
+    def put(self, value: jax.Array) -> None:
+        """Sets the value, and remembers whether somebody must still carry it out of a trace."""
+        self[...] = value
+        object.__setattr__(self, "_unread", isinstance(value, Tracer))
+
+    def __del__(self) -> None:
+        if getattr(self, "_unread", False):
+            warnings.warn(
+                "a traced function wrote a module's KV cache and dropped it: the update is lost. Return the module "
+                "from a function under jax.jit (or its nnx.state), or use nnx.jit, which carries updates itself.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class HeldCache(NamedTuple):
+    """The arrays of a held cache.
+
+    Attributes:
+        key: [1 + sequences * blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block.
+        value: the same.
+        seq_lens: int32[batch...], tokens of each sequence.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    seq_lens: jax.Array
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Blocks that each sequence owns, one after the other."""
+        return (self.key.shape[0] - 1) // max(1, self.seq_lens.size)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that fit into a sequence: whole blocks."""
+        return self.blocks_per_sequence * self.key.shape[1]
+
+
+def new_held_cache(
+    batch_dims: Sequence[int], max_length: int, core: PagedAttention, dtype: Any, block_size: int
+) -> HeldCache:
+    """Returns an empty cache; zeros, because what lies in an unwritten slot must be finite.
+
+    Raises:
+        InvalidInput: a size below 1.
+    """
+    for name, size in (("max_length", max_length), ("block_size", block_size)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidInput(f"{name} is {size!r}; it must be an int of at least 1.")
+    num_blocks = 1 + math.prod(batch_dims) * -(-max_length // block_size)
+    shape = (num_blocks, block_size, core.num_kv_heads, core.head_dim)
+    return HeldCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(tuple(batch_dims), jnp.int32))
+
+
+def check_held(cache: HeldCache, batch_dims: Sequence[int], core: PagedAttention) -> None:
+    """Refuses a cache that a donated step consumed, and one of another module or batch.
+
+    Raises:
+        InvalidInput: with what it is and what it must be.
+    """
+    refuse_donated("the module's cache", cache, "go on with the module that the step returned, or call init_cache.")
+    if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.seq_lens.shape != tuple(batch_dims):
+        raise InvalidInput(
+            f"the module's cache holds {cache.key.shape[2]} heads of {cache.key.shape[3]} for a batch of "
+            f"{cache.seq_lens.shape}, and the inputs need {core.num_kv_heads} heads of {core.head_dim} for "
+            f"{tuple(batch_dims)}; call init_cache with the inputs' batch."
+        )
+
+
+def decode_held(
+    core: PagedAttention,
+    query: jax.Array,
+    new: tuple[jax.Array, jax.Array] | None,
+    cache: HeldCache,
+    *,
+    lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    **options: Any,
+) -> tuple[jax.Array, HeldCache]:
+    """Appends each row's new tokens to its sequence and attends to the whole of it; any number of tokens at once.
+
+    Args:
+        core: causal for self-attention; otherwise the new keys replace what the cache held, and without new ones it is
+            only read: cross attention.
+        query: [batch..., length, num_heads, head_dim].
+        new: keys and values, [batch..., key_length, num_kv_heads, head_dim].
+        cache: see `HeldCache`.
+        lengths: int32[batch...], real tokens of each row of queries; None for all.
+        key_lengths: the same of keys; `lengths` for self-attention.
+        **options: sinks, alibi_slopes, k_scale, v_scale.
+
+    Returns:
+        [batch..., length, num_heads, head_dim] and the cache. Rows of padding are 0; rows that no longer fit into
+        the cache are NaN, because under jit nothing can be raised.
+
+    Raises:
+        RequestTooLong: the tokens do not fit; outside jit only.
+    """
+    batch_dims, length, sequences = query.shape[:-3], query.shape[-3], cache.seq_lens.size
+    lens = cache.seq_lens.reshape(-1)
+    blocks, block_size = cache.blocks_per_sequence, cache.key.shape[1]
+    queries = Packing.of(sequences, length, real_tokens(_flat(lengths), length))
+    before = lens if core.causal else jnp.zeros_like(lens)
+    after, overflow, keys = lens, jnp.zeros_like(lens, bool), None
+    tables = 1 + jnp.arange(sequences * blocks, dtype=jnp.int32).reshape(sequences, blocks)
+    slots = jnp.zeros(0, jnp.int32)
+    if new is not None:
+        key_length = new[0].shape[-3]
+        key_lengths = lengths if core.causal else key_lengths
+        keys = Packing.of(sequences, key_length, real_tokens(_flat(key_lengths), key_length))
+        after = before + jnp.diff(keys.start_loc)
+        _check_room(cache, after)
+        overflow = after > cache.max_length
+        positions = before[:, None] + jnp.arange(key_length)
+        block = jnp.take_along_axis(tables, jnp.minimum(positions // block_size, blocks - 1), 1)
+        slots = block * block_size + positions % block_size
+        slots = keys.pack(jnp.where(overflow[:, None], PAD_SLOT_ID, slots).reshape(sequences, key_length))
+        if keys.real is not None:
+            slots = jnp.where(jnp.arange(slots.size) < keys.start_loc[-1], slots, PAD_SLOT_ID)
+    metadata = AttentionMetadata(
+        block_tables=tables,
+        # A sequence that does not fit writes nothing and reads nothing.
+        seq_lens=jnp.where(overflow, 0, after),
+        query_start_loc=queries.start_loc,
+        slot_mapping=slots,
+        max_query_len=length,
+    )
+    key, value = (None, None) if new is None or keys is None else (keys.pack(_rows(x)) for x in new)
+    tokens = (queries.pack(_rows(query)), key, value)
+    out, (key, value) = core(*tokens, (cache.key, cache.value), metadata, **options)
+    out = queries.unpack(out).reshape(sequences, length, *out.shape[1:])
+    out = jnp.where(overflow[:, None, None, None], jnp.nan, out)
+    return out.reshape(*batch_dims, *out.shape[1:]), HeldCache(key, value, after.reshape(cache.seq_lens.shape))
+
+
+def _flat(lengths: jax.Array | None) -> jax.Array | None:
+    return None if lengths is None else jnp.asarray(lengths).reshape(-1)
+
+
+def _rows(array: jax.Array) -> jax.Array:
+    return array.reshape(-1, *array.shape[-3:])
+
+
+def _check_room(cache: HeldCache, after: jax.Array) -> None:
+    # What is traced has no values, and those on a device would have to be waited for.
+    if isinstance(after, Tracer) or jax.default_backend() != "cpu":
+        return
+    longest = int(after.max(initial=0))
+    if longest > cache.max_length:
+        raise RequestTooLong(
+            f"sequence {int(after.argmax())} would hold {longest} tokens and the module's cache holds "
+            f"{cache.max_length} of each; call init_cache with a longer input_shape."
+        )

@@ -1,0 +1,175 @@
+"""The linen twin: flax's `MultiHeadDotProductAttention` with a paged cache in the collection `cache`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from jattn.nn.checks import checked_features, refuse_with_cache
+from jattn.nn.dense import attention_fn, rotated
+from jattn.nn.held import HeldCache, check_held, decode_held, new_held_cache
+from jattn.nn.paged import CORE_OPTIONS, PagedAttention
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["MultiHeadAttention"]
+
+
+class MultiHeadAttention(linen.MultiHeadDotProductAttention):
+    """`linen.MultiHeadDotProductAttention` that decodes any number of tokens a call, each sequence at its own length.
+
+    Fields, call and parameters are flax's; `MultiHeadAttention` of `jattn.nn` has the same ones. With `decode` the size
+    of the cache comes from `max_length` and not from the input that `init` saw, and `apply` needs `mutable=["cache"]`:
+    without it flax refuses the write.
+
+    Attributes:
+        num_kv_heads: key and value heads; num_heads by default.
+        head_dim, scale, rope, sliding_window, attention_chunk, logits_soft_cap, alibi_slopes, use_alibi_sqrt,
+            implementation: as in `jattn.nn.MultiHeadAttention`.
+        max_length: tokens of a sequence that the cache can hold; needed for `decode`.
+        block_size: tokens of a block of it.
+        kv_cache_dtype: of its elements; that of the keys by default.
+
+    Example:
+        >>> layer = MultiHeadAttention(num_heads=2, decode=True, max_length=16)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 1, 8)))
+        >>> y, updated = layer.apply(variables, jnp.ones((1, 5, 8)), mutable=["cache"])
+        >>> y.shape, updated["cache"]["cache_index"].tolist()
+        ((1, 5, 8), [5])
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    scale: float | None = None
+    rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    sliding_window: int | tuple[int | None, int | None] | None = None
+    attention_chunk: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: Sequence[float] | None = None
+    use_alibi_sqrt: bool = False
+    implementation: str | None = None
+    max_length: int | None = None
+    block_size: int = 16
+    kv_cache_dtype: Any = None
+
+    @linen.compact
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+        is_causal: bool = False,
+        input_positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends; arguments and errors as those of `jattn.nn.MultiHeadAttention`, `dropout_rng` as linen's."""
+        if self.qk_attn_weights_einsum_cls is not None or self.attn_weights_value_einsum_cls is not None:
+            raise Unsupported("an einsum of your own was given; jattn computes both products itself: leave it None.")
+        if inputs_k is None and inputs_v is not None:
+            raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
+        features = checked_features(
+            self.num_heads,
+            self.qkv_features,
+            self.head_dim,
+            alibi_slopes=self.alibi_slopes,
+            attention_fn=self.attention_fn,
+            own_fn=linen.dot_product_attention,
+        )
+        features = features or inputs_q.shape[-1]
+        if features % self.num_heads:
+            raise InvalidInput(f"qkv_features is {features}; it must be a multiple of num_heads, {self.num_heads}.")
+        core = PagedAttention(
+            self.num_heads,
+            features // self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            **{name: getattr(self, name) for name in CORE_OPTIONS},
+        )
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        query = self._projected("query", core.num_heads, core, inputs_q)
+        key = self._projected("key", core.num_kv_heads, core, inputs_k)
+        value = self._projected("value", core.num_kv_heads, core, inputs_k if inputs_v is None else inputs_v)
+        dropout_rng = self._dropout_rng(deterministic, dropout_rng)
+        slopes = None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32)
+        held = self._cache(query.shape[:-3], core, key.dtype) if self.decode else None
+        if held is None or self.is_initializing():
+            x = attention_fn(
+                query,
+                key,
+                value,
+                mask=mask,
+                broadcast_dropout=self.broadcast_dropout,
+                dropout_rng=dropout_rng,
+                dropout_rate=self.dropout_rate,
+                deterministic=dropout_rng is None,
+                dtype=self.dtype,
+                precision=self.precision,
+                module=self if sow_weights else None,
+                is_causal=is_causal,
+                input_positions=input_positions,
+                rope=self.rope,
+                lengths=lengths,
+                alibi_slopes=slopes,
+                **core.options,
+            )
+        else:
+            given = {"a mask": mask is not None, "dropout": dropout_rng is not None, "sow_weights": sow_weights}
+            refuse_with_cache(given)
+            cache = HeldCache(*(variable.value for variable in held))
+            check_held(cache, query.shape[:-3], core)
+            if self.rope is not None:
+                if input_positions is None:
+                    input_positions = cache.seq_lens[..., None] + jnp.arange(query.shape[-3])
+                query, key = (rotated(self.rope, x, input_positions) for x in (query, key))
+            x, cache = decode_held(core, query, (key, value), cache, lengths=lengths, alibi_slopes=slopes)
+            for variable, array in zip(held, cache, strict=True):
+                variable.value = array
+        return self._dense(
+            name="out",
+            features=self.out_features or inputs_q.shape[-1],
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+        )(x)
+
+    def _dense(self, **options: Any) -> linen.DenseGeneral:
+        names = ("dtype", "param_dtype", "use_bias", "precision")
+        return linen.DenseGeneral(**{name: getattr(self, name) for name in names}, **options)
+
+    def _projected(self, name: str, num_heads: int, core: PagedAttention, inputs: jax.Array) -> jax.Array:
+        heads = self._dense(
+            name=name,
+            features=(num_heads, core.head_dim),
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+        )(inputs)
+        if not self.normalize_qk or name == "value":
+            return heads
+        norm = linen.LayerNorm(name=f"{name}_ln", use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
+        return norm(heads)
+
+    def _dropout_rng(self, deterministic: bool | None, rng: jax.Array | None) -> jax.Array | None:
+        if not self.dropout_rate or linen.merge_param("deterministic", self.deterministic, deterministic):
+            return None
+        return self.make_rng("dropout") if rng is None else rng
+
+    def _cache(self, batch_dims: tuple[int, ...], core: PagedAttention, dtype: Any) -> list[Any]:
+        if self.max_length is None:
+            raise InvalidInput("decode without max_length; the cache's size comes from there, not from the input.")
+        make = functools.partial(
+            new_held_cache, batch_dims, self.max_length, core, self.kv_cache_dtype or dtype, self.block_size
+        )
+        names = ("cached_key", "cached_value", "cache_index")
+        return [self.variable("cache", name, lambda i=i: make()[i]) for i, name in enumerate(names)]

@@ -1,0 +1,319 @@
+"""MultiHeadAttention: flax's module with the same parameters, over padded batches and over paged caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.module import first_from
+
+from jattn.metadata import AttentionMetadata
+from jattn.nn import dense
+from jattn.nn.checks import (
+    check_attention_type,
+    check_cache_dtype,
+    check_explicit,
+    check_inputs,
+    checked_features,
+    refuse_with_cache,
+)
+from jattn.nn.dense import rotated
+from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache
+from jattn.nn.paged import CORE_OPTIONS, PagedAttention
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["MultiHeadAttention"]
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """`nnx.MultiHeadAttention` that trains as flax's does and generates over a paged cache.
+
+    Constructor, call and parameters are flax's, so that the state of one module loads into the other. Three ways to
+    call it:
+
+    - `y = attn(x)`: over a padded batch `[batch..., length, features]`, differentiable, as flax's;
+    - `y, cache = attn(x, cache=cache, metadata=metadata)`: over packed tokens `[tokens, features]` and a paged cache
+      that goes in and comes out: prefill, chunks and decode of ragged sequences in one batch;
+    - `y = attn(x, decode=True)` after `init_cache`: the module holds the cache. A row may be of any length, and
+      each sequence has a length of its own.
+
+    With a cache self-attention is causal, as flax's decoding is; train it with `is_causal=True`. Graph and tree mode,
+    `nnx.split`, `jax.lax.scan` over steps and `scan_layers` serve it. Under `jax.jit` a function that writes a held
+    cache must return the module; see `PagedCache`.
+
+    Args:
+        num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features: as flax's.
+        head_dim: elements of a head, in place of qkv_features = num_heads * head_dim.
+        rope: `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied after norms.
+        sinks: each head learns a sink logit, the parameter `sinks`; zeros at first.
+        alibi_slopes: a number for each head; they are not trained.
+        attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (its cache is written with an
+            encoder's keys whenever `inputs_k` is given, and else read).
+        kv_sharing: no `key` and `value` parameters: the layer takes `shared_kv=other.keys_and_values(x)`, or reads that
+            layer's cache and writes none.
+        kv_cache_dtype: of a held cache; the dtype of the computation by default.
+        k_scale, v_scale: what a unit of an 8-bit cache is worth.
+        attention_fn: refused unless it is flax's default or `jattn.attention_fn`.
+        rngs: source of the initial values, and of dropout.
+        **options: flax's other arguments; scale, sliding_window, attention_chunk, logits_soft_cap, use_alibi_sqrt and
+            implementation of `PagedAttention`.
+
+    Raises:
+        InvalidInput: options that do not go together; the message names them.
+        Unsupported: an attention_fn of your own.
+
+    Example:
+        >>> attn = MultiHeadAttention(num_heads=4, in_features=16, num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
+        >>> attn.init_cache((2, 32, 16))  # two sequences of up to 32 tokens
+        >>> prompt, token = jnp.ones((2, 5, 16)), jnp.ones((2, 1, 16))
+        >>> attn(prompt, lengths=jnp.array([5, 3])).shape, attn(token).shape
+        ((2, 5, 16), (2, 1, 16))
+        >>> attn.cache_index[...].tolist()
+        [6, 4]
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        head_dim: int | None = None,
+        rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        sinks: bool = False,
+        alibi_slopes: Sequence[float] | None = None,
+        attention_type: str = "decoder",
+        kv_sharing: bool = False,
+        kv_cache_dtype: Any = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        attention_fn: Callable[..., jax.Array] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        qkv_features = checked_features(
+            num_heads,
+            qkv_features,
+            head_dim,
+            alibi_slopes=alibi_slopes,
+            attention_fn=attention_fn,
+            own_fn=nnx.dot_product_attention,
+        )
+        check_attention_type(attention_type, rope)
+        check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
+        of_core = {name: options.pop(name) for name in CORE_OPTIONS if name in options}
+        sizes = (num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features)
+        super().__init__(*sizes, attention_fn=dense.attention_fn, rngs=rngs, **options)
+        causal = attention_type == "decoder"
+        self.core = PagedAttention(num_heads, self.head_dim, num_kv_heads=self.num_kv_heads, causal=causal, **of_core)
+        self.rope = rope
+        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
+        self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))
+        self.attention_type = attention_type
+        self.kv_sharing = kv_sharing
+        self.kv_cache_dtype = kv_cache_dtype
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+        if kv_sharing:
+            self.key, self.value, self.key_ln = nnx.data(None), nnx.data(None), nnx.data(None)
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        key_lengths: jax.Array | None = None,
+        shared_kv: tuple[jax.Array, jax.Array] | None = None,
+        cache: Any = None,
+        metadata: AttentionMetadata | None = None,
+    ) -> Any:
+        """Attends; see the class for the three ways.
+
+        Args:
+            inputs_q, inputs_k, inputs_v, mask, deterministic, rngs, sow_weights, decode, is_causal, out_sharding,
+                qkv_sharding: as flax's. With a cache a mask, dropout and sown weights are refused.
+            input_positions: int[batch..., length] or [tokens], for `rope`; worked out from lengths and metadata where
+                it is None. Keys of the same length have the same positions, others count from 0.
+            lengths: int32[batch...], real tokens of each row of `inputs_q`; the rest is padding, whose outputs are 0
+                but for the output bias.
+            key_lengths: the same of `inputs_k`.
+            shared_kv: another layer's `keys_and_values`, for `kv_sharing` without a cache.
+            cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
+            metadata: the step's batch, for `cache`. In cross attention its lengths, tables and slots are the
+                encoder's, its query_start_loc the decoder's.
+
+        Returns:
+            The output, [batch..., length, out_features] or [tokens, out_features]; with `cache`, that and the cache.
+
+        Raises:
+            InvalidInput: inputs that do not fit each other, the module or its cache; the state is as before.
+            Unsupported: what a paged cache does not serve.
+        """
+        if cache is not None or metadata is not None:
+            decode = False
+        decode = first_from(decode, self.decode, error_msg="decode was given neither to the module nor to the call.")
+        cached = decode or cache is not None
+        check_inputs(self, inputs_q, inputs_k, inputs_v, shared_kv, cached=cached)
+        check_explicit(self, cache, metadata, (lengths, key_lengths))
+        drops = self._drops(deterministic)
+        if cached:
+            refuse_with_cache({"a mask": mask is not None, "dropout": drops, "sow_weights": sow_weights})
+        held = self._held(inputs_q.shape[:-2]) if decode else None
+
+        query = self.query(inputs_q, out_sharding=qkv_sharding)
+        query = query if self.query_ln is None else self.query_ln(query)
+        if self.rope is not None:
+            input_positions = _positions(query, held, metadata) if input_positions is None else input_positions
+            query = rotated(self.rope, query, input_positions)
+        new = shared_kv
+        if not self.kv_sharing and not (cached and inputs_k is None and self.attention_type == "encoder_decoder"):
+            inputs_k = inputs_q if inputs_k is None else inputs_k
+            alike = self.attention_type != "encoder_decoder" and inputs_k.shape[-2] == inputs_q.shape[-2]
+            new = self.keys_and_values(
+                inputs_k, inputs_v, input_positions=input_positions if alike else None, qkv_sharding=qkv_sharding
+            )
+        scores: dict[str, Any] = {
+            "sinks": None if self.sinks is None else self.sinks[...],
+            "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
+        }
+        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        if held is not None:
+            lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
+            x, held = decode_held(self.core, query, new, held, **lens, **scores, **scales)
+            for variable, array in zip(self._cache_variables(), held, strict=True):
+                variable.put(array)
+        elif cache is not None and metadata is not None:
+            key, value = (None, None) if new is None else (_packed(array) for array in new)
+            x, cache = self.core(_packed(query), key, value, cache, metadata, **scores, **scales)
+            x = x.reshape(query.shape)
+        elif new is not None:
+            x = dense.attention_fn(
+                query,
+                *new,
+                mask=mask,
+                dropout_rng=self._dropout_rng(rngs) if drops else None,
+                dropout_rate=self.dropout_rate,
+                broadcast_dropout=self.broadcast_dropout,
+                deterministic=not drops,
+                dtype=self.dtype,
+                precision=self.precision,
+                module=self if sow_weights else None,
+                is_causal=is_causal,
+                lengths=lengths,
+                key_lengths=key_lengths,
+                **self.core.options,
+                **scores,
+            )
+        else:
+            raise InvalidInput("this layer has no keys and values of its own; pass shared_kv, or that layer's cache.")
+        out = self.out(x, out_sharding=out_sharding)
+        return out if cache is None else (out, cache)
+
+    def keys_and_values(
+        self,
+        inputs_k: jax.Array,
+        inputs_v: jax.Array | None = None,
+        *,
+        input_positions: jax.Array | None = None,
+        qkv_sharding: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what this layer attends to, [batch..., length, num_kv_heads, head_dim] each, rope applied."""
+        if self.key is None or self.value is None:
+            raise InvalidInput("a layer with kv_sharing has no keys and values; ask the layer whose cache it reads.")
+        key = self.key(inputs_k, out_sharding=qkv_sharding)
+        value = self.value(inputs_k if inputs_v is None else inputs_v, out_sharding=qkv_sharding)
+        key = key if self.key_ln is None else self.key_ln(key)
+        return key if self.rope is None else rotated(self.rope, key, input_positions), value
+
+    def init_cache(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_shape: Sequence[int], dtype: Any = None, *, block_size: int = 16, out_sharding: Any = None
+    ) -> None:
+        """Gives the module an empty cache; call it again to forget everything.
+
+        Args:
+            input_shape: (batch..., max_length, features), as flax's; in cross attention the encoder's.
+            dtype: of the elements; `kv_cache_dtype`, or the dtype of the computation, where it is None (flax's default
+                is float32 whatever the weights are).
+            block_size: tokens of a block; max_length is rounded up to whole blocks.
+            out_sharding: of a cache (num_blocks, block_size, num_kv_heads, head_dim) under a mesh.
+
+        Raises:
+            InvalidInput: a size below 1.
+            Unsupported: the module keeps no cache.
+        """
+        if self.kv_sharing or self.attention_type == "encoder_only":
+            raise Unsupported("a layer that shares keys and values, or an encoder's, holds no cache.")
+        dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
+        held = new_held_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
+        sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
+        self.cached_key, self.cached_value = PagedCache(held.key, **sharding), PagedCache(held.value, **sharding)
+        self.cache_index = PagedCache(held.seq_lens)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Called by `nnx.view`, which gives the view an empty cache where decode, batch_size and max_length say so."""
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.decode = self.decode if decode is None else decode
+        if decode and batch_size is not None and max_length is not None:
+            batch_dims = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+            self.init_cache((*batch_dims, max_length, self.in_features))
+
+    def _cache_variables(self) -> tuple[PagedCache, PagedCache, PagedCache]:
+        return self.cached_key, self.cached_value, self.cache_index  # type: ignore[return-value]
+
+    def _held(self, batch_dims: tuple[int, ...]) -> HeldCache:
+        if self.kv_sharing or self.attention_type == "encoder_only":
+            raise Unsupported("decode of a layer that holds no cache; pass the other layer's cache and metadata.")
+        if self.cached_key is None:
+            raise InvalidInput("decode without a cache; call init_cache((batch, max_length, features)) first.")
+        held = HeldCache(*(variable.peek() for variable in self._cache_variables()))
+        check_held(held, batch_dims, self.core)
+        return held
+
+    def _drops(self, deterministic: bool | None) -> bool:
+        message = "deterministic was given neither to the module nor to the call, and dropout_rate is not 0."
+        return self.dropout_rate > 0 and not first_from(deterministic, self.deterministic, error_msg=message)
+
+    def _dropout_rng(self, rngs: Any) -> jax.Array:
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise InvalidInput("dropout needs rngs, and the module was built with keep_rngs=False; pass them.")
+        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
+
+
+def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMetadata | None) -> jax.Array | None:
+    """Returns the positions of queries behind a cache; None where they count from 0."""
+    if held is not None:
+        return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
+    if metadata is None:
+        return None
+    starts, tokens = metadata.query_start_loc, jnp.arange(query[..., 0, 0].size)
+    sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
+    first = metadata.seq_lens - jnp.diff(starts)
+    return (first[sequence] + tokens - starts[sequence]).reshape(query.shape[:-2])
+
+
+def _packed(array: jax.Array) -> jax.Array:
+    return array.reshape(-1, *array.shape[-2:])

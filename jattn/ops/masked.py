@@ -1,0 +1,132 @@
+"""Dense attention in jnp with what no kernel takes: any mask, any bias, dropout, and the weights to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops import softmax
+from jattn.ops.arguments import attention_spec
+from torch_core.calls import DenseCall
+
+__all__ = ["masked_attention"]
+
+
+def masked_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    query_lens: jax.Array | None = None,
+    key_lens: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    relative_bias: jax.Array | None = None,
+    on_weights: Callable[[jax.Array], jax.Array] | None = None,
+    precision: Any = None,
+    scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    attention_chunk: int | None = None,
+    use_alibi_sqrt: bool = False,
+) -> jax.Array:
+    """Attends within each row of a padded batch; every score is kept for the derivative.
+
+    Args:
+        query: float[batch, length, num_heads, head_size].
+        key: float[batch, key_length, num_kv_heads, head_size].
+        value: float[batch, key_length, num_kv_heads, value_head_size].
+        query_lens, key_lens: int32[batch], real tokens of each row; None for all. The last real query is aligned
+            with the last real key.
+        mask: bool, broadcastable to [batch, num_heads, length, key_length]; False hides.
+        bias: float, likewise, added to the scores.
+        sinks, alibi_slopes, relative_bias: as in `attention`.
+        on_weights: takes the weights float[batch, num_heads, length, key_length] and returns those to use: dropout.
+        precision: of the two products.
+        scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt: as in `attention`.
+
+    Returns:
+        float[batch, length, num_heads, value_head_size] in the query's dtype; rows that see nothing are 0, and so are
+        rows past a query length.
+
+    Raises:
+        InvalidInput: shapes or dtypes do not fit.
+    """
+    (batch, length, num_heads, head_size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
+    spec = attention_spec(
+        query,
+        scale=scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        attention_chunk=attention_chunk,
+        use_alibi_sqrt=use_alibi_sqrt,
+    )
+    # Only described, never run: what masks and score modifications of the packed form need to know.
+    call = DenseCall(
+        query=query.reshape(-1, num_heads, head_size),
+        key=key.reshape(-1, *key.shape[2:]),
+        value=value.reshape(-1, *value.shape[2:]),
+        query_start_loc=jnp.arange(batch + 1, dtype=jnp.int32) * length,
+        key_start_loc=jnp.arange(batch + 1, dtype=jnp.int32) * key_length,
+        spec=spec,
+        max_query_len=length,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
+    )
+    call.check()
+    # One row of positions serves the whole batch where no row has a length of its own.
+    rows = 1 if query_lens is None and key_lens is None and relative_bias is None else batch
+    query, (key, value) = _real(query, query_lens), (_real(x, key_lens) for x in (key, value))
+    query_lens, key_lens = (
+        jnp.full(rows, size, jnp.int32) if lens is None else lens
+        for lens, size in ((query_lens, length), (key_lens, key_length))
+    )
+    context = key_lens - query_lens
+    positions, key_positions = context[:, None] + jnp.arange(length), jnp.arange(key_length)
+    visible, _ = softmax.visible(call, positions, key_positions, key_lens, context)
+    if rows == batch:
+        visible &= (jnp.arange(length) < query_lens[:, None])[:, :, None]
+
+    dtype = softmax.compute_dtype(call)
+    grouped = query.reshape(batch, length, num_kv_heads, -1, head_size)
+    products = {"precision": precision, "preferred_element_type": dtype}
+    scores = jnp.einsum("bthgd,bshd->bhgts", grouped, key, **products)
+    scores = softmax.modified_scores(call, scores, positions, key_positions, visible, None)
+    if bias is not None:
+        scores = scores + _by_head(bias, num_kv_heads).astype(dtype)
+    if mask is not None:
+        scores = jnp.where(_by_head(mask, num_kv_heads), scores, -jnp.inf)
+
+    largest = jax.lax.stop_gradient(scores).max(-1, initial=-jnp.inf, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
+        largest = jnp.maximum(largest, jax.lax.stop_gradient(sinks))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weights = jnp.exp(scores - largest)
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - largest))
+    weights = weights / jnp.where(total > 0, total, 1)
+    if on_weights is not None:
+        weights = on_weights(weights.reshape(batch, num_heads, length, key_length)).reshape(weights.shape)
+    out = jnp.einsum("bhgts,bshd->bthgd", weights.astype(value.dtype), value, **products)
+    return out.reshape(batch, length, num_heads, -1).astype(query.dtype)
+
+
+def _real(array: jax.Array, lens: jax.Array | None) -> jax.Array:
+    """Returns zeros past each row's end: anything at all lies there, and 0 times NaN is NaN, in a derivative too."""
+    if lens is None:
+        return array
+    return jnp.where((jnp.arange(array.shape[1]) < lens[:, None])[:, :, None, None], array, 0)
+
+
+def _by_head(array: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Returns [batch, num_heads or 1, ...] as [batch, num_kv_heads or 1, group or 1, ...]."""
+    heads = array.shape[1]
+    return array.reshape(array.shape[0], *((1, 1) if heads == 1 else (num_kv_heads, -1)), *array.shape[2:])

@@ -1,0 +1,34 @@
+"""The notebooks run from top to bottom, draw their pictures, and are stored without output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+
+
+def cells(path: Path) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_draws(path: Path) -> None:
+    with mpl.rc_context({"backend": "Agg"}):
+        import matplotlib.pyplot as plt
+
+        names: dict[str, object] = {"__name__": "tests.examples.notebook"}
+        for cell in cells(path):
+            exec(compile("".join(cell["source"]), str(path), "exec"), names)
+        drawn = plt.get_fignums()
+        plt.close("all")
+    assert drawn
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_output(path: Path) -> None:
+    assert len(cells(path)) >= 3
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells(path))

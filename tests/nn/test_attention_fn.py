@@ -1,0 +1,184 @@
+"""What flax's own modules may ask of attention_fn: honoured as flax does it, or refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from jattn.nn import attention_fn
+from torch_core.errors import InvalidInput, Unsupported
+
+BATCH, LENGTH, KEYS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 6, 4, 2, 8
+PADDING = jnp.array([[1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0]], bool)[:, None, None]
+
+
+def arrays(seed: int, *batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng, batch = np.random.default_rng(seed), batch or (BATCH,)
+    shapes = ((LENGTH, HEADS), (KEYS, KV_HEADS), (KEYS, KV_HEADS))
+    query, key, value = (jnp.asarray(rng.normal(size=(*batch, *s, HEAD_DIM)), jnp.float32) for s in shapes)
+    return query, key, value
+
+
+def close(one: Any, other: Any) -> bool:
+    return np.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+class SowsNothing:
+    def sow(self, *_: Any) -> None: ...
+
+
+HONOURED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "bias": {"bias": jnp.linspace(-1, 1, BATCH * HEADS * LENGTH * KEYS).reshape(BATCH, HEADS, LENGTH, KEYS)},
+    "padding": {"mask": PADDING},
+    "a mask of numbers": {"mask": jnp.tri(LENGTH, KEYS, 2)[None, None]},
+    "a mask for each head": {"mask": jnp.tri(LENGTH, KEYS, 1, bool) | (jnp.arange(HEADS) == 1)[:, None, None]},
+    "dropout": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(3)},
+    "dropout apart": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(3), "broadcast_dropout": False},
+    "dropout off": {"dropout_rate": 0.5, "deterministic": True},
+    "precision": {"precision": "highest"},
+    "dtype": {"dtype": jnp.float32},
+}
+# These have a batch axis of their own.
+TWO_AXES = ("bias", "padding", "dropout apart")
+
+
+@pytest.mark.parametrize(
+    ("what", "batch"), [*((what, (BATCH,)) for what in HONOURED), *((what, (1, BATCH)) for what in TWO_AXES)]
+)
+def test_the_result_is_that_of_flax(what: str, batch: tuple[int, ...], seed: int) -> None:
+    options = dict(HONOURED[what])
+    if len(batch) == 2 and what in ("bias", "padding"):
+        options = {name: array[None] for name, array in options.items()}
+    query, key, value = arrays(seed, *batch)
+    # Flax's fast path takes masks of one batch axis only; with a module it takes the other.
+    expected = nnx.dot_product_attention(query, key, value, **options, module=SowsNothing())
+    assert close(attention_fn(query, key, value, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mask": PADDING}, {"lengths": jnp.array([4, 2]), "key_lengths": jnp.array([6, 3])}, {"is_causal": True}],
+    ids=["padding", "lengths", "causal"],
+)
+def test_the_packed_call_of_the_kernels_gives_what_jnp_gives(options: dict[str, Any], seed: int) -> None:
+    query, key, value = arrays(seed)
+    found = attention_fn(query, key, value, **options, implementation="torch")
+    expected = attention_fn(query, key, value, **options, implementation="xla")
+    assert close(found, expected)
+    assert np.abs(expected).min() < np.abs(expected).max()
+
+
+def test_padding_holds_anything_and_gives_zeros(seed: int) -> None:
+    query, key, value = arrays(seed)
+    lens = {"lengths": jnp.array([4, 2]), "key_lengths": jnp.array([6, 3])}
+    expected = attention_fn(query, key, value, **lens)
+    query, key, value = query.at[1, 2:].set(jnp.nan), key.at[1, 3:].set(jnp.nan), value.at[1, 3:].set(jnp.nan)
+    for implementation in ("xla", "torch"):
+        found = attention_fn(query, key, value, **lens, implementation=implementation)
+        assert close(found, expected)
+        assert not found[1, 2:].any()
+
+
+def test_a_row_that_sees_nothing_gives_zeros_and_no_nan_in_a_gradient(seed: int) -> None:
+    query, key, value = arrays(seed)
+    mask = jnp.ones((BATCH, 1, LENGTH, KEYS), bool).at[0, :, 1].set(False)
+    out, pullback = jax.vjp(lambda q, k, v: attention_fn(q, k, v, mask=mask), query, key, value)
+    assert not out[0, 1].any()
+    assert all(np.isfinite(x).all() for x in pullback(jnp.ones_like(out)))
+
+
+# T4 of the traps that users meet.
+def test_one_causal_query_sees_every_key(seed: int) -> None:
+    query, key, value = arrays(seed)
+    assert close(attention_fn(query[:, :1], key, value, is_causal=True), attention_fn(query[:, :1], key, value))
+
+
+def test_flaxs_module_decodes_with_it_as_with_its_own(seed: int) -> None:
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, 3, 16)), jnp.float32)
+    found = []
+    for function in (nnx.dot_product_attention, attention_fn):
+        module = nnx.MultiHeadAttention(4, 16, num_kv_heads=2, decode=True, attention_fn=function, rngs=nnx.Rngs(0))
+        module.init_cache((BATCH, 8, 16))
+        found.append(jnp.concatenate([module(x[:, i : i + 1]) for i in range(3)], 1))
+    assert close(*found)
+
+
+def test_weights_are_sown_in_both_of_flaxs_worlds(seed: int) -> None:
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, 3, 16)), jnp.float32)
+    module = nnx.MultiHeadAttention(4, 16, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+    _, sown = nnx.capture(module, nnx.Intermediate)(x, sow_weights=True)
+    assert close(jax.tree.leaves(sown)[0].sum(-1), jnp.ones((BATCH, 4, 3)))
+    layer = linen.MultiHeadDotProductAttention(4, attention_fn=attention_fn)
+    variables = layer.init(jax.random.key(0), x)
+    _, sown = layer.apply(variables, x, sow_weights=True, mutable=["intermediates"])
+    assert close(sown["intermediates"]["attention_weights"][0].sum(-1), jnp.ones((BATCH, 4, 3)))
+
+
+def test_input_positions_reach_rope(seed: int) -> None:
+    query, key, value = arrays(seed)
+    rope = functools.partial(attention_fn, rope=lambda x, positions: x * jnp.cos(positions)[:, None])
+    positions = jnp.array([[3, 5, 7, 2], [0, 1, 2, 3]])
+    angles = jnp.cos(positions)[..., None, None]
+    expected = attention_fn(query * angles, key[:, :LENGTH] * angles, value[:, :LENGTH])
+    assert close(rope(query, key[:, :LENGTH], value[:, :LENGTH], input_positions=positions), expected)
+    counted = jnp.cos(jnp.arange(LENGTH))[:, None, None]
+    assert close(
+        rope(query, key[:, :LENGTH], value[:, :LENGTH]),
+        attention_fn(query * counted, key[:, :LENGTH] * counted, value[:, :LENGTH]),
+    )
+
+
+REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
+    "positions without rope": (
+        InvalidInput,
+        {"input_positions": jnp.arange(4)},
+        "input_positions is given and rope is",
+    ),
+    "dropout without a key": (InvalidInput, {"dropout_rate": 0.5}, "dropout_rate is 0.5 and dropout_rng None; pass a"),
+    "a mask of another shape": (
+        InvalidInput,
+        {"mask": jnp.ones((BATCH, 3, LENGTH, KEYS))},
+        r"mask has shape \(2, 3, 4, 6\); it must be broadcastable to",
+    ),
+    "a bias of another shape": (InvalidInput, {"bias": jnp.ones((LENGTH, 5))}, r"bias has shape \(4, 5\); it must be"),
+    "a kernel with a bias": (
+        Unsupported,
+        {"bias": jnp.ones((LENGTH, KEYS)), "implementation": "torch"},
+        "attention with a bias is not served by implementation 'torch'; use 'xla', or None.",
+    ),
+    "a kernel with dropout": (
+        Unsupported,
+        {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0), "implementation": "torch"},
+        "attention with dropout or weights to sow is not served",
+    ),
+    "an einsum": (Unsupported, {"qk_attn_weights_einsum": jnp.einsum}, "an einsum of your own was given"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_served_is_refused_with_the_reason(what: str, seed: int) -> None:
+    kind, options, message = REFUSED[what]
+    with pytest.raises(kind, match=message):
+        attention_fn(*arrays(seed), **options)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 4, 4, 8), (3, 6, 2, 8), (3, 6, 2, 8)), "with the same batch"),
+        (((2, 4, 4, 8), (2, 6, 2, 8), (2, 5, 2, 8)), "lengths and heads must be equal"),
+        (((4, 8), (6, 8), (6, 8)), "they must be"),
+        (((2, 4, 4, 8), (2, 6, 2, 16), (2, 6, 2, 8)), "head_size = 8"),
+        (((2, 4, 4, 8), (2, 6, 3, 8), (2, 6, 3, 8)), "multiple"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        attention_fn(*(jnp.ones(shape) for shape in shapes))

@@ -1,0 +1,301 @@
+"""Caches that a module holds: any number of tokens a call, lengths of their own, and updates that nobody loses."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import errors, nnx
+
+from jattn.nn import MultiHeadAttention, PagedCache
+from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
+
+BATCH, LENGTH, FEATURES, BLOCK_SIZE = 2, 7, 16, 4
+
+
+def build(**options: Any) -> MultiHeadAttention:
+    options = {"num_heads": 4, "num_kv_heads": 2, "decode": False, **options}
+    return MultiHeadAttention(in_features=FEATURES, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(0), **options)
+
+
+def holding(max_length: int = 12, **options: Any) -> MultiHeadAttention:
+    module = build(**options)
+    module.init_cache((BATCH, max_length, FEATURES), block_size=BLOCK_SIZE)
+    return module
+
+
+def inputs(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape or (BATCH, LENGTH, FEATURES)), jnp.float32)
+
+
+def turned(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """A rotary embedding of one frequency, with the signature of nnx.RoPE."""
+    first, second = jnp.split(x, 2, -1)
+    angle = 0.3 * positions[:, None]
+    return jnp.concatenate([first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle)], -1)
+
+
+EVERYTHING = {
+    "rope": turned,
+    "normalize_qk": True,
+    "sliding_window": 4,
+    "logits_soft_cap": 3.0,
+    "alibi_slopes": (0.5, 0.25, 0.125, 0.1),
+    "sinks": True,
+    "scale": 0.4,
+}
+
+
+def close(one: Any, other: Any) -> bool:
+    return np.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING, {"attention_chunk": 3}], ids=["plain", "everything", "chunk"])
+@pytest.mark.parametrize("pieces", [[7], [3, 1, 3]], ids=str)
+def test_decode_in_any_pieces_gives_what_training_gives(options: dict[str, Any], pieces: list[int], seed: int) -> None:
+    module, x = holding(**options), inputs(seed)
+    expected = module(x, is_causal=True)
+    cuts = np.cumsum([0, *pieces])
+    found = [module(x[:, a:b], decode=True) for a, b in itertools.pairwise(cuts)]
+    assert close(jnp.concatenate(found, 1), expected)
+    assert module.cache_index[...].tolist() == [LENGTH] * BATCH
+
+
+def test_each_sequence_of_a_batch_has_a_length_of_its_own(seed: int) -> None:
+    module, x, token = holding(), inputs(seed), inputs(seed + 1, BATCH, 1, FEATURES)
+    rows, lengths = jnp.arange(BATCH), jnp.array([5, 2])
+    # The next token stands behind each row's real ones; what is causal does not see what comes later.
+    expected = module(x.at[rows, lengths].set(token[:, 0]), is_causal=True)
+    found = module(x.at[1, 2:].set(jnp.nan), decode=True, lengths=lengths)
+    assert close(found[0, :5], expected[0, :5])
+    assert close(found[1, :2], expected[1, :2])
+    # Padding is zeros before the output projection.
+    assert close(found[1, 2:], module.out.bias[...])
+    assert module.cache_index[...].tolist() == [5, 2]
+    assert close(module(token, decode=True)[:, 0], expected[rows, lengths])
+
+
+def test_lengths_make_the_rest_of_a_training_batch_padding(seed: int) -> None:
+    module, x, lengths = build(), inputs(seed), jnp.array([5, 2])
+    expected = module(x, is_causal=True)
+
+    def loss(x: jax.Array) -> Any:
+        y = module(x, is_causal=True, lengths=lengths)
+        return jnp.where((jnp.arange(LENGTH) < lengths[:, None])[..., None], y, 0).sum(), y
+
+    gradient, found = jax.grad(loss, has_aux=True)(x.at[1, 2:].set(jnp.nan))
+    assert close(found[1, :2], expected[1, :2])
+    assert np.isfinite(np.asarray(gradient)[1, :2]).all()
+
+
+def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_afterwards(seed: int) -> None:
+    module = build(attention_type="encoder_decoder")
+    module.init_cache((BATCH, LENGTH, FEATURES), block_size=BLOCK_SIZE)
+    encoder, x, key_lengths = inputs(seed), inputs(seed + 1), jnp.array([LENGTH, 4])
+    expected = module(x, encoder, key_lengths=key_lengths)
+    first = module(x[:, :3], encoder, key_lengths=key_lengths, decode=True)
+    later = module(x[:, 3:6], decode=True)
+    assert close(jnp.concatenate([first, later], 1), expected[:, :6])
+
+
+@jax.jit
+def returned(module: MultiHeadAttention, x: jax.Array) -> tuple[MultiHeadAttention, jax.Array]:
+    y = module(x)
+    return module, y
+
+
+def split(module: MultiHeadAttention, x: jax.Array) -> tuple[MultiHeadAttention, jax.Array]:
+    graph, cache, rest = nnx.split(module, nnx.Cache, ...)
+
+    def step(cache: Any, rest: Any, x: jax.Array) -> Any:
+        merged = nnx.merge(graph, cache, rest)
+        y = merged(x)
+        return nnx.state(merged, PagedCache), y
+
+    cache, y = jax.jit(step, donate_argnums=0)(cache, rest, x)
+    return nnx.merge(graph, cache, rest), y
+
+
+def scanned(module: MultiHeadAttention, x: jax.Array) -> tuple[MultiHeadAttention, jax.Array]:
+    graph, cache, rest = nnx.split(module, nnx.Cache, ...)
+
+    def step(cache: Any, token: jax.Array) -> Any:
+        merged = nnx.merge(graph, cache, rest)
+        y = merged(token[:, None])[:, 0]
+        return nnx.state(merged, nnx.Cache), y
+
+    cache, y = jax.jit(lambda cache, x: jax.lax.scan(step, cache, x.swapaxes(0, 1)))(cache, x)
+    return nnx.merge(graph, cache, rest), y.swapaxes(0, 1)
+
+
+def jitted(graph: bool) -> Callable[[MultiHeadAttention, jax.Array], tuple[MultiHeadAttention, jax.Array]]:
+    def run(module: MultiHeadAttention, x: jax.Array) -> tuple[MultiHeadAttention, jax.Array]:
+        return module, nnx.jit(lambda module, x: module(x), graph=graph)(module, x)
+
+    return run
+
+
+WAYS = {"jax.jit": returned, "split": split, "scan": scanned, "graph": jitted(True), "tree": jitted(False)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_carry_the_cache_keeps_it_without_a_warning(way: str, seed: int) -> None:
+    x = inputs(seed, BATCH, 3, FEATURES)
+    expected = holding(decode=True)(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module, y = WAYS[way](holding(decode=True), x)
+        gc.collect()
+    assert close(y, expected)
+    assert module.cache_index[...].tolist() == [3, 3]
+
+
+# T1 of the traps that users meet.
+def test_a_jitted_function_that_drops_the_module_is_found_out(seed: int) -> None:
+    module = holding()
+
+    def step(module: MultiHeadAttention, x: jax.Array) -> jax.Array:
+        return module(x, decode=True)
+
+    # Not to wait for the garbage collector: nothing of the trace is in a cycle.
+    with pytest.warns(RuntimeWarning, match=r"dropped it: the update is lost\. Return the module"):
+        jax.jit(step)(module, inputs(seed, BATCH, 1, FEATURES))
+    assert module.cache_index[...].tolist() == [0, 0]
+
+
+def test_a_module_that_a_jitted_function_closes_over_is_refused_by_flax(seed: int) -> None:
+    module = holding()
+    with pytest.raises(errors.TraceContextError, match="Cannot mutate PagedCache"):
+        jax.jit(lambda x: module(x, decode=True))(inputs(seed, BATCH, 1, FEATURES))
+
+
+# T2
+def test_a_module_whose_cache_was_donated_says_so(seed: int) -> None:
+    module, x = holding(), inputs(seed, BATCH, 1, FEATURES)
+    after, _ = jax.jit(lambda m, x: (lambda y: (m, y))(m(x, decode=True)), donate_argnums=0)(module, x)
+    graph, cache, rest = nnx.split(after, nnx.Cache, ...)
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    with pytest.raises(InvalidInput, match=r"donated to a step and is deleted; go on with the module that the step"):
+        nnx.merge(graph, cache, rest)(x, decode=True)
+
+
+# T5
+@pytest.mark.parametrize(
+    ("options", "argument", "expected"),
+    [
+        ({}, None, "float32"),
+        ({"dtype": jnp.bfloat16}, None, "bfloat16"),
+        ({"param_dtype": jnp.float16}, None, "float16"),
+        ({"kv_cache_dtype": jnp.float8_e4m3fn}, None, "float8_e4m3fn"),
+        ({"dtype": jnp.bfloat16}, jnp.float32, "float32"),
+    ],
+)
+def test_the_cache_has_the_dtype_of_the_computation_and_not_float32(
+    options: dict[str, Any], argument: Any, expected: str
+) -> None:
+    module = build(**options)
+    module.init_cache((BATCH, 12, FEATURES), argument)
+    assert module.cached_key.get_value().dtype.name == expected
+
+
+def test_an_8_bit_cache_is_scaled(seed: int) -> None:
+    x = inputs(seed)
+    exact = holding()(x, decode=True)
+    found = holding(kv_cache_dtype=jnp.int8, k_scale=0.03, v_scale=0.03)(x, decode=True)
+    assert 0 < np.abs(found - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def test_a_view_gets_a_cache_of_its_own(seed: int) -> None:
+    module = build()
+    view = nnx.view(module, decode=True, batch_size=BATCH, max_length=8)
+    view(inputs(seed))
+    assert view.cache_index[...].tolist() == [LENGTH] * BATCH
+    assert module.cached_key is None
+    assert view.query.kernel is module.query.kernel
+
+
+def test_what_does_not_fit_is_refused_outside_jit_and_is_nan_inside(seed: int) -> None:
+    module, x = holding(max_length=8), inputs(seed)
+    module(x[:, :6], decode=True, lengths=jnp.array([6, 2]))
+    with pytest.raises(RequestTooLong, match=r"sequence 0 would hold 9 tokens and the module's cache holds 8 of each"):
+        module(x[:, :3], decode=True)
+    assert module.cache_index[...].tolist() == [6, 2]
+    y = nnx.jit(lambda m, x: m(x, decode=True))(module, x[:, :3])
+    assert np.isnan(y[0]).all()
+    assert np.isfinite(y[1]).all()
+
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
+    "decode without a cache": (InvalidInput, lambda x: build()(x, decode=True), "decode without a cache; call init_"),
+    "another batch": (
+        InvalidInput,
+        lambda x: holding()(x[:1], decode=True),
+        "for a batch of (2,), and the inputs need",
+    ),
+    "a mask": (
+        Unsupported,
+        lambda x: holding()(x, decode=True, mask=jnp.ones((1, 1, 1, 12))),
+        "a mask with a cache; use lengths for padding",
+    ),
+    "dropout": (
+        Unsupported,
+        lambda x: holding(dropout_rate=0.5)(x, decode=True, deterministic=False),
+        "dropout with a cache; use lengths",
+    ),
+    "sown weights": (Unsupported, lambda x: holding()(x, decode=True, sow_weights=True), "sow_weights with a cache;"),
+    "an encoder": (
+        Unsupported,
+        lambda x: build(attention_type="encoder_only")(x, decode=True),
+        "decode of a layer that holds no cache",
+    ),
+    "an encoder's cache": (
+        Unsupported,
+        lambda x: build(attention_type="encoder_only").init_cache((2, 8, 16)),
+        "a layer that shares keys and values, or an encoder's, holds no cache.",
+    ),
+    "neither": (ValueError, lambda x: build(decode=None)(x), "decode was given neither to the module nor to the call"),
+    "no dropout key": (
+        InvalidInput,
+        lambda x: build(dropout_rate=0.5, keep_rngs=False)(x, deterministic=False),
+        "dropout needs rngs, and the module was built with keep_rngs=False",
+    ),
+    "features": (
+        InvalidInput,
+        lambda x: build()(x[..., :8]),
+        "inputs_q has shape (2, 7, 8); it must be [..., length, 16]",
+    ),
+    "a value alone": (InvalidInput, lambda x: build()(x, None, x), "inputs_v is given without inputs_k"),
+    "metadata alone": (InvalidInput, lambda x: build()(x, cache=jnp.zeros(1)), "one of cache and metadata is None"),
+    "shared without": (InvalidInput, lambda x: build()(x, shared_kv=(x, x)), "built without kv_sharing=True"),
+    "sharing nothing": (InvalidInput, lambda x: build(kv_sharing=True)(x), "no keys and values of its own"),
+    "an attention_fn": (Unsupported, lambda x: build(attention_fn=lambda q, k, v: v), "a function of your own"),
+    "an unknown type": (InvalidInput, lambda x: build(attention_type="self"), "attention_type is 'self'; use one of"),
+    "rope across": (
+        InvalidInput,
+        lambda x: build(attention_type="encoder_decoder", rope=turned),
+        "rope is given with 'encoder_decoder'",
+    ),
+    "slopes": (InvalidInput, lambda x: build(alibi_slopes=(1.0,)), "alibi_slopes has 1 numbers; it must have one for"),
+    "two sizes": (
+        InvalidInput,
+        lambda x: build(qkv_features=32, head_dim=4),
+        "qkv_features is 32 and head_dim 4 with 4",
+    ),
+    "int8 alone": (InvalidInput, lambda x: build(kv_cache_dtype="int8"), "int8 and k_scale or v_scale is None"),
+    "no tokens": (InvalidInput, lambda x: holding(max_length=0), "max_length is 0; it must be an int of at least 1."),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_is_refused_with_the_reason(what: str, seed: int) -> None:
+    kind, call, message = REFUSED[what]
+    with pytest.raises(kind, match=re.escape(message)):
+        call(inputs(seed))

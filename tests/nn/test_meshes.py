@@ -1,0 +1,82 @@
+"""The module under `jax.set_mesh`: partitioned by flax's annotations, on Auto and on Explicit axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jattn.nn import MultiHeadAttention
+from tests.support.devices import mesh, on_four_devices
+
+# T9: a spec is no tuple any more; flax takes both.
+METADATA: dict[str, dict[str, Any]] = {
+    "kernel_metadata": {"out_sharding": (None, "tensor", None)},
+    "out_kernel_metadata": {"out_sharding": P("tensor", None, None)},
+    "bias_metadata": {"out_sharding": ("tensor", None)},
+    "out_bias_metadata": {"out_sharding": (None,)},
+}
+LOGICAL = {
+    **METADATA,
+    "kernel_metadata": {"out_sharding": (None, "heads", None), "sharding_rules": (("heads", "tensor"),)},
+}
+
+
+def build(metadata: dict[str, Any]) -> MultiHeadAttention:
+    return MultiHeadAttention(4, 16, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0), **metadata)
+
+
+def inputs() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(4, 6, 16)).astype(np.float32)
+
+
+# T7 and T8: jax.set_mesh, and outputs that keep what the caller's arrays had.
+@pytest.mark.parametrize(("kind", "metadata"), [("auto", "logical axes"), ("explicit", "mesh axes")])
+@on_four_devices
+def test_training_is_partitioned_by_batch_and_heads(kind: str, metadata: str) -> None:
+    expected_module = build({})
+    loss = nnx.grad(lambda module, x: (module(x, is_causal=True) ** 2).sum())
+    expected, expected_gradient = expected_module(inputs(), is_causal=True), loss(expected_module, inputs())
+    grid = mesh(kind, data=2, tensor=2)
+    with jax.set_mesh(grid):
+        module = build(METADATA if metadata == "mesh axes" else LOGICAL)
+        assert module.query.kernel.get_value().sharding.spec[1] == "tensor"
+        shardings = {} if kind == "auto" else {"out_sharding": P("data"), "qkv_sharding": P("data", None, "tensor")}
+
+        @nnx.jit
+        def step(module: Any, x: Any) -> Any:
+            def loss(module: Any) -> Any:
+                y = module(x, is_causal=True, **shardings)
+                return (y**2).sum(), y
+
+            gradient, y = nnx.grad(loss, has_aux=True)(module)
+            return y, gradient
+
+        y, gradient = step(module, jax.device_put(inputs(), NamedSharding(grid, P("data"))))
+    assert y.sharding.spec[0] == "data"
+    assert np.allclose(y, expected, atol=1e-5)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
+        assert one.sharding.spec == () or "tensor" in one.sharding.spec or one.ndim == 1
+        assert np.allclose(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@on_four_devices
+def test_a_held_cache_is_split_over_heads_and_stays_so(kind: str) -> None:
+    expected = build({})(inputs(), is_causal=True)
+    grid = mesh(kind, tensor=2, data=2)
+    with jax.set_mesh(grid):
+        module = build(METADATA)
+        module.init_cache((4, 8, 16), block_size=4, out_sharding=(None, None, "tensor", None))
+        shardings = {} if kind == "auto" else {"out_sharding": P(), "qkv_sharding": P(None, None, "tensor")}
+        step = nnx.jit(lambda module, x: module(x, decode=True, **shardings))
+        x = jax.device_put(inputs(), NamedSharding(grid, P()))
+        y = [step(module, x[:, :5]), step(module, x[:, 5:])]
+        assert module.cached_key.get_value().sharding.spec[2] == "tensor"
+    assert np.allclose(jnp.concatenate(list(map(np.asarray, y)), 1), expected, atol=1e-5)
