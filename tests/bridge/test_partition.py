@@ -108,9 +108,19 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
     scales = np.full((9, 4, 4), 0.5, np.float32)
     heads = {"query": HEADS, "key": HEADS, "value": HEADS, "kv_cache": CACHE}
     half = PartitionSpec(None, None, "tp")
-    paged = {"block_tables": TABLES, "seq_lens": SEQ_LENS, "query_start_loc": STARTS, "spec": SPEC, "max_query_len": 4}
+    paged: dict[str, Any] = {
+        "block_tables": TABLES,
+        "seq_lens": SEQ_LENS,
+        "query_start_loc": STARTS,
+        "spec": SPEC,
+        "max_query_len": 4,
+    }
     if name == "paged":
-        more = {"alibi_slopes": slopes, "sinks": slopes, "relative_bias": slopes[:, None] * np.ones(5, np.float32)}
+        more: dict[str, Any] = {
+            "alibi_slopes": slopes,
+            "sinks": slopes,
+            "relative_bias": slopes[:, None] * np.ones(5, np.float32),
+        }
         vector = dict.fromkeys(more, PartitionSpec("tp"))
         return PagedCall(query=query, kv_cache=cache, with_lse=True, **paged, **more), heads | vector
     if name == "pair":
@@ -121,7 +131,7 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
         call = WriteCall(key=key, value=key, slot_mapping=SLOTS, kv_cache=(cache * 9).astype(np.int8), **both)
         return call, heads | dict.fromkeys(both, half)
     if name == "dense":
-        starts = {"query_start_loc": STARTS, "key_start_loc": STARTS}
+        starts: dict[str, Any] = {"query_start_loc": STARTS, "key_start_loc": STARTS}
         return DenseCall(query=query, key=key, value=key, spec=SPEC, max_query_len=4, max_key_len=4, **starts), heads
     lse = query[:, :, 0]
     call = MergeCall(out_a=query, lse_a=lse, out_b=query * 2, lse_b=lse + 1)
@@ -148,8 +158,9 @@ def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
     sinks = np.linspace(0.1, 1, 8, dtype=np.float32)
     assert isinstance(forward, DenseCall)
     forward = dataclasses.replace(forward, sinks=sinks, with_lse=True)
-    found = xla.run(forward)
-    call = backward_of(forward, out=found["out"], lse=found["lse"], d_out=forward.query * 2)
+    typed: Any = forward
+    found = xla.run(typed)
+    call: Any = backward_of(typed, out=found["out"], lse=found["lse"], d_out=forward.query * 2)
     heads = PartitionSpec(None, "tp")
     specs |= {"out": heads, "lse": heads, "d_out": heads, "sinks": PartitionSpec("tp")}
     expected = gradients(call)
@@ -198,7 +209,7 @@ def test_every_call_splits_itself(kind: str, name: str) -> None:
 @each_kind
 @on_four_devices
 def test_a_copy_of_blocks_splits_itself(kind: str) -> None:
-    def copy(call: CopyCall[jax.Array]) -> dict[str, jax.Array]:
+    def copy(call: Any) -> dict[str, jax.Array]:
         source, target = call.block_mapping.T
         return {"kv_cache": call.kv_cache.at[target].set(call.kv_cache[source])}
 
@@ -239,7 +250,7 @@ def test_in_a_loop_the_split_cache_stays_in_place(kind: str) -> None:
     on = mesh(kind)
     cache, query, key = (place(x, on, spec) for x, spec in zip(arrays(), (CACHE, HEADS, HEADS), strict=True))
 
-    def steps(cache: jax.Array, *rest: jax.Array) -> jax.Array:
+    def steps(cache: jax.Array, *rest: Any) -> jax.Array:
         return jax.lax.scan(lambda cache, _: (step(cache, *rest)[1], None), cache, None, length=3)[0]
 
     before = addresses(cache)
@@ -252,11 +263,12 @@ def test_in_a_loop_the_split_cache_stays_in_place(kind: str) -> None:
 def test_outside_jit_split_arrays_run_in_one_program(kind: str, name: str) -> None:
     on = mesh(kind)
     placed = [place(x, on, spec) for x, spec in zip(arrays(), (CACHE, HEADS, HEADS), strict=True)]
+    named: Any = functools.partial(step, name=name)
     if (kind, name) == ("auto", "torch"):
         with pytest.raises(Unsupported, match="JAX's custom_partitioning loses callbacks"):
-            step(*placed, *METADATA, name=name)
+            named(*placed, *METADATA)
         return
-    out, _ = step(*placed, *METADATA, name=name)
+    out, _ = named(*placed, *METADATA)
 
     assert out.sharding.is_equivalent_to(NamedSharding(on, HEADS), 3)
 
@@ -271,7 +283,8 @@ def test_a_program_of_one_device_runs_callbacks_as_ever() -> None:
 @on_four_devices
 def test_along_explicit_axes_jnp_has_its_derivative() -> None:
     def loss(query: jax.Array, cache: jax.Array) -> jax.Array:
-        return ops.paged_attention(query, cache, TABLES, SEQ_LENS, STARTS, max_query_len=4, implementation="xla").sum()
+        tables: Any = (TABLES, SEQ_LENS, STARTS)
+        return ops.paged_attention(query, cache, *tables, max_query_len=4, implementation="xla").sum()
 
     cache, query, _ = arrays()
     expected = jax.jit(jax.grad(loss))(query, cache)
@@ -376,4 +389,4 @@ def test_auto_axes_beside_others_are_refused() -> None:
 def assert_close(found: Any, expected: Any) -> None:
     """Within the roundings of a few sums: XLA vectorises a part of an array differently from the whole."""
     scale = float(np.abs(expected).max())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=16 * np.finfo(np.float32).eps * scale)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=16 * float(np.finfo(np.float32).eps) * scale)

@@ -21,12 +21,12 @@ from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 BATCH, LENGTH, FEATURES, BLOCK_SIZE = 2, 7, 16, 4
 
 
-def build(**options: Any) -> MultiHeadAttention:
+def build(**options: Any) -> Any:
     options = {"num_heads": 4, "num_kv_heads": 2, "decode": False, **options}
     return MultiHeadAttention(in_features=FEATURES, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(0), **options)
 
 
-def holding(max_length: int = 12, **options: Any) -> MultiHeadAttention:
+def holding(max_length: int = 12, **options: Any) -> Any:
     module = build(**options)
     module.init_cache((BATCH, max_length, FEATURES), block_size=BLOCK_SIZE)
     return module

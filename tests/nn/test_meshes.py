@@ -32,7 +32,7 @@ def build(metadata: dict[str, Any]) -> MultiHeadAttention:
     return MultiHeadAttention(4, 16, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0), **metadata)
 
 
-def inputs() -> np.ndarray:
+def inputs() -> Any:
     return np.random.default_rng(0).normal(size=(4, 6, 16)).astype(np.float32)
 
 
@@ -45,7 +45,7 @@ def test_training_is_partitioned_by_batch_and_heads(kind: str, metadata: str) ->
     expected, expected_gradient = expected_module(inputs(), is_causal=True), loss(expected_module, inputs())
     grid = mesh(kind, data=2, tensor=2)
     with jax.set_mesh(grid):
-        module = build(METADATA if metadata == "mesh axes" else LOGICAL)
+        module: Any = build(METADATA if metadata == "mesh axes" else LOGICAL)
         assert module.query.kernel.get_value().sharding.spec[1] == "tensor"
         shardings = {} if kind == "auto" else {"out_sharding": P("data"), "qkv_sharding": P("data", None, "tensor")}
 
@@ -72,7 +72,7 @@ def test_a_held_cache_is_split_over_heads_and_stays_so(kind: str) -> None:
     expected = build({})(inputs(), is_causal=True)
     grid = mesh(kind, tensor=2, data=2)
     with jax.set_mesh(grid):
-        module = build(METADATA)
+        module: Any = build(METADATA)
         module.init_cache((4, 8, 16), block_size=4, out_sharding=(None, None, "tensor", None))
         shardings = {} if kind == "auto" else {"out_sharding": P(), "qkv_sharding": P(None, None, "tensor")}
         step = nnx.jit(lambda module, x: module(x, decode=True, **shardings))

@@ -462,7 +462,20 @@ def test_decode_attention_fwd_reads_one_query_of_each_sequence(flat, dtype, seed
     caches = [x.flatten(0, 1) if flat else x for x in (keys, values)]
     scales = (0.5, torch.tensor(2.0))
     vllm_compat.decode_attention_fwd(
-        query, *caches, out, lse, tables, lens, torch.empty(3, HEADS, 4, SIZE), 4, 0.3, BLOCK_SIZE, 5.0, *scales
+        query,
+        caches[0],
+        caches[1],
+        out,
+        lse,
+        tables,
+        lens,
+        torch.empty(3, HEADS, 4, SIZE),
+        4,
+        0.3,
+        BLOCK_SIZE,
+        5.0,
+        scales[0],
+        scales[1],
     )
     starts, spec = torch.arange(4, dtype=torch.int32), AttentionSpec(scale=0.3, logits_soft_cap=5.0)
     factors = {} if dtype == torch.float32 else {"k_scale": 0.5, "v_scale": 2.0}
