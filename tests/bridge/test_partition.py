@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -97,7 +98,13 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
     scales = np.full((9, 4, 4), 0.5, np.float32)
     heads = {"query": HEADS, "key": HEADS, "value": HEADS, "kv_cache": CACHE}
     half = PartitionSpec(None, None, "tp")
-    paged = {"block_tables": TABLES, "seq_lens": SEQ_LENS, "query_start_loc": STARTS, "spec": SPEC, "max_query_len": 4}
+    paged: dict[str, Any] = {
+        "block_tables": TABLES,
+        "seq_lens": SEQ_LENS,
+        "query_start_loc": STARTS,
+        "spec": SPEC,
+        "max_query_len": 4,
+    }
     if name == "paged":
         more = {"alibi_slopes": slopes, "sinks": slopes, "relative_bias": slopes[:, None] * np.ones(5, np.float32)}
         vector = dict.fromkeys(more, PartitionSpec("tp"))
@@ -135,7 +142,7 @@ def test_every_call_splits_itself(kind: str, name: str) -> None:
 @each_kind
 @on_four_devices
 def test_a_copy_of_blocks_splits_itself(kind: str) -> None:
-    def copy(call: CopyCall[jax.Array]) -> dict[str, jax.Array]:
+    def copy(call: Any) -> dict[str, jax.Array]:
         source, target = call.block_mapping.T
         return {"kv_cache": call.kv_cache.at[target].set(call.kv_cache[source])}
 
@@ -176,7 +183,7 @@ def test_in_a_loop_the_split_cache_stays_in_place(kind: str) -> None:
     on = mesh(kind)
     cache, query, key = (place(x, on, spec) for x, spec in zip(arrays(), (CACHE, HEADS, HEADS), strict=True))
 
-    def steps(cache: jax.Array, *rest: jax.Array) -> jax.Array:
+    def steps(cache: jax.Array, *rest: Any) -> jax.Array:
         return jax.lax.scan(lambda cache, _: (step(cache, *rest)[1], None), cache, None, length=3)[0]
 
     before = addresses(cache)
@@ -188,12 +195,12 @@ def test_in_a_loop_the_split_cache_stays_in_place(kind: str) -> None:
 @on_four_devices
 def test_outside_jit_split_arrays_run_in_one_program(kind: str, name: str) -> None:
     on = mesh(kind)
-    placed = [place(x, on, spec) for x, spec in zip(arrays(), (CACHE, HEADS, HEADS), strict=True)]
+    cache, query, key = (place(x, on, spec) for x, spec in zip(arrays(), (CACHE, HEADS, HEADS), strict=True))
     if (kind, name) == ("auto", "torch"):
         with pytest.raises(Unsupported, match="JAX's custom_partitioning loses callbacks"):
-            step(*placed, *METADATA, name=name)
+            step(cache, query, key, *METADATA, name=name)
         return
-    out, _ = step(*placed, *METADATA, name=name)
+    out, _ = step(cache, query, key, *METADATA, name=name)
 
     assert out.sharding.is_equivalent_to(NamedSharding(on, HEADS), 3)
 
@@ -208,7 +215,8 @@ def test_a_program_of_one_device_runs_callbacks_as_ever() -> None:
 @on_four_devices
 def test_along_explicit_axes_jnp_has_its_derivative() -> None:
     def loss(query: jax.Array, cache: jax.Array) -> jax.Array:
-        return ops.paged_attention(query, cache, TABLES, SEQ_LENS, STARTS, max_query_len=4, implementation="xla").sum()
+        tables, lens, starts = map(jnp.asarray, (TABLES, SEQ_LENS, STARTS))
+        return ops.paged_attention(query, cache, tables, lens, starts, max_query_len=4, implementation="xla").sum()
 
     cache, query, _ = arrays()
     expected = jax.jit(jax.grad(loss))(query, cache)
@@ -313,4 +321,4 @@ def test_auto_axes_beside_others_are_refused() -> None:
 def assert_close(found: Any, expected: Any) -> None:
     """Within the roundings of a few sums: XLA vectorises a part of an array differently from the whole."""
     scale = float(np.abs(expected).max())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=16 * np.finfo(np.float32).eps * scale)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=16 * float(np.finfo(np.float32).eps) * scale)

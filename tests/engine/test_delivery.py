@@ -17,13 +17,14 @@ def test_an_interrupt_at_any_line_of_take_loses_no_news() -> None:
             request = Request(name, (1,), SamplingParams(), 0, frozenset(), RequestMetrics(0.0))
             outbox.note(request)
             request.output_token_ids.append(7)
+        news = outbox.news()
         interrupt = InterruptAt(line, KeyboardInterrupt())
 
         try:
             with interrupt:
-                taken = outbox.take()
+                taken = outbox.take(news)
         except KeyboardInterrupt:
-            taken = outbox.take()
+            taken = outbox.take(outbox.news())
 
         assert taken == [TokenDelta("a", (7,), None), TokenDelta("b", (7,), None)], interrupt.place
         if interrupt.place is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -11,11 +13,11 @@ from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata import build_common_metadata
 
 ROWS = [SequenceRow([5, 2], 0, 6), SequenceRow([9], 3, 1)]
-POOL = {"block_size": 4, "num_blocks": 16}
+POOL: dict[str, Any] = {"block_size": 4, "num_blocks": 16}
 
 
 def test_a_built_step_holds_what_the_builder_says() -> None:
-    sizes = {"num_seqs": 4, "num_tokens": 8, "max_blocks": 3, "max_query_len": 7}
+    sizes: dict[str, Any] = {"num_seqs": 4, "num_tokens": 8, "max_blocks": 3, "max_query_len": 7}
     expected = build_common_metadata(ROWS, **POOL, **sizes)
 
     built = AttentionMetadata.build(ROWS, **POOL, **sizes)

@@ -201,7 +201,9 @@ def test_a_builder_that_was_written_for_vllm_captures_and_drafts():
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
-        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        def build(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, common_prefix_len, common_attn_metadata, fast_build=False
+        ):
             return common_prefix_len, common_attn_metadata, fast_build
 
     config = BuilderConfig(num_heads=4, num_speculative_tokens=2)
@@ -338,7 +340,7 @@ def test_cascade_follows_what_vllm_asks_with():
     builder = TritonAttentionMetadataBuilder(spec, [], BuilderConfig(num_heads=32), "cpu")
     names = ("num_query_heads", "num_kv_heads", "use_alibi", "use_sliding_window", "use_local_attention", "num_sms",
              "dcp_world_size")  # fmt: skip
-    asked = dict(zip(names, (32, 8, False, False, False, 132, 1), strict=True))
+    asked: dict[str, Any] = dict(zip(names, (32, 8, False, False, False, 132, 1), strict=True))
 
     assert builder.use_cascade_attention(8192, np.ones(64), *asked.values())
     for name, value in (("use_alibi", True), ("use_sliding_window", True), ("use_local_attention", True),
