@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from jattn.engine.checks import shown
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.runner import ModelRunner
 from jattn.models import Decoder
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec
 
