@@ -58,7 +58,7 @@ def test_the_result_is_that_of_flax(what: str, batch: tuple[int, ...], seed: int
         options = {name: array[None] for name, array in options.items()}
     query, key, value = arrays(seed, *batch)
     # Flax's fast path takes masks of one batch axis only; with a module it takes the other.
-    expected = nnx.dot_product_attention(query, key, value, **options, module=SowsNothing())
+    expected = nnx.dot_product_attention(query, key, value, **options, module=SowsNothing())  # pyright: ignore[reportArgumentType]
     assert close(attention_fn(query, key, value, **options), expected)
 
 
@@ -77,7 +77,7 @@ def test_the_packed_call_of_the_kernels_gives_what_jnp_gives(options: dict[str, 
 
 def test_padding_holds_anything_and_gives_zeros(seed: int) -> None:
     query, key, value = arrays(seed)
-    lens = {"lengths": jnp.array([4, 2]), "key_lengths": jnp.array([6, 3])}
+    lens: dict[str, Any] = {"lengths": jnp.array([4, 2]), "key_lengths": jnp.array([6, 3])}
     expected = attention_fn(query, key, value, **lens)
     query, key, value = query.at[1, 2:].set(jnp.nan), key.at[1, 3:].set(jnp.nan), value.at[1, 3:].set(jnp.nan)
     for implementation in ("xla", "torch"):
@@ -115,7 +115,7 @@ def test_weights_are_sown_in_both_of_flaxs_worlds(seed: int) -> None:
     module = nnx.MultiHeadAttention(4, 16, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0))
     _, sown = nnx.capture(module, nnx.Intermediate)(x, sow_weights=True)
     assert close(jax.tree.leaves(sown)[0].sum(-1), jnp.ones((BATCH, 4, 3)))
-    layer = linen.MultiHeadDotProductAttention(4, attention_fn=attention_fn)
+    layer: Any = linen.MultiHeadDotProductAttention(4, attention_fn=attention_fn)
     variables = layer.init(jax.random.key(0), x)
     _, sown = layer.apply(variables, x, sow_weights=True, mutable=["intermediates"])
     assert close(sown["intermediates"]["attention_weights"][0].sum(-1), jnp.ones((BATCH, 4, 3)))
@@ -180,5 +180,6 @@ def test_what_is_not_served_is_refused_with_the_reason(what: str, seed: int) -> 
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:
+    query, key, value = (jnp.ones(shape) for shape in shapes)
     with pytest.raises(InvalidInput, match=message):
-        attention_fn(*(jnp.ones(shape) for shape in shapes))
+        attention_fn(query, key, value)

@@ -126,6 +126,7 @@ def test_scanned_layers_in_one_pool_give_what_a_loop_over_caches_gives(seed: int
     assert close(pool, jnp.concatenate(caches))
     # T11: the loop writes the donated pool where it lies.
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes
 

@@ -42,9 +42,10 @@ RARELY = ("dropout of its own for each head", "bfloat16 parameters")
 def twins(seed: int, **options: Any) -> tuple[nnx.MultiHeadAttention, MultiHeadAttention]:
     """Flax's module and ours, built alike from different seeds."""
     options = {"num_heads": 4, "in_features": FEATURES, "decode": False, **options}
+    kinds: tuple[Any, ...] = (nnx.MultiHeadAttention, MultiHeadAttention)
     theirs, ours = (
         kind(**options, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(seed + index))
-        for index, kind in enumerate((nnx.MultiHeadAttention, MultiHeadAttention))
+        for index, kind in enumerate(kinds)
     )
     return theirs, ours
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
 from examples.flax_policy_gradient import CONFIG, LanguageModel
 from jattn import EngineConfig, SamplingParams
@@ -24,7 +25,7 @@ class Recorded(LanguageModel):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         found = super().logits(hidden)
-        if isinstance(hidden, jax.core.Tracer):
+        if isinstance(hidden, Tracer):
             jax.debug.callback(lambda rows: self.rows.append(np.array(rows)), jax.nn.log_softmax(found))
         return found
 
