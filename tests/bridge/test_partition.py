@@ -102,7 +102,7 @@ def test_split_over_heads_a_step_gives_the_same_in_place_without_a_collective(ki
     np.testing.assert_array_equal(cache, expected_cache)
 
 
-def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
+def split_call(name: str) -> tuple[Call[Any], dict[str, PartitionSpec]]:
     """A call with what a model may pass, and how the arrays with heads are split."""
     cache, query, key = arrays()
     slopes = np.linspace(0.1, 1, 8, dtype=np.float32)
@@ -128,14 +128,13 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
         call = WriteCall(key=key, value=key, slot_mapping=SLOTS, kv_cache=(cache * 9).astype(np.int8), **both)
         return call, heads | dict.fromkeys(both, half)
     if name == "dense":
-        starts = {"query_start_loc": STARTS, "key_start_loc": STARTS}
+        starts: dict[str, Any] = {"query_start_loc": STARTS, "key_start_loc": STARTS}
         return DenseCall(query=query, key=key, value=key, spec=SPEC, max_query_len=4, max_key_len=4, **starts), heads
     lse = query[:, :, 0]
     call = MergeCall(out_a=query, lse_a=lse, out_b=query * 2, lse_b=lse + 1)
     return call, dict.fromkeys(call.arrays(), HEADS)
 
 
-@pytest.mark.parametrize("name", ["paged", "pair", "scaled", "dense", "merge"])
 def gradients(call: Call[jax.Array]) -> dict[str, jax.Array]:
     """A backward call by jnp, where the kernels and torch have one of their own."""
     assert isinstance(call, DenseBackwardCall)
@@ -188,6 +187,7 @@ def test_torch_differentiates_on_explicit_axes() -> None:
         assert_close(found[name], expected[name])
 
 
+@pytest.mark.parametrize("name", ["paged", "pair", "scaled", "dense", "merge"])
 @each_kind
 @on_four_devices
 def test_every_call_splits_itself(kind: str, name: str) -> None:
