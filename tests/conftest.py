@@ -6,6 +6,9 @@ import zlib
 
 import pytest
 
+# Their assertions are tests': they hold under python -O too, and say what they compared.
+pytest.register_assert_rewrite("tests.support")
+
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:

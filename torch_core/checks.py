@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch_core.errors import InvalidInput
 
 __all__ = ["INT32_MAX", "check_int", "shown"]
@@ -9,16 +11,14 @@ __all__ = ["INT32_MAX", "check_int", "shown"]
 INT32_MAX = (1 << 31) - 1
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raises InvalidInput unless `value` is an int, and no bool, from `low` to `high`; None for no upper limit."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if high is None:
-        if not is_int or value < low:
-            raise InvalidInput(f"{name} is {shown(value)}; it must be an int of at least {low}.")
-    elif not is_int:
-        raise InvalidInput(f"{name} is {value!r}; it must be an int from {low} to {high}.")
-    elif not low <= value <= high:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be from {low} to {high}.")
+    is_int = not isinstance(value, bool) and isinstance(value, int)
+    if isinstance(value, int) and is_int and low <= value and (high is None or value <= high):
+        return
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+    an_int = "" if is_int and high is not None else "an int "
+    raise InvalidInput(f"{name} is {shown(value)}; it must be {an_int}{limits}.")
 
 
 def shown(value: object) -> str:

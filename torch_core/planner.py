@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from torch_core.attention.choose import plan_attention
+from torch_core.attention.choose import plan_attention, plan_attention_backward
 from torch_core.attention.merge.plan import plan_merge
 from torch_core.blocks.copy.plan import plan_copy
 from torch_core.blocks.write.plan import plan_write
-from torch_core.calls import AttentionCall, Call, CopyCall, MergeCall, WriteCall, refuse_unserved
-from torch_core.errors import InvalidInput
+from torch_core.calls import AttentionCall, Call, CopyCall, DenseBackwardCall, MergeCall, WriteCall, refuse_unserved
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec
 
 __all__ = ["plan_call"]
+
+#: The first devices with instructions for e4m3.
+_E4M3_ARCH = 89
 
 
 @lru_cache(maxsize=8192)
@@ -32,8 +35,12 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
     refuse_unserved(call, "triton")
     if call.is_empty:
         raise InvalidInput(f"{call.name} of nothing has nothing to launch: return empty outputs without a plan.")
+    limits = limits or DeviceLimits()
+    _refuse_old_device(call, limits)
+    if isinstance(call, DenseBackwardCall):
+        return plan_attention_backward(call, limits)
     if isinstance(call, AttentionCall):
-        return plan_attention(call, limits or DeviceLimits())
+        return plan_attention(call, limits)
     if isinstance(call, WriteCall):
         return plan_write(call)
     if isinstance(call, CopyCall):
@@ -41,3 +48,13 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
     if isinstance(call, MergeCall):
         return plan_merge(call)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
+
+
+def _refuse_old_device(call: Call[ArraySpec], limits: DeviceLimits) -> None:
+    dtypes = {name: spec.dtype for name, spec in call.arrays().items()} | {"out": getattr(call, "result_dtype", None)}
+    e4m3 = [name for name, dtype in dtypes.items() if dtype == "float8_e4m3fn"]
+    if e4m3 and limits.arch < _E4M3_ARCH:
+        raise Unsupported(
+            f"{e4m3[0]} is float8_e4m3fn, which Triton's kernels need compute capability {_E4M3_ARCH / 10} for, and "
+            f"this device has {limits.arch / 10}; use float8_e5m2 or int8, or implementation='xla'."
+        )

@@ -37,10 +37,7 @@ def run(
 ) -> BenchReport:
     """Measures chunks by graph replay over cold caches: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
 
-    Args:
-        shapes: (sequences, new tokens of each).
-        contexts: tokens before them.
-        peers_directory: see `jattn.bench.peers.load_peers`.
+    Shapes are (sequences, new tokens of each), contexts the tokens before them.
 
     Returns:
         A row for each shape and context, in microseconds; a column for each of `plans`, and FA3's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch_core.errors import InvalidInput
 
 __all__ = ["compare", "compile_all", "main"]
 
-_ARCHES = (90, 80, 89, 100, 120)
+#: Bytes of shared memory that a block may have, by compute capability.
+_SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376, 100: 232448, 120: 101376}
 
 #: Rows by "sm_90 label": the fields of `Resources`, or {"error": text}.
 Rows = dict[str, dict[str, Any]]
@@ -46,6 +48,8 @@ def compile_all(arches: Sequence[int], only: str = "") -> Rows:
 def compare(records: dict[str, Rows]) -> list[str]:
     """Returns a table with a row for each Triton version and device, registers and spills beside the first version's.
 
+    Too large is what compiles and needs more shared memory than a block of the device may have.
+
     Args:
         records: rows by Triton version, the one to compare with first.
     """
@@ -57,6 +61,7 @@ def compare(records: dict[str, Rows]) -> list[str]:
             "device",
             "compiled",
             "failed",
+            "too large",
             *(f"{of} {side}" for of in ("registers", "spills") for side in sides),
         )
     ]
@@ -65,12 +70,14 @@ def compare(records: dict[str, Rows]) -> list[str]:
             own = {label: row for label, row in rows.items() if label.split()[0] == device}
             good = {label: row for label, row in own.items() if "error" not in row}
             both = [(first[label], row) for label, row in good.items() if "registers" in first.get(label, {})]
-            counts = [len(good), len(own) - len(good)]
+            limit = _SHARED_MEMORY.get(int(device[3:]), math.inf)
+            large = sum(row["shared_memory"] > limit for row in good.values())
+            counts = [len(good), len(own) - len(good), large]
             for field in ("registers", "spilled"):
                 more = [row[field] - before[field] for before, row in both]
                 counts += [sum(x < 0 for x in more), sum(x == 0 for x in more), sum(x > 0 for x in more)]
             cells.append((version, device, *map(str, counts)))
-    return aligned(cells, right=range(2, 10))
+    return aligned(cells, right=range(2, 11))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
         InvalidInput: the folder of the results file does not exist.
     """
     parser = argparse.ArgumentParser(prog="jattn bench compilers", description=__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=_ARCHES, help="compute capabilities (90 80 89 100 120)")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=tuple(_SHARED_MEMORY), help="compute capabilities (90 80 89 100 120)"
+    )
     parser.add_argument("--only", default="", metavar="LABEL", help="variants whose label begins so")
     parser.add_argument("--json", type=Path, metavar="FILE", default=Path("compilers.json"), help="where to record")
     parser.add_argument(
@@ -88,8 +97,11 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     if options.compare:
-        found = [json.loads(path.read_text()) for path in options.compare]
-        print("\n".join(compare({record["triton"]: record["variants"] for record in found})))
+        records: dict[str, Rows] = {}
+        for path in options.compare:
+            record = json.loads(path.read_text())
+            records.setdefault(record["triton"], {}).update(record["variants"])
+        print("\n".join(compare(records)))
         return 0
     if not options.json.parent.is_dir():
         raise InvalidInput(

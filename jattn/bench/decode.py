@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure, peers
+from jattn.bench import cascade, measure, peers
 from jattn.bench.batch import KV_HEADS, Batch, cold_batches, fa3, ours, packed, vllm_triton
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
@@ -56,17 +56,21 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="jattn bench decode", description=__doc__)
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
     parser.add_argument("--fp8", action="store_true", help="an e4m3 cache")
+    parser.add_argument("--cascade", action="store_true", help="a prefix that all sequences share instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX columns out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    report = run(
-        kv_cache_dtype="float8_e4m3fn" if options.fp8 else "bfloat16",
-        peers_directory=options.peers,
-        jax_columns=not options.no_jax,
-    )
+    if options.cascade:
+        report = cascade.run()
+    else:
+        report = run(
+            kv_cache_dtype="float8_e4m3fn" if options.fp8 else "bfloat16",
+            peers_directory=options.peers,
+            jax_columns=not options.no_jax,
+        )
     print(report.table())
-    for peer in report.columns[1:]:
+    for peer in () if options.cascade else report.columns[1:]:
         print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
     report.write(json_path=options.json, png_path=options.png)
     return 0

@@ -26,9 +26,7 @@ class GenerateRow:
 
     Attributes:
         implementation: of the attention ops, or "transformers".
-        batch: prompts at once.
-        prompt_tokens: tokens of each prompt.
-        new_tokens: tokens generated for each.
+        prompt_tokens, new_tokens: of each of `batch` prompts.
         tokens_per_second: median over the repeats, prefill included.
         step_ms: median milliseconds for each generated position.
         ratio: tokens per second over the peer's in the same round, median; None without a peer.

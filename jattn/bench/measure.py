@@ -15,6 +15,7 @@ __all__ = [
     "chained_us",
     "copy_bytes_per_second",
     "device_name",
+    "eager_us",
     "graph_us",
     "jax_us",
     "kernels_us",
@@ -66,10 +67,11 @@ def graph_us(calls: Sequence[Callable[[], Any]], *, rounds: int = 9) -> float:
         for _ in range(rotations):
             for call in calls:
                 call()
-    return _eager_us(graph.replay, rounds=rounds) / (rotations * len(calls))
+    return eager_us(graph.replay, rounds=rounds) / (rotations * len(calls))
 
 
-def _eager_us(call: Callable[[], Any], *, rounds: int = 9) -> float:
+def eager_us(call: Callable[[], Any], *, rounds: int = 9) -> float:
+    """Returns microseconds between two events around a call, median over rounds; for what no graph can hold."""
     call()
     torch.cuda.synchronize()
     times = []
@@ -152,7 +154,7 @@ def copy_bytes_per_second() -> float:
     """
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / _eager_us(lambda: target.copy_(source)) * 1e6
+    return 2 * source.numel() / eager_us(lambda: target.copy_(source)) * 1e6
 
 
 def matmul_flops(size: int = 8192) -> float:

@@ -18,11 +18,7 @@ _PARTS = {"prefill chunks": (_CHUNKS,), "decode rows": (_DECODES,), "both in one
 
 
 def run(*, peers_directory: Path | None = None) -> BenchReport:
-    """Measures 8 chunks of 512 tokens on 4,096 earlier ones, 120 decode rows at 2,048 tokens, and both together.
-
-    Args:
-        peers_directory: see `jattn.bench.peers.load_peers`.
-    """
+    """Measures 8 chunks of 512 tokens on 4,096 earlier ones, 120 decode rows at 2,048 tokens, and both together."""
     session = Session("prefill", peers_directory)
     columns = {OURS: in_graph(ours)}
     if session.peers is not None:

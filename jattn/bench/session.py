@@ -26,13 +26,11 @@ class Session:
 
     Args:
         name: of the benchmark, for the error.
-        peers_directory: see `jattn.bench.peers.load_peers`.
+        peers_directory: see `jattn.bench.peers.load_peers`, whose result is `peers`.
 
     Attributes:
-        peers: the module of the peers, or None.
         copy: bytes per second of a large copy.
         matmul: operations per second of a large bfloat16 matrix product.
-        rows: of the report.
 
     Raises:
         InvalidInput: the folder of the peers has no such module.

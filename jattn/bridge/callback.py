@@ -7,6 +7,7 @@ call site where the call can be captured. The serving path on CUDA is `jattn.bri
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import re
 import threading
@@ -78,7 +79,8 @@ def typed_errors() -> Iterator[None]:
     Wait for the program's results inside the block: JAX reports a failure only when somebody looks.
 
     Raises:
-        Exception: whatever the torch function raised, KeyboardInterrupt included.
+        Exception: whatever the torch function raised, KeyboardInterrupt included; where it happened stands in a note.
+            The first look at a failure gives the very object, a later one a copy.
     """
     try:
         yield
@@ -87,7 +89,11 @@ def typed_errors() -> Iterator[None]:
         original = _recorded.find(str(error))
         if original is None:
             raise
-        raise original from None
+        try:
+            raise original from None
+        finally:
+            # An error and a frame that it passed would be a cycle, and keep what the other frames hold.
+            del original
 
 
 def recorded(error: BaseException) -> RuntimeError:
@@ -114,7 +120,7 @@ class _TorchCallback:
             self._run(context, outputs, arguments)
         except BaseException as error:
             del context, outputs, arguments
-            _drop_locals(error)
+            _drop_frames(error)
             raise recorded(error) from error
 
     def _run(self, context: Any, outputs: Sequence[Any], arguments: Sequence[Any]) -> None:
@@ -129,15 +135,23 @@ class _TorchCallback:
             _run_on_cpu(self.function, tensors, self.num_threads)
 
 
-def _drop_locals(error: BaseException) -> None:
-    """Empties the frames of an error and of those behind it: they hold views of buffers that XLA takes back now."""
+def _drop_frames(error: BaseException) -> None:
+    """Makes notes of the tracebacks of an error and of those behind it.
+
+    Their frames hold views of buffers that XLA takes back now and, through their callers, all that those hold.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
         link = pending.pop()
         if link is not None and id(link) not in seen:
             seen.add(id(link))
+            note = "In the callback:\n" + "".join(traceback.format_tb(link.__traceback__)).rstrip()
+            # An error object may be raised more than once.
+            if note not in getattr(link, "__notes__", ()):
+                link.add_note(note)
             traceback.clear_frames(link.__traceback__)
+            link.__traceback__ = None
             pending += [link.__cause__, link.__context__]
 
 
@@ -172,11 +186,14 @@ class _RecordedErrors:
             return key
 
     def find(self, text: str) -> BaseException | None:
-        # Kept for the next look at the same failure: each output of a failed program raises the same text.
         with self._lock:
             for key in re.findall(r"jattn-callback-error-\d+", text):
-                if key in self._errors:
-                    return self._errors[key]
+                if (error := self._errors.pop(key, None)) is not None:
+                    # Each output of a failed program raises the same text. The next look at it gets a copy: what is
+                    # handed out gathers the frames of all whom it passes, and a kept one would keep what they hold.
+                    with contextlib.suppress(Exception):
+                        self._errors[key] = copy.copy(error)
+                    return error
         return None
 
 

@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, SharedPrefix, WriteCall
+from torch_core.calls import (
+    Call,
+    CopyCall,
+    DenseBackwardCall,
+    DenseCall,
+    MergeCall,
+    PagedCall,
+    SharedPrefix,
+    WriteCall,
+)
 from torch_core.calls.call import array_fields
 from torch_core.specs import ArraySpec
 
@@ -67,5 +76,5 @@ def _register(call_class: type[Call[Any]]) -> None:
     jax.tree_util.register_pytree_with_keys(call_class, flatten, unflatten)
 
 
-for _call_class in (PagedCall, DenseCall, WriteCall, CopyCall, MergeCall, SharedPrefix):
+for _call_class in (PagedCall, DenseCall, DenseBackwardCall, WriteCall, CopyCall, MergeCall, SharedPrefix):
     _register(_call_class)

@@ -73,7 +73,9 @@ class _Parts:
         """Returns the names of the axes of an operand or a result."""
         if name == "lse":
             return self.dims("out")[:2]
-        dims = array_fields(type(self.call))[name].dims
+        fields = array_fields(type(self.call))
+        # A gradient has the axes of what it is the gradient of.
+        dims = fields[name if name in fields else name.removeprefix("d_")].dims
         if "..." not in dims:
             return dims
         # Blocks that are copied whole: heads are where all caches have them.

@@ -1,25 +1,25 @@
-"""The frozen sizes of an engine, and the plan of its pool made from them."""
+"""The frozen sizes of an engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jattn.engine.checks import check_bool, check_int
-from jattn.pool import PoolPlan, plan_pool
 from torch_core.errors import InvalidInput
-from torch_core.specs import KVCacheSpec
 
-__all__ = ["EngineConfig", "plan_engine_pool"]
+__all__ = ["MAX_SIZE", "EngineConfig"]
 
-_MAX_SIZE = (1 << 31) - 1
+#: Sizes and slots are int32.
+MAX_SIZE = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
-_SIZES = (
-    "block_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_scheduler_steps",
-    "steps_in_flight",
-)
+# What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
+_SIZES = {
+    "block_size": MAX_SIZE,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "num_scheduler_steps": MAX_SIZE,
+    "steps_in_flight": MAX_SIZE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class EngineConfig:
 
     Attributes:
         block_size: tokens of one cache block.
-        max_num_seqs: sequences of one step at most.
+        max_num_seqs: sequences of one step at most, up to 65,536.
         max_num_batched_tokens: new tokens of one step at most; longer prompts are computed in chunks.
         max_model_len: tokens of one sequence at most; the model's own limit if None.
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
@@ -71,13 +71,13 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            check_int(name, getattr(self, name), 1, _MAX_SIZE)
+        for name, most in _SIZES.items():
+            check_int(name, getattr(self, name), 1, most)
         check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES)
-        check_int("num_host_blocks", self.num_host_blocks, 0, _MAX_SIZE)
+        check_int("num_host_blocks", self.num_host_blocks, 0, MAX_SIZE)
         for name, low in (("max_model_len", 1), ("num_blocks", 2)):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low, _MAX_SIZE, also=", or None")
+                check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
         for name in ("enable_prefix_caching", "scrub_on_free", "batch_invariant"):
             check_bool(name, getattr(self, name))
         if self.steps_in_flight > 2:
@@ -96,28 +96,3 @@ class EngineConfig:
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
             )
         check_int("seed", self.seed, 0, (1 << 32) - 1)
-
-
-def plan_engine_pool(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:
-    """Works out the size of an engine's pool; nothing is allocated.
-
-    Args:
-        config: the engine's sizes.
-        spec: one layer's cache.
-        num_layers: layers of the model.
-        max_model_len: tokens of one sequence at most.
-
-    Raises:
-        InvalidInput: the byte budget does not hold one sequence of full length, or there are more slots than an int32
-            counts.
-    """
-    if config.num_blocks is not None:
-        if config.num_blocks * spec.block_size > _MAX_SIZE:
-            raise InvalidInput(
-                f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most "
-                f"{_MAX_SIZE // spec.block_size}, because slots are int32."
-            )
-        return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks)
-    plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)
-    enough = min(config.max_num_seqs * -(-max_model_len // spec.block_size) + 1, _MAX_SIZE // spec.block_size)
-    return replace(plan, num_blocks=min(plan.num_blocks, enough))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from jattn.engine.request import Request
 
-__all__ = ["Outbox", "TokenDelta"]
+__all__ = ["News", "Outbox", "TokenDelta"]
+
+#: Requests that have news, each with its first new token.
+News: TypeAlias = "dict[Request, int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,37 +30,34 @@ class TokenDelta:
 
 
 class Outbox:
-    """The news of one caller's requests, in the order in which they came.
+    """The news of one caller's requests, in the order in which they came. Used under the engine's lock.
 
     It notes that a request has news and from which token on; what they are is read off the request when they are
-    taken. So an interrupted step can neither lose a token nor say it twice. Used under the engine's lock.
+    taken. So an interrupted step can neither lose a token nor say it twice.
     """
 
     def __init__(self) -> None:
-        self._news: dict[Request, int] = {}
+        self._news: News = {}
 
     def note(self, request: Request) -> None:
         """Says that a request is about to get tokens or to end; call it before that happens."""
         self._news.setdefault(request, len(request.output_token_ids))
 
-    def take(self) -> list[TokenDelta]:
-        """Returns what came since the last call, one delta for each request; all of it or, if interrupted, nothing."""
-        news = self._news
-        try:
-            self._news = {}
-            return [delta for request, start in news.items() if (delta := _delta(request, start)) is not None]
-        except BaseException:
-            self._news = news
-            raise
+    def news(self, request: Request | None = None) -> News:
+        """Returns the requests that have news, or the one asked for if it has, each with its first new token."""
+        noted = self._news
+        if request is not None:
+            noted = {request: noted[request]} if request in noted else {}
+        return {key: at for key, at in noted.items() if len(key.output_token_ids) > at or key.finish_reason is not None}
 
-    def take_one(self, request: Request) -> TokenDelta | None:
-        """Returns what came for one request since the last call, or None if nothing did."""
-        start = self._news.pop(request, None)
-        return None if start is None else _delta(request, start)
+    def take(self, news: News) -> list[TokenDelta]:
+        """Returns what came, one delta for each request, and takes it out."""
+        deltas = [
+            TokenDelta(key.request_id, (*key.output_token_ids[at:],), key.finish_reason) for key, at in news.items()
+        ]
+        self._news = {key: at for key, at in self._news.items() if key not in news} if news != self._news else {}
+        return deltas
 
-
-def _delta(request: Request, start: int) -> TokenDelta | None:
-    token_ids = tuple(request.output_token_ids[start:])
-    if not token_ids and request.finish_reason is None:
-        return None
-    return TokenDelta(request.request_id, token_ids, request.finish_reason)
+    def put_back(self, news: News) -> None:
+        """Undoes `take`, whatever came since."""
+        self._news = news | self._news | news

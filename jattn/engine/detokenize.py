@@ -25,6 +25,7 @@ class Detokenizer:
     Attributes:
         text: everything decoded so far, cut before a stop string.
         stopped: a stop string was found.
+        num_tokens: tokens read so far; those behind a stop string are not.
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
@@ -33,16 +34,11 @@ class Detokenizer:
         self._stream = DecodeStream(skip_special_tokens=True)
         # The last token that gave text, and those since then.
         self._unread: list[int] = []
-        self._has_context = False
-        self._num_tokens = 0
+        self._num_context = 0
+        self.num_tokens = 0
         self._handed_out = 0
         self.text = ""
         self.stopped = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens read so far; those behind a stop string are not."""
-        return self._num_tokens
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Adds tokens and returns the text that is now certain and was not returned before.
@@ -67,8 +63,8 @@ class Detokenizer:
 
     def _decode(self, token_ids: Sequence[int], finished: bool) -> None:
         tokenizer = self._tokenizer.tokenizer
+        self.num_tokens += len(token_ids)
         for token in token_ids:
-            self._num_tokens += 1
             self._unread.append(token)
             try:
                 new = self._stream.step(tokenizer, token)
@@ -79,14 +75,13 @@ class Detokenizer:
                 self._stream.step(tokenizer, token)
             if new is not None:
                 self.text += new
-                self._unread = [token]
-                self._has_context = True
+                self._unread, self._num_context = [token], 1
         if finished:
             self.text += self._rest()
 
     def _rest(self) -> str:
         """Decodes what the stream has not given out; the token before decides about a space between."""
-        known = self._tokenizer.decode(self._unread[: self._has_context])
+        known = self._tokenizer.decode(self._unread[: self._num_context])
         return self._tokenizer.decode(self._unread)[len(known) :]
 
     def _cut(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from jattn.engine.checks import shown
-from jattn.engine.config import EngineConfig, plan_engine_pool
+from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.runner import ModelRunner
 from jattn.models import Decoder
-from jattn.pool import HostBlocks, KVPool, PoolPlan
+from jattn.ops.choose import choose
+from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec
@@ -45,16 +46,19 @@ def open_device(
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
+        Unsupported: the model's implementation of attention cannot run here.
     """
     shape = model.config
     dtype = jnp.dtype(shape.dtype).name
     if kv_cache_dtype not in (None, dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {dtype} caches only.")
+    # What cannot run here is refused now: it would fail in every step.
+    choose(model.layers[0].self_attn.paged_attention.implementation)
     spec = KVCacheSpec(
         num_kv_heads=shape.num_key_value_heads, head_size=shape.head_dim, block_size=config.block_size, dtype=dtype
     )
-    plan = plan_engine_pool(config, spec, num_layers=shape.num_hidden_layers, max_model_len=max_model_len)
     max_blocks = -(-max_model_len // config.block_size)
+    plan = _plan(config, spec, num_layers=shape.num_hidden_layers, max_model_len=max_model_len)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -70,3 +74,17 @@ def open_device(
     pool = KVPool(spec, num_layers=shape.num_hidden_layers, num_blocks=plan.num_blocks)
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     return Device(pool, host, ModelRunner(model, pool, config, max_blocks=max_blocks)), cache_config, plan
+
+
+def _plan(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:
+    most = MAX_SIZE // spec.block_size
+    if config.num_blocks is None:
+        plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)
+        enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
+        return replace(plan, num_blocks=min(plan.num_blocks, enough, most))
+    if config.num_blocks > most:
+        raise InvalidInput(
+            f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most {most}, because "
+            "slots are int32."
+        )
+    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig
-from jattn.engine.delivery import Outbox, TokenDelta
+from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
 from jattn.engine.owner import Owner
 from jattn.engine.request import Request, SamplingParams
-from jattn.engine.work import Work
 from jattn.models import Decoder
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
@@ -27,8 +27,10 @@ __all__ = ["Engine"]
 _TURN_SECONDS = 5e-5
 _TURNS = 5
 
+Result = TypeVar("Result")
 
-class Engine:
+
+class Engine(contextlib.AbstractContextManager):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
     Any thread may call any method: one lock serialises them, and whichever thread wants tokens runs the next step for
@@ -47,6 +49,7 @@ class Engine:
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory.
+        Unsupported: the model's implementation of attention cannot run here.
 
     Example:
         >>> from jattn.load import embedded_model_folder, load_model
@@ -94,7 +97,7 @@ class Engine:
     @property
     def programs(self) -> tuple[str, ...]:
         """One line for each program compiled so far; constant after warm-up."""
-        return self._owner.device.runner.programs
+        return tuple(self._owner.device.runner.programs)
 
     @property
     def compile_seconds(self) -> float:
@@ -104,17 +107,18 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        if not self.closed:
-            self.settle()
+        self.settle()
         return len(self._owner.requests)
 
     def cache_stats(self) -> CacheStats:
         """Returns a frozen snapshot of the block allocator."""
-        self._arrive()
-        with self._lock:
-            work = self._begin()
+
+        def look() -> CacheStats:
+            work = self._owner.begin()
             self._owner.end(work)
-            return work.cache_stats()
+            return work.cache.stats()
+
+        return self._locked(look)
 
     def add(
         self,
@@ -137,13 +141,13 @@ class Engine:
             outbox: where its tokens are announced, for a caller that reads them with `wait`; None for those of `step`.
 
         Raises:
-            InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, or a bad salt.
+            InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, a bad salt or outbox.
             RequestTooLong: it can never fit the model or the pool; the message gives the numbers.
         """
-        outbox = self._outbox if outbox is None else outbox
-        self._arrive()
-        with self._lock:
-            work = self._begin()
+        outbox = self._outbox if outbox is None else _checked(outbox)
+
+        def queue() -> Request:
+            work = self._owner.begin()
             try:
                 request = self._intake.request(
                     prompt_token_ids,
@@ -155,11 +159,13 @@ class Engine:
                     salt=salt,
                     outbox=outbox,
                 )
-                work.add(request)
+                work.scheduler.add(request)
             except InvalidInput:
-                self._owner.refuse(work)
+                self._owner.end(work)
                 raise
             return self._owner.add(work, request)
+
+        return self._locked(queue, self._owner.withdraw)
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request now; tokens of it that are still on the device are dropped.
@@ -170,17 +176,20 @@ class Engine:
         Raises:
             InvalidInput: no unfinished request has this id.
         """
-        self._arrive()
-        with self._lock:
-            work = self._begin()
+
+        def end() -> tuple[TokenDelta, News]:
+            work = self._owner.begin()
             request = self._owner.requests.get(request_id) if isinstance(request_id, str) else None
             if request is not None:
                 self._owner.finish(work, request, "cancelled")
             self._owner.end(work)
             if request is None:
-                raise InvalidInput(f"no unfinished request has the id {request_id!r}.")
-            news = self._outbox.take_one(request)
-            return TokenDelta(request_id, () if news is None else news.token_ids, request.finish_reason)
+                raise InvalidInput(f"no unfinished request has the id {shown(request_id)}.")
+            news = self._outbox.news(request)
+            deltas = self._outbox.take(news) or [TokenDelta(request_id, (), request.finish_reason)]
+            return deltas[0], news
+
+        return self._locked(end, lambda taken: self._outbox.put_back(taken[1]))[0]
 
     def step(self) -> list[TokenDelta]:
         """Dispatches the next step if there is one and reads the oldest if it must; returns what came.
@@ -193,12 +202,7 @@ class Engine:
             PoolLost: two steps failed in a row. The engine is still usable.
             InvalidInput: the engine is closed.
         """
-        self._give_way()
-        self._arrive()
-        with self._lock:
-            self._arriving.discard(threading.get_ident())
-            self._owner.advance()
-            return self._outbox.take()
+        return self._advance(self._outbox, look_first=False)[0]
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps until something came for the requests of an outbox, and returns it.
@@ -208,19 +212,13 @@ class Engine:
 
         Raises:
             PoolLost: as `step`.
-            InvalidInput: the engine is closed.
+            InvalidInput: no outbox, or the engine is closed.
         """
+        _checked(outbox)
         while True:
-            self._give_way()
-            self._arrive()
-            with self._lock:
-                self._arriving.discard(threading.get_ident())
-                if deltas := outbox.take():
-                    return deltas
-                self._owner.advance()
-                deltas = outbox.take()
-                if deltas or not any(request.outbox is outbox for request in self._owner.requests.values()):
-                    return deltas
+            deltas, unfinished = self._advance(outbox, look_first=True)
+            if deltas or not unfinished:
+                return deltas
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
         """Ends a request whose text reached a stop string, and drops the tokens that came with it and lie behind.
@@ -229,54 +227,78 @@ class Engine:
             request: one of this engine's; it may have ended by its last tokens.
             num_output_tokens: generated tokens to keep.
         """
-        self._arrive()
-        with self._lock:
-            work = self._begin()
+
+        def end() -> None:
             if request.finish_reason is None:
+                work = self._owner.begin()
                 self._owner.finish(work, request, "stop")
+                self._owner.end(work)
             del request.output_token_ids[num_output_tokens:]
             request.finish_reason = "stop"
-            self._owner.end(work)
+
+        self._locked(end)
 
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
-        self._owner.abandoned.append(outbox)
+        self._owner.abandoned.append(_checked(outbox))
 
     def settle(self) -> None:
-        """Does now what interrupts and `abandon` left to the next call.
+        """Does now what interrupts and `abandon` left to the next call; a closed engine has nothing left."""
 
-        Raises:
-            InvalidInput: the engine is closed.
-        """
-        self._arrive()
-        with self._lock:
-            self._owner.end(self._begin())
+        def settle() -> None:
+            if not self._owner.closed:
+                self._owner.end(self._owner.begin())
+
+        self._locked(settle)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the pool's memory back now; the engine refuses everything then."""
-        with self._lock:
-            self._owner.close()
+        self._locked(self._owner.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _arrive(self) -> None:
-        self._arriving.add(threading.get_ident())
+    def _advance(self, outbox: Outbox, *, look_first: bool) -> tuple[list[TokenDelta], bool]:
+        """Runs a step, unless there are news to look at first; returns them and whether a request is unfinished."""
 
-    def _give_way(self) -> None:
+        def advance() -> tuple[list[TokenDelta], bool, News]:
+            news = outbox.news() if look_first else {}
+            if not news:
+                self._owner.advance()
+                news = outbox.news()
+            unfinished = bool(news) or any(request.outbox is outbox for request in self._owner.requests.values())
+            return outbox.take(news), unfinished, news
+
         for _ in range(_TURNS):
-            if not self._arriving:
-                return
-            time.sleep(_TURN_SECONDS)
+            if self._arriving:
+                time.sleep(_TURN_SECONDS)
+        return self._locked(advance, lambda taken: outbox.put_back(taken[2]))[:2]
 
-    def _begin(self) -> Work:
-        self._arriving.discard(threading.get_ident())
-        return self._owner.begin()
+    def _locked(self, action: Callable[[], Result], undo: Callable[[Result], None] | None = None) -> Result:
+        """Runs an action as the only thread; undoes it when an interrupt keeps its result from the caller.
+
+        A signal's handler may run right after the lock's release, and its error must not take the result with it.
+        """
+        thread = threading.get_ident()
+        self._arriving.add(thread)
+        done: list[Result] = []
+        try:
+            with self._lock:
+                self._arriving.discard(thread)
+                done = [action()]
+            return done[0]
+        except BaseException:
+            self._arriving.discard(thread)
+            if done and undo is not None:
+                with self._lock:
+                    undo(done[0])
+            raise
+
+
+def _checked(outbox: object) -> Outbox:
+    if not isinstance(outbox, Outbox):
+        raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
+    return outbox
 
 
 def _check_types(model: object, config: object) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig
@@ -23,7 +22,7 @@ __all__ = ["LLM", "generate"]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-class LLM:
+class LLM(contextlib.AbstractContextManager):
     """A model ready to generate, for any number of threads and of open streams at once.
 
     As a context manager it closes its engine at the end.
@@ -68,6 +67,8 @@ class LLM:
         else:
             folder = embedded_model_folder() if model is None else model
             model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+        if not isinstance(tokenizer, TextTokenizer | None):
+            raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model = model
         self.tokenizer = tokenizer
         self.engine = Engine(model, config)
@@ -76,12 +77,7 @@ class LLM:
         """Cancels what has not finished and gives the memory of the cache back now."""
         self.engine.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def generate(
@@ -124,7 +120,7 @@ class LLM:
             self.engine.abandon(outbox)
             raise
 
-    def _add(self, prompt: Prompt, params: SamplingParams, outbox: Outbox) -> Request:
+    def _add(self, prompt: Prompt, params: SamplingParams | None, outbox: Outbox) -> Request:
         if isinstance(prompt, Mapping):
             prompt = _unwrapped(prompt)
         if not isinstance(prompt, str):
@@ -185,6 +181,9 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     try:
+        if isinstance(prompts, (bytes, bytearray, memoryview)):
+            # They would pass as token ids.
+            raise TypeError
         listed = list(prompts)
     except TypeError:
         raise InvalidInput(f"prompts is a {type(prompts).__name__}; pass a prompt or a list of them.") from None
@@ -211,10 +210,10 @@ def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
     )
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams] | list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
         raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")

@@ -85,10 +85,6 @@ class Owner:
             return
         self._work = work
 
-    def refuse(self, work: Work) -> None:
-        """Puts back work that has not changed."""
-        self._work = work
-
     def add(self, work: Work, request: Request) -> Request:
         """Takes a request that is queued and puts the work back; if interrupted, nobody knows of the request."""
         try:
@@ -97,9 +93,14 @@ class Owner:
             self._work = work
             return request
         except BaseException:
-            self._work = None
-            self.requests.pop(request.request_id, None)
+            self.withdraw(request)
             raise
+
+    def withdraw(self, request: Request) -> None:
+        """Forgets a request of which its caller never learned."""
+        self._work = None
+        self.requests.pop(request.request_id, None)
+        request.outbox.take(request.outbox.news(request))
 
     def finish(self, work: Work, request: Request, reason: str) -> None:
         """Ends a request."""
@@ -116,12 +117,11 @@ class Owner:
         work = self.begin()
         try:
             ended = work.advance()
-        except PoolLost as error:
+        except PoolLost:
             self._failed_steps += 1
             if self._failed_steps > 1:
                 self._failed_steps = 0
                 raise
-            _drop_frames(error)
             return
         if ended is not None:
             self._failed_steps = 0
@@ -154,17 +154,5 @@ class Owner:
         self._generation = work.generation
         for request in self.requests.values():
             request.restart()
-            work.add(request)
+            work.scheduler.add(request)
         return work
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Forgets where an error that was dealt with came from: the bridge keeps the last few, and frames hold the pool."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        link = pending.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            link.__traceback__ = None
-            pending += [link.__cause__, link.__context__]

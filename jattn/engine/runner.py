@@ -39,6 +39,10 @@ class ModelRunner:
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
         max_blocks: columns of a block table.
+
+    Attributes:
+        programs: one entry for each compilation, constant after warm-up; runners of equally built models share them.
+        compile_seconds: time that `dispatch` has spent on tracing and compiling.
     """
 
     def __init__(self, model: Decoder, pool: KVPool, config: EngineConfig, *, max_blocks: int) -> None:
@@ -51,21 +55,8 @@ class ModelRunner:
         self._max_num_seqs = config.max_num_seqs
         self.forget()
         self._num_seqs, self._prefill_num_seqs, self._num_tokens, self._query_len = _buckets(config)
-        self._compile_seconds = 0.0
-        self._step, self._programs = jitted_step(graph, treedef)
-
-    @property
-    def programs(self) -> tuple[str, ...]:
-        """The programs that were traced so far, one entry for each compilation; constant after warm-up.
-
-        Runners of equally built models share their programs.
-        """
-        return tuple(self._programs)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Time that `dispatch` has spent on tracing and compiling."""
-        return self._compile_seconds
+        self.compile_seconds = 0.0
+        self._step, self.programs = jitted_step(graph, treedef)
 
     def dispatch(self, step: ScheduledStep) -> jax.Array:
         """Starts a step and returns its sampled tokens, int32[num_decode_steps, max_num_seqs], a column for each row.
@@ -88,7 +79,7 @@ class ModelRunner:
         # Given a layout, the builder packs.
         buffer = cast(np.ndarray, metadata.packed)
         kind = _fill_requests(step.rows, layout, buffer)
-        num_programs, started = len(self._programs), time.monotonic()
+        num_programs, started = len(self.programs), time.monotonic()
         tokens, self._last_tokens = self._pool.run(
             functools.partial(
                 self._step,
@@ -102,8 +93,8 @@ class ModelRunner:
             self._last_tokens,
             buffer,
         )
-        if len(self._programs) > num_programs:
-            self._compile_seconds += time.monotonic() - started
+        if len(self.programs) > num_programs:
+            self.compile_seconds += time.monotonic() - started
         return tokens
 
     def forget(self) -> None:
@@ -156,12 +147,11 @@ def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: n
         first += len(new)
     requests = [row.request for row in rows]
     count = len(requests)
-    params = [request.params for request in requests]
-    layout["temperature"].of(buffer).view(np.float32)[:count] = [each.temperature for each in params]
-    layout["top_p"].of(buffer).view(np.float32)[:count] = [each.top_p for each in params]
-    layout["top_k"].of(buffer)[:count] = [each.top_k for each in params]
+    chosen = [(request.params.temperature, request.params.top_k, request.params.top_p) for request in requests]
+    temperatures, top_ks, top_ps = zip(*chosen, strict=True)
+    layout["temperature"].of(buffer).view(np.float32)[:count] = temperatures
+    layout["top_p"].of(buffer).view(np.float32)[:count] = top_ps
+    layout["top_k"].of(buffer)[:count] = top_ks
     layout["seed"].of(buffer).view(np.uint32)[:count] = [request.seed for request in requests]
     layout["sample_index"].of(buffer)[:count] = [request.num_sampled_tokens for request in requests]
-    return sampling_kind(
-        [each.temperature for each in params], [each.top_k for each in params], [each.top_p for each in params]
-    )
+    return sampling_kind(temperatures, top_ks, top_ps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ class SamplingKind(enum.Enum):
     FILTERED = "filtered"
 
 
-def sampling_kind(temperatures: list[float], top_ks: list[int], top_ps: list[float]) -> SamplingKind:
+def sampling_kind(temperatures: Sequence[float], top_ks: Sequence[int], top_ps: Sequence[float]) -> SamplingKind:
     """Returns the least kind that serves every row."""
     if all(temperature == 0 for temperature in temperatures):
         return SamplingKind.GREEDY
@@ -62,7 +63,8 @@ def sample(
     tempered = below / jnp.where(temperature > 0, temperature, 1)[:, None]
     if kind is SamplingKind.FILTERED:
         tempered = _filtered(tempered, top_k, top_p)
-    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
+    # By name: a user's default may be "rbg", whose draws under vmap depend on the whole batch.
+    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), p))(seed, position)
     # The Gumbel-max trick: an argmax over perturbed logits is a draw from their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
     drawn = jnp.argmax(tempered + noise, axis=-1).astype(jnp.int32)

@@ -85,7 +85,7 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            RequestTooLong: it could never finish, even alone in an empty pool.
+            RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
         """
         self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.params.max_tokens)
         self._waiting.append(request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from jattn.engine.delivery import Outbox, TokenDelta
 from jattn.engine.detokenize import Detokenizer
@@ -66,9 +65,6 @@ class TextStream(Iterator[TextDelta]):
             for index, request in enumerate(requests)
         }
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> TextDelta:
         while not self._ready:
             if not self._unfinished:
@@ -85,8 +81,7 @@ class TextStream(Iterator[TextDelta]):
         """Cancels what has not finished, now."""
         if self._unfinished:
             self._abandon()
-            if not self._engine.closed:
-                self._engine.settle()
+            self._engine.settle()
 
     def __del__(self) -> None:
         # Whatever thread this runs in and whatever that is in the middle of; also where __init__ was interrupted.

@@ -15,16 +15,10 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.device import Device
 from jattn.engine.request import Request
 from jattn.engine.scheduler import ScheduledStep, Scheduler
-from torch_core.cache import CacheConfig, CacheManager, CacheStats, CommittedStep
+from torch_core.cache import CacheConfig, CacheManager, CommittedStep
 from torch_core.errors import CacheCorruption
 
 __all__ = ["Work"]
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    step: ScheduledStep
-    tokens: jax.Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +43,30 @@ class Work:
         config: sizes of a step.
         cache_config: sizes of the allocator.
         device: what to run on.
+
+    Attributes:
+        cache: the block allocator.
+        scheduler: the queues.
+        generation: of the pool.
     """
 
     def __init__(self, config: EngineConfig, cache_config: CacheConfig, device: Device) -> None:
         self._config = config
         self._device = device
-        self._cache = CacheManager(cache_config)
-        self._move_blocks = _BlockMover(device, self._cache)
-        self._scheduler = Scheduler(config, self._cache, self._move_blocks)
-        self._in_flight: deque[_InFlight] = deque()
+        self.cache = CacheManager(cache_config)
+        self._move_blocks = _BlockMover(device, self.cache)
+        self.scheduler = Scheduler(config, self.cache, self._move_blocks)
+        self._in_flight: deque[tuple[ScheduledStep, jax.Array]] = deque()
         self._has_residue = False
         self.generation = device.pool.generation
         device.runner.forget()
-
-    def cache_stats(self) -> CacheStats:
-        """Returns a frozen snapshot of the block allocator."""
-        return self._cache.stats()
-
-    def add(self, request: Request) -> None:
-        """Queues a request.
-
-        Raises:
-            RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
-        """
-        self._scheduler.add(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """Ends a request; tokens of it that are still on the device are dropped."""
         request.outbox.note(request)
         request.finish_reason = reason
         request.metrics = replace(request.metrics, finish_time=time.monotonic())
-        self._scheduler.finish(request)
+        self.scheduler.finish(request)
         self._has_residue = self._config.scrub_on_free
 
     def advance(self) -> list[Request] | None:
@@ -95,10 +82,10 @@ class Work:
             dispatched = len(self._in_flight) < self._config.steps_in_flight and self._dispatch()
             if self._in_flight and (not dispatched or len(self._in_flight) >= self._config.steps_in_flight):
                 return self._read_oldest()
-        if not dispatched and self._scheduler.num_unfinished:
+        if not dispatched and self.scheduler.num_unfinished:
             raise CacheCorruption(
-                f"{self._scheduler.num_unfinished} requests are unfinished, but none can run and no step is in flight: "
-                f"{self._cache.stats()}."
+                f"{self.scheduler.num_unfinished} requests are unfinished, but none can run and no step is in flight: "
+                f"{self.cache.stats()}."
             )
         return None
 
@@ -108,13 +95,13 @@ class Work:
         Raises:
             PoolLost: as `advance`.
         """
-        if self._has_residue and not self._in_flight and not self._scheduler.num_unfinished:
+        if self._has_residue and not self._in_flight and not self.scheduler.num_unfinished:
             with _own_transfers():
-                self._move_blocks(self._cache.scrub())
+                self._move_blocks(self.cache.scrub())
             self._has_residue = False
 
     def _dispatch(self) -> bool:
-        step = self._scheduler.schedule()
+        step = self.scheduler.schedule()
         if step is None:
             return False
         self._device.pool.prepare(step.committed, self._device.host)
@@ -123,17 +110,17 @@ class Work:
             if row.num_samples:
                 row.request.num_pending_tokens += row.num_samples
                 row.request.pending_row = index
-        self._in_flight.append(_InFlight(step, tokens))
+        self._in_flight.append((step, tokens))
         return True
 
     def _read_oldest(self) -> list[Request]:
-        entry = self._in_flight[0]
+        step, sampled_tokens = self._in_flight[0]
         with self._device.pool.guard():
-            tokens = np.asarray(entry.tokens)  # [num_decode_steps, max_num_seqs]
+            tokens = np.asarray(sampled_tokens)  # [num_decode_steps, max_num_seqs]
         self._in_flight.popleft()
         now = time.monotonic()
         ended = []
-        for row, sampled in zip(entry.step.rows, tokens.T.tolist(), strict=False):
+        for row, sampled in zip(step.rows, tokens.T.tolist(), strict=False):
             request = row.request
             if not row.num_samples or request.finish_reason is not None:
                 continue
@@ -141,13 +128,13 @@ class Work:
             new = _until_stop(sampled[: row.num_samples], request.eos_token_ids)
             request.outbox.note(request)
             request.output_token_ids += new
-            self._cache.append_tokens(request.request_id, new)
+            self.cache.append_tokens(request.request_id, new)
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
             if reason := request.end_reason:
                 self.finish(request, reason)
                 ended.append(request)
-        self._cache.retire(entry.step.committed.step_id)
+        self.cache.retire(step.committed.step_id)
         return ended
 
 

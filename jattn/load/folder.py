@@ -22,6 +22,8 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
     Raises:
         InvalidInput: it does not exist or is not a folder.
     """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise InvalidInput(f"folder is a {type(folder).__name__}; it must be a path.")
     path = Path(folder)
     if not path.is_dir():
         raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder.")

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jattn.metadata import AttentionMetadata
 from jattn.models.config import ModelConfig
-from jattn.models.layers import INITIALIZER, GatedMLP, RMSNorm, dense_causal_attention, linear
+from jattn.models.layers import INITIALIZER, GatedMLP, RMSNorm, linear
 from jattn.models.rotary import apply_rotary, inverse_frequencies, rotary_angles
 from jattn.nn import PagedAttention
 from torch_core.errors import InvalidInput
@@ -51,9 +51,9 @@ class Attention(nnx.Module):
     def forward_dense(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`; no cache."""
         query, key, value = self._project(x, angles)
-        output = dense_causal_attention(
-            query, key, value, scale=self.config.head_dim**-0.5, sliding_window=self.config.sliding_window
-        )
+        window, scale = self.config.sliding_window, self.config.head_dim**-0.5
+        seen = None if window is None else (window - 1, 0)
+        output = jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True, local_window_size=seen)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
     def _project(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:

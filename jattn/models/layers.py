@@ -1,4 +1,4 @@
-"""The building blocks of a decoder layer: linear, RMS norm, gated feed-forward and dense causal attention."""
+"""The building blocks of a decoder layer: linear, RMS norm and gated feed-forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flax import nnx
 
 from jattn.models.config import ModelConfig
 
-__all__ = ["INITIALIZER", "GatedMLP", "RMSNorm", "dense_causal_attention", "linear"]
+__all__ = ["INITIALIZER", "GatedMLP", "RMSNorm", "linear"]
 
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
@@ -66,30 +66,3 @@ class GatedMLP(nnx.Module):
         """Maps `[..., hidden]` to `[..., hidden]`."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
         return self.down_proj(jax.nn.silu(gate) * up)
-
-
-def dense_causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, sliding_window: int | None = None
-) -> jax.Array:
-    """Attends within each row of a batch, without a cache; differentiable.
-
-    Args:
-        query: [batch, tokens, num_heads, head_dim].
-        key: [batch, tokens, num_kv_heads, head_dim].
-        value: the same shape as `key`.
-        scale: factor on the scores.
-        sliding_window: tokens that a query sees, its own included; None for all before it.
-
-    Returns:
-        [batch, tokens, num_heads, head_dim] in the dtype of `query`; scores and softmax are float32.
-    """
-    batch, tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    grouped = query.reshape(batch, tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
-    distance = jnp.arange(tokens)[:, None] - jnp.arange(tokens)[None, :]
-    visible = distance >= 0
-    if sliding_window is not None:
-        visible &= distance < sliding_window
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(value.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(query.shape)

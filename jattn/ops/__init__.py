@@ -12,10 +12,12 @@ from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
+from jattn.ops.transforms import RESIDUAL_NAMES
 from torch_core.calls import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "RESIDUAL_NAMES",
     "PagedOptions",
     "attention",
     "attention_with_lse",

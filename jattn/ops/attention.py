@@ -146,6 +146,8 @@ def _dense(
 ) -> _Request:
     """Attends packed queries to packed keys, sequence by sequence; the mask is aligned bottom-right.
 
+    It has a gradient with every implementation; `docs/architecture.md` says which one runs.
+
     Args:
         query: float[num_tokens, num_heads, head_size].
         key: float[num_keys, num_kv_heads, head_size].

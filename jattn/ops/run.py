@@ -50,12 +50,8 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     if chosen == "xla":
         return runtime(call.map(jnp.asarray))
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
-    static = call.map(lambda _: None)
-
-    def compute(*operands: jax.Array) -> dict[str, jax.Array]:
-        return bridge.run(static.with_arrays(dict(zip(arrays, operands, strict=True))), runtime)
-
-    return transforms.opaque(compute, call.name, chosen)(*map(jnp.asarray, arrays.values()))
+    way = transforms.Way(runtime, chosen, served_by, implementation is None)
+    return transforms.transformable(call.map(lambda _: None), tuple(arrays), way)(*map(jnp.asarray, arrays.values()))
 
 
 # Several devices run one program; outside jit this is it.

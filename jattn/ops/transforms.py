@@ -1,57 +1,153 @@
-"""What JAX transformations do with an op that XLA cannot look into: a reasoned refusal instead of a wrong answer."""
+"""What JAX transformations do with a call that XLA cannot look into: its own derivative, jnp's, or a reasoned refusal.
+
+The rule: an implementation that the caller names is differentiated by itself or not at all. With `implementation=None`
+its own derivative is taken where it has one (`torch_core.calls.SERVES`), and jnp's everywhere else: no call that
+"xla" could differentiate ends in an error. Forward derivatives of dense attention exist under "xla" only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from jattn.bridge import typed_errors
+from jattn import bridge
+from jattn.bridge.calls import Runtime
+from jattn.ops import batch, xla
+from torch_core.calls import Call, DenseCall, backward_of, refuse_unserved
 from torch_core.errors import Unsupported
 
-__all__ = ["opaque"]
+__all__ = ["RESIDUAL_NAMES", "Way", "transformable"]
+
+#: Under these names `jax.checkpoint` policies find what the forward pass of dense attention leaves for the backward
+#: one, for example `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`.
+RESIDUAL_NAMES = ("attention_out", "attention_lse")
 
 
-def opaque(function: Callable[..., Any], name: str, implementation: str) -> Callable[..., Any]:
-    """Wraps a bridged op so that grad and vmap raise `Unsupported` with the remedy.
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a call is computed.
 
-    jit, scan, while_loop, cond and checkpoint pass through: the wrapper vanishes in lowering. Outside jit, what the
-    function raises comes out as itself.
-
-    Args:
-        function: takes and returns pytrees of arrays.
-        name: the op's public name, for the message.
-        implementation: the implementation's name, for the message.
+    Attributes:
+        runtime: what runs it.
+        implementation: its name.
+        served_by: the column of `torch_core.calls.SERVES` that says what it serves.
+        chosen: the caller named no implementation, so that jnp may stand in for a derivative.
     """
 
-    @custom_vmap
-    def batched(*operands: Any) -> Any:
-        return function(*operands)
+    runtime: Runtime
+    implementation: str
+    served_by: str
+    chosen: bool
 
-    @batched.def_vmap
-    def _refuse_vmap(axis_size: int, in_batched: Any, *operands: Any) -> Any:
-        raise Unsupported(
-            f"vmap over {name} with implementation={implementation!r}: its batch is ragged already. Put the "
-            f"{axis_size} batches into one call (more rows in block_tables and query_start_loc), or use "
-            "implementation='xla'."
-        )
 
-    @jax.custom_jvp
-    def differentiable(*operands: Any) -> Any:
-        return batched(*operands)
+def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+    """Returns the function from a call's arrays to its results that JAX can transform.
 
-    @differentiable.defjvp
-    def _refuse_grad(primals: Any, tangents: Any) -> Any:
-        raise Unsupported(
-            f"{name} with implementation={implementation!r} has no derivative: it is for inference. Differentiate "
-            "with implementation='xla', or stop the gradient at its inputs (jax.lax.stop_gradient)."
-        )
+    jit, scan, while_loop, cond and checkpoint pass through: the wrappers vanish in lowering. vmap folds the examples of
+    a dense call into its batch and runs other calls one after the other. Outside jit, what the runtime raises comes
+    out as itself.
 
-    def typed(*operands: Any) -> Any:
+    Args:
+        call: without its arrays.
+        names: of the arrays, in the order in which the function takes them.
+        way: how it is computed.
+    """
+    function = _dense(call, names, way) if type(call) is DenseCall else _opaque(call, names, way)
+
+    def typed(*operands: jax.Array) -> dict[str, jax.Array]:
         # Outside jit the function runs right here; inside, this sees the tracing only.
-        with typed_errors():
-            return differentiable(*operands)
+        with bridge.typed_errors():
+            return function(*operands)
 
     return typed
+
+
+def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+    @custom_vmap
+    def mapped(*operands: jax.Array) -> dict[str, jax.Array]:
+        return bridge.run(_filled(call, names, operands), way.runtime)
+
+    @mapped.def_vmap
+    def _map(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
+        batched = dict(zip(names, in_batched, strict=True))
+        given = dict(zip(names, operands, strict=True))
+        if isinstance(call, DenseCall) and batch.folds(call, given, batched):
+            folded = batch.fold(call, given, batched, axis_size)
+            results = _opaque(folded.map(lambda _: None), tuple(folded.arrays()), way)(*folded.arrays().values())
+            results = {name: x.reshape(axis_size, -1, *x.shape[1:]) for name, x in results.items()}
+        else:
+            fixed = {name: x for name, x in given.items() if not batched[name]}
+            moving = {name: x for name, x in given.items() if batched[name]}
+            results = jax.lax.map(lambda one: mapped(*({**fixed, **one}[name] for name in names)), moving)
+        return results, dict.fromkeys(results, True)
+
+    @jax.custom_jvp
+    def differentiable(*operands: jax.Array) -> dict[str, jax.Array]:
+        return mapped(*operands)
+
+    @differentiable.defjvp
+    def _derive(primals: tuple[jax.Array, ...], tangents: Any) -> tuple[Any, Any]:
+        if not way.chosen:
+            raise _no_derivative(call, way)
+        refuse_unserved(_filled(call, names, primals), "xla")
+        in_jnp = jax.jvp(lambda *operands: xla.run(_filled(call, names, operands)), primals, tangents)
+        return differentiable(*primals), in_jnp[1]
+
+    return differentiable
+
+
+def _dense(call: DenseCall[Any], names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+    @jax.custom_vjp
+    def attend(*operands: jax.Array) -> dict[str, jax.Array]:
+        return _opaque(call, names, way)(*operands)
+
+    def forward(*operands: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+        found = _opaque(replace(call, with_lse=True), names, way)(*operands)
+        named = {
+            name: checkpoint_name(x, label) for (name, x), label in zip(found.items(), RESIDUAL_NAMES, strict=True)
+        }
+        results = named if call.with_lse else {"out": named["out"]}
+        backward = backward_of(_filled(call, names, operands), **named, d_out=named["out"])
+        try:
+            backward.check()
+            refuse_unserved(backward, way.served_by)
+        except Unsupported:
+            if not way.chosen:
+                raise
+            return results, (operands, None)
+        return results, (operands, named)
+
+    def backward(residuals: Any, gradients: dict[str, jax.Array]) -> tuple[jax.Array | None, ...]:
+        operands, named = residuals
+        if named is None:
+            floats = {name: x for name, x in zip(names, operands, strict=True) if jnp.issubdtype(x.dtype, jnp.floating)}
+            _, pull = jax.vjp(lambda x: xla.run(_filled(call, names, operands).with_arrays(x)), floats)
+            (found,) = pull(gradients)
+            return tuple(found.get(name) for name in names)
+        filled = _filled(call, names, operands)
+        pulled = backward_of(filled, **named, d_out=gradients["out"], d_lse=gradients.get("lse"))
+        arrays = pulled.arrays()
+        found = _opaque(pulled.map(lambda _: None), tuple(arrays), way)(*arrays.values())
+        return tuple(found.get(f"d_{name}") for name in names)
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def _no_derivative(call: Call[Any], way: Way) -> Unsupported:
+    # Dense attention's own derivative has been taken where this is reached.
+    missing = "second derivative" if isinstance(call, DenseCall) else "derivative: it is for inference"
+    return Unsupported(
+        f"{call.name} with implementation={way.implementation!r} has no {missing}. Differentiate with "
+        "implementation='xla', or stop the gradient at its inputs (jax.lax.stop_gradient)."
+    )
+
+
+def _filled(call: Call[Any], names: tuple[str, ...], operands: tuple[jax.Array, ...]) -> Any:
+    return call.with_arrays(dict(zip(names, operands, strict=True)))

@@ -16,7 +16,16 @@ import jax.numpy as jnp
 from jattn.bridge.calls import empty_outputs
 from jattn.ops import softmax
 from jattn.ops.softmax import compute_dtype
-from torch_core.calls import AttentionCall, Call, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import (
+    AttentionCall,
+    Call,
+    DenseBackwardCall,
+    DenseCall,
+    MergeCall,
+    PagedCall,
+    WriteCall,
+    forward_of,
+)
 from torch_core.errors import Unsupported
 from torch_core.specs import LARGEST_CODE, SMALLEST_SCALE
 
@@ -30,6 +39,8 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
     """Computes a checked call; returns its outputs and the new values of what it writes, by name."""
     if isinstance(call, PagedCall):
         return _paged_attention(call)
+    if isinstance(call, DenseBackwardCall):
+        return _attention_backward(call)
     if isinstance(call, DenseCall):
         return _attention(call)
     if isinstance(call, WriteCall):
@@ -119,6 +130,21 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
     scores = jnp.einsum("sqhgd,skhd->shgqk", _queries(call, dtype), keys)
     scores = softmax.modified_scores(call, scores, positions, key_positions, mask, bias)
     return _results(call, softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values))
+
+
+@_one_program
+def _attention_backward(call: DenseBackwardCall[jax.Array]) -> dict[str, jax.Array]:
+    inputs = {name: getattr(call, name.removeprefix("d_")) for name in call.outputs()}
+    forward = forward_of(call)
+    _, pull = jax.vjp(
+        lambda x: _attention(forward.with_arrays({name.removeprefix("d_"): array for name, array in x.items()})), inputs
+    )
+    # Rows past the last sequence may hold anything; rows that see nothing have an lse of -inf in any case.
+    real = jnp.arange(call.num_tokens) < call.query_start_loc[-1]
+    gradients = {"out": jnp.where(real[:, None, None], call.d_out, 0)}
+    if call.d_lse is not None:
+        gradients["lse"] = jnp.where(real[:, None], call.d_lse, 0)
+    return pull(gradients)[0]
 
 
 @_one_program

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.pool.kv_pool import KVPool
+from jattn.pool.plan import host_memory
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 
@@ -34,11 +35,16 @@ class HostBlocks:
         num_host_blocks: slots to allocate, as in `CacheConfig.num_host_blocks`.
 
     Raises:
-        InvalidInput: num_host_blocks is not positive.
+        InvalidInput: num_host_blocks is not positive, or more than this machine's memory holds.
     """
 
     def __init__(self, pool: KVPool, num_host_blocks: int) -> None:
         check_int("num_host_blocks", num_host_blocks, 1)
+        needed, memory = pool.num_layers * num_host_blocks * pool.spec.bytes_per_block, host_memory()
+        if needed > memory:
+            raise InvalidInput(
+                f"num_host_blocks is {num_host_blocks}; they need {needed:,} bytes and this machine has {memory:,}."
+            )
         self._pool = pool
         shape = (num_host_blocks, *pool.spec.shape(1)[1:])
         self._storage = [np.zeros(shape, jnp.dtype(pool.spec.dtype)) for _ in range(pool.num_layers)]

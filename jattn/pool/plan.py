@@ -14,7 +14,7 @@ from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec
 
-__all__ = ["PoolPlan", "check_room", "plan_pool"]
+__all__ = ["PoolPlan", "check_room", "host_memory", "plan_pool"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +125,11 @@ def check_room(num_bytes: int, device: Any = None) -> None:
         )
 
 
+def host_memory() -> int:
+    """Returns the bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _device(device: Any) -> Any:
     return jax.devices()[0] if device is None else device
 
@@ -133,7 +138,7 @@ def _room(device: Any) -> int:
     try:
         return _free_bytes(device)
     except Unsupported:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return host_memory()
 
 
 def _holders(device: Any) -> str:

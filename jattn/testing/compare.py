@@ -255,11 +255,7 @@ def _engine_row(
     )
 
 
-@contextlib.contextmanager
-def _full_precision(dtype: str) -> Iterator[None]:
+def _full_precision(dtype: str) -> contextlib.AbstractContextManager[None]:
     # On a CPU it would change nothing but the programs, which would not be those of generation any more.
-    if dtype == "float32" and jax.default_backend() != "cpu":
-        with jax.default_matmul_precision("highest"):
-            yield
-    else:
-        yield
+    wanted = dtype == "float32" and jax.default_backend() != "cpu"
+    return jax.default_matmul_precision("highest") if wanted else contextlib.nullcontext()

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from jattn.bench import decode, measure, overhead, peers, prefill
+from jattn.bench import backward, decode, measure, overhead, peers, prefill
 from jattn.bench.report import BenchReport, Row
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -70,7 +70,9 @@ def test_the_mixed_batch_needs_cuda_too():
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
-@pytest.mark.parametrize(("module", "name"), [(decode, "decode"), (prefill, "prefill"), (overhead, "overhead")])
+@pytest.mark.parametrize(
+    ("module", "name"), [(decode, "decode"), (prefill, "prefill"), (backward, "backward"), (overhead, "overhead")]
+)
 def test_a_cuda_benchmark_says_that_it_needs_cuda(module, name):
     message = f"jattn bench {name} measures CUDA kernels and needs a CUDA device in torch and in JAX"
     with pytest.raises(Unsupported, match=message):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import re
 import threading
 import traceback
@@ -18,6 +20,7 @@ from jax import lax
 
 from jattn.bridge import call_torch, typed_errors
 from jattn.bridge import callback as callback_module
+from torch_core.errors import PoolLost
 
 CACHE_SHAPE = (64, 32)
 CACHE_BYTES = 64 * 32 * 4
@@ -262,7 +265,7 @@ def test_no_tensor_outlives_a_failed_call_though_the_error_is_kept() -> None:
     with pytest.raises(ValueError, match="bad") as kept, typed_errors():
         jax.block_until_ready(jax.jit(lambda x: doubled(x, fail))(jnp.ones(2)))
     assert [tensor() for tensor in born] == [None, None]
-    assert "in fail" in "".join(traceback.format_tb(kept.value.__traceback__))
+    assert "in fail" in "".join(traceback.format_exception(kept.value))
 
 
 def test_no_tensor_outlives_a_failed_call_in_the_errors_behind_its_error() -> None:
@@ -321,6 +324,37 @@ def test_the_same_failure_seen_twice_is_typed_twice() -> None:
     for _ in range(2):
         with pytest.raises(KeyError), typed_errors():
             raise failure
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_nothing_that_a_failed_programs_callers_held_is_kept(looks: int) -> None:
+    class Held:
+        pass
+
+    def fail(source: torch.Tensor, target: torch.Tensor) -> None:
+        raise KeyError("block")
+
+    def call() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(jax.errors.JaxRuntimeError) as failure:
+            jax.block_until_ready(jax.jit(lambda x: doubled(x, fail))(jnp.ones(2)))
+        for _ in range(looks):
+            with contextlib.suppress(KeyError), typed_errors():
+                raise failure.value
+        return weakref.ref(held)
+
+    held = call()
+    # pytest.raises makes cycles of its own.
+    gc.collect()
+    assert held() is None
+
+
+def test_an_error_that_cannot_be_copied_is_typed_at_the_first_look() -> None:
+    failure = untyped_failure(PoolLost("planted", generation=3))
+    with pytest.raises(PoolLost), typed_errors():
+        raise failure
+    with pytest.raises(jax.errors.JaxRuntimeError, match="PoolLost: planted"), typed_errors():
+        raise failure
 
 
 def test_without_typed_errors_the_failure_still_names_type_and_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +15,17 @@ from jattn import ops
 from jattn.bridge import partitioned, typed_errors
 from jattn.ops import xla
 from tests.support.devices import CACHE, HEADS, WHOLE, addresses, collectives, mesh, on_four_devices, place
-from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import (
+    Call,
+    CopyCall,
+    DenseBackwardCall,
+    DenseCall,
+    MergeCall,
+    PagedCall,
+    WriteCall,
+    backward_of,
+    forward_of,
+)
 from torch_core.errors import Unsupported
 from torch_core.specs import AttentionSpec
 
@@ -118,6 +129,58 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
 
 
 @pytest.mark.parametrize("name", ["paged", "pair", "scaled", "dense", "merge"])
+def gradients(call: Call[jax.Array]) -> dict[str, jax.Array]:
+    """A backward call by jnp, where the kernels and torch have one of their own."""
+    assert isinstance(call, DenseBackwardCall)
+    names = ("query", "key", "value", "sinks")
+    forward = forward_of(call)
+    _, pull = jax.vjp(
+        lambda *given: xla.run(forward.with_arrays(dict(zip(names, given, strict=True))))["out"],
+        *(getattr(call, name) for name in names),
+    )
+    return {f"d_{name}": found for name, found in zip(names, pull(call.d_out), strict=True)}
+
+
+@each_kind
+@on_four_devices
+def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
+    forward, specs = split_call("dense")
+    sinks = np.linspace(0.1, 1, 8, dtype=np.float32)
+    assert isinstance(forward, DenseCall)
+    forward = dataclasses.replace(forward, sinks=sinks, with_lse=True)
+    found = xla.run(forward)
+    call = backward_of(forward, out=found["out"], lse=found["lse"], d_out=forward.query * 2)
+    heads = PartitionSpec(None, "tp")
+    specs |= {"out": heads, "lse": heads, "d_out": heads, "sinks": PartitionSpec("tp")}
+    expected = gradients(call)
+    split = jax.jit(partitioned(gradients))
+    on = mesh(kind, dp=2, tp=2)
+    placed = call.with_arrays({key: place(x, on, specs.get(key, WHOLE)) for key, x in call.arrays().items()})
+
+    assert collectives(split, placed) == []
+    for key, found in split(placed).items():
+        assert "tp" in str(found.sharding.spec)
+        assert_close(found, expected[key])
+
+
+@on_four_devices
+def test_torch_differentiates_on_explicit_axes() -> None:
+    call, specs = split_call("dense")
+    names = ("query", "key", "value")
+
+    def loss(arrays: dict[str, jax.Array], implementation: str) -> jax.Array:
+        return (ops.run(call.with_arrays(arrays), implementation)["out"] ** 2).sum()
+
+    arrays = {name: getattr(call, name) for name in names}
+    expected = jax.grad(loss)(arrays, "xla")
+    on = mesh("explicit")
+    placed = {name: place(array, on, specs[name]) for name, array in arrays.items()}
+    found = jax.jit(jax.grad(loss), static_argnums=1)(placed, "torch")
+    for name in names:
+        assert "tp" in str(found[name].sharding.spec)
+        assert_close(found[name], expected[name])
+
+
 @each_kind
 @on_four_devices
 def test_every_call_splits_itself(kind: str, name: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cache.snapshot import snapshot
 from torch_core.cache import BlockCopy, CacheConfig, CacheGroup, CacheManager
-from torch_core.cache.groups import GroupLayout
+from torch_core.cache.config import GroupLayout
 from torch_core.errors import OutOfBlocks
 
 

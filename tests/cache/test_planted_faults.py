@@ -11,7 +11,7 @@ import pytest
 from tests.cache.model import BrokenPromiseError, Model
 from tests.cache.snapshot import snapshot
 from torch_core.cache import CacheConfig, keys, lifecycle, manager, stepping
-from torch_core.cache.groups import GroupLayout
+from torch_core.cache.config import GroupLayout
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.state import CacheState

@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from torch_core.cache import CacheConfig, CacheGroup, CacheManager
-from torch_core.cache.groups import GroupLayout
+from torch_core.cache.config import GroupLayout
 from torch_core.cache.keys import KeyChain
 from torch_core.cache.prefix import PrefixIndex
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.attention_plans import dense_call, paged_call
+from tests.support.attention_plans import backward_call, dense_call, paged_call
 from torch_core.calls import IMPLEMENTATIONS, SERVES, MergeCall, WriteCall, refuse_unserved, serves_table
 from torch_core.errors import Unsupported
 from torch_core.specs import ArraySpec
@@ -56,6 +56,7 @@ BEYOND = [
     ("block size", _paged("bfloat16", "bfloat16", block_size=512), {"torch", "xla"}),
     ("strides", paged_call(query=ArraySpec((4, 8, 128), "bfloat16", (1, 4, 32))), {"torch", "xla"}),
     ("strides", paged_call(sinks=ArraySpec((8,), "float32", (2,))), {"torch", "xla"}),
+    ("reverse derivatives", backward_call(qq_bias=ArraySpec((200, 200), "float32")), {"xla"}),
 ]
 
 
@@ -85,6 +86,7 @@ def test_every_row_with_a_limit_is_walked():
 def test_an_ordinary_call_is_served_by_everybody(implementation):
     refuse_unserved(paged_call(), implementation)
     refuse_unserved(dense_call(), implementation)
+    refuse_unserved(backward_call(), implementation)
 
 
 def test_the_table_has_a_cell_for_each_implementation():

@@ -1,14 +1,15 @@
 """Raises an exception at a chosen line of the engine, as a signal or an allocation that fails would.
 
 Lines are counted while a trace function is set, in the files named here and in this thread only. The line of a `with`
-statement on a lock is passed over: CPython neither runs signal handlers nor allocates between the block's last
-instruction and the lock's release, and only a trace function could raise there.
+statement on a lock is passed over: only a trace function could raise between the block's last instruction and the
+lock's release. What a signal's handler can do is raise right after it: `InterruptAtRelease`.
 """
 
 from __future__ import annotations
 
 import linecache
 import sys
+import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -43,6 +44,25 @@ class InterruptAt:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
                 raise self._error
         return self._trace
+
+
+class InterruptAtRelease:
+    """A lock that raises KeyboardInterrupt right after its release, once it is armed, and then no more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.armed = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
 
 
 def _releases_a_lock(frame: FrameType) -> bool:

@@ -15,7 +15,7 @@ from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
 from torch_core.errors import InvalidInput
 
-CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, batch_invariant=True)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,12 @@ def test_a_closed_stream_has_ended(llm, seed) -> None:
     assert list(stream) == []
 
 
+@pytest.mark.parametrize("method", ["wait", "abandon"])
+def test_only_an_outbox_is_waited_for_or_abandoned(decoder, method) -> None:
+    with pytest.raises(InvalidInput, match=r"^outbox is 'x'; it must be an Outbox\.$"):
+        getattr(Engine(decoder, CONFIG), method)("x")
+
+
 def test_an_outbox_without_requests_is_not_waited_for(decoder) -> None:
     assert Engine(decoder, CONFIG).wait(Outbox()) == []
 
@@ -132,7 +138,7 @@ class Callers:
     def __init__(self, seed: int, *, num_prompts: int = 12) -> None:
         model = tiny_decoder(vocab_size=512)
         tokenizer = TextTokenizer(byte_tokenizer())
-        lone = LLM(model, tokenizer=tokenizer, config=EngineConfig(block_size=4, max_num_seqs=1))
+        lone = LLM(model, tokenizer=tokenizer, config=CONFIG)
         self.llm = LLM(model, tokenizer=tokenizer, config=CONFIG)
         self.random = random.Random(seed)
         self.work = []

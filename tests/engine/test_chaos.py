@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jattn.engine import Engine, EngineConfig
 from jattn.models import Decoder
 from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 
-CONFIGS = {
-    "plain": {"num_blocks": 12},
-    "no prefixes": {"num_blocks": 12, "enable_prefix_caching": False},
-    "overlap": {"num_blocks": 12, "steps_in_flight": 2},
-    "single steps": {"num_blocks": 12, "num_scheduler_steps": 1},
-    "swap": {"num_blocks": 12, "num_host_blocks": 8},
-    "swap and overlap": {"num_blocks": 12, "num_host_blocks": 8, "steps_in_flight": 2},
-    "scrub": {"num_blocks": 12, "scrub_on_free": True},
-    "one at a time": {"num_blocks": 12, "max_num_seqs": 1, "max_num_batched_tokens": 8},
-    "small chunks": {"num_blocks": 12, "max_num_batched_tokens": 4},
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no prefixes": {"enable_prefix_caching": False},
+    "overlap": {"steps_in_flight": 2},
+    "single steps": {"num_scheduler_steps": 1},
+    "swap": {"num_host_blocks": 8},
+    "swap and overlap": {"num_host_blocks": 8, "steps_in_flight": 2},
+    "scrub": {"scrub_on_free": True},
+    "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
+    "small chunks": {"max_num_batched_tokens": 4},
 }
 
 
 def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
-    lone = Engine(decoder, EngineConfig(**SIZES, num_blocks=12))
+    lone = Engine(decoder, EngineConfig(**SIZES))
     engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
     service = Service(engine, lone, seed, temperature=0.7)
     while service.added < num_requests:

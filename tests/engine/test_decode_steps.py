@@ -12,7 +12,7 @@ from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of
 from tests.support.tiny_models import byte_tokenizer
 
-SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "batch_invariant": True}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_requests_of_other_lengths_compile_nothing_more(several, seed) -> None:
 
     run(several, prompts_of(seed, 5), params_of(23))
 
-    assert "1 sequences, 1 tokens, queries up to 1, 4 steps, greedy" in before
+    assert "4 sequences, 4 tokens, queries up to 1, 4 steps, greedy" in before
     assert several.programs == before
 
 

@@ -94,7 +94,8 @@ def fallback_tokenizer() -> TextTokenizer:
 
 
 def ids_of(tokenizer: TextTokenizer, *names: str) -> list[int]:
-    return [tokenizer.tokenizer.token_to_id(name) for name in names]
+    ids = [tokenizer.tokenizer.token_to_id(name) for name in names]
+    return [token for token in ids if token is not None]
 
 
 def test_a_character_of_fallback_bytes_appears_once_it_is_whole() -> None:

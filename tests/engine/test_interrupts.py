@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,20 +14,27 @@ from jattn.engine.request import Request
 from jattn.load import TextTokenizer
 from jattn.models import Decoder
 from tests.engine.conftest import tiny_decoder
-from tests.engine.interrupts import InterruptAt
+from tests.engine.interrupts import InterruptAt, InterruptAtRelease
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
-from torch_core.errors import PoolLost
+from torch_core.errors import InvalidInput, PoolLost
 
-SIZES = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+# One shape of a step each for prompts and for tokens: what is compiled here is interrupted, not compared.
+SIZES: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "num_blocks": 12,
+    "batch_invariant": True,
+}
 KINDS = (KeyboardInterrupt, MemoryError, PoolLost)
 # Each meets others of the moves: preemption, swap, scrub, overlapping steps, prefix hits.
-CONFIGS = {
-    "plain": {"num_blocks": 12},
-    "swap": {"num_blocks": 12, "num_host_blocks": 12, "enable_prefix_caching": False},
-    "scrub": {"num_blocks": 12, "scrub_on_free": True},
-    "overlap": {"num_blocks": 12, "steps_in_flight": 2},
-    "swap and scrub": {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "steps_in_flight": 2},
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "swap": {"num_host_blocks": 12, "enable_prefix_caching": False},
+    "scrub": {"scrub_on_free": True},
+    "overlap": {"steps_in_flight": 2},
+    "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True, "steps_in_flight": 2},
 }
 
 
@@ -75,7 +84,12 @@ class Service:
 
     def cancel(self) -> None:
         if unfinished := [name for name, (request, _) in self.live.items() if request.finish_reason is None]:
-            self.engine.cancel(self.random.choice(unfinished))
+            name = self.random.choice(unfinished)
+            try:
+                self.engine.cancel(name)
+            except InvalidInput:
+                # The step that was interrupted before had read its last token: the call finds that it has ended.
+                assert self.live[name][0].finish_reason is not None
 
     def act(self) -> None:
         choice = self.random.random()
@@ -111,12 +125,14 @@ class Service:
                 assert self.reasons[name] == "length", name
         stats = self.engine.cache_stats()
         assert (stats.used, stats.deferred, stats.steps_in_flight, stats.num_sequences) == (0, 0, 0, 0)
-        self.engine._owner._work._cache.audit()
+        work = self.engine._owner._work
+        assert work is not None
+        work.cache.audit()
         self.live.clear()
 
 
 def interrupt_often(config: str, decoder: Decoder, seed: int, *, count: int) -> list[str]:
-    lone = Engine(decoder, EngineConfig(**SIZES, num_blocks=12))
+    lone = Engine(decoder, EngineConfig(**SIZES))
     engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS[config]))
     service = Service(engine, lone, seed)
     # Compiled before the interrupts, so that lines are steps' and not traces'.
@@ -172,7 +188,7 @@ class _Dispatch:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OverflowError()], ids=lambda e: type(e).__name__)
 def test_a_dispatch_that_fails_and_leaves_the_pool_is_taken_back(decoder, error, seed) -> None:
-    prompts = prompts_of(seed, 40, 7)
+    prompts = prompts_of(seed, 24, 7)
     lone, engine = (Engine(decoder, EngineConfig(**SIZES, steps_in_flight=2)) for _ in range(2))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     # The second chunk of a prompt, with the first in flight.
@@ -220,6 +236,56 @@ def test_prefix_keys_do_not_outlive_a_pool_that_was_renewed_between_two_steps(de
     assert [again.output_token_ids] == expected
 
 
+@pytest.fixture
+def released(decoder) -> tuple[Engine, InterruptAtRelease]:
+    engine = Engine(decoder, EngineConfig(**SIZES))
+    engine._lock = lock = InterruptAtRelease()
+    return engine, lock
+
+
+def interrupted(lock: InterruptAtRelease, call: Callable[[], object]) -> None:
+    lock.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        call()
+
+
+def test_a_request_whose_caller_was_interrupted_before_he_had_it_is_not_run(released, seed) -> None:
+    engine, lock = released
+    first, second = prompts_of(seed, 5, 9)
+    (expected,) = run(engine, [first])
+
+    request = engine.add(first, GREEDY)
+    interrupted(lock, lambda: engine.add(second, GREEDY, request_id="lost"))
+    deltas = []
+    while engine.num_unfinished:
+        deltas += engine.step()
+
+    assert {delta.request_id for delta in deltas} == {request.request_id}
+    assert request.output_token_ids == expected
+
+
+def test_what_an_interrupted_step_brought_comes_with_the_next(released, seed) -> None:
+    engine, lock = released
+    request = engine.add(prompts_of(seed, 5)[0], GREEDY)
+    said = []
+
+    while engine.num_unfinished:
+        interrupted(lock, engine.step)
+        said += [token for delta in engine.step() for token in delta.token_ids]
+
+    assert said == request.output_token_ids
+
+
+def test_an_end_that_an_interrupt_kept_from_who_cancelled_comes_with_the_next_step(released, seed) -> None:
+    engine, lock = released
+    request = engine.add(prompts_of(seed, 5)[0], GREEDY)
+
+    interrupted(lock, lambda: engine.cancel(request.request_id))
+
+    assert [(delta.request_id, delta.finish_reason) for delta in engine.step()] == [(request.request_id, "cancelled")]
+    assert engine.step() == []
+
+
 def lose_pool_in(engine: Engine, method: str) -> None:
     """Makes the next call of a pool's method fail with its contents."""
     pool = engine._owner.device.pool
@@ -236,7 +302,7 @@ def lose_pool_in(engine: Engine, method: str) -> None:
 
 def test_a_pool_lost_while_a_request_is_swapped_out_loses_no_request(decoder, seed) -> None:
     prompts = prompts_of(seed, 20, 2, 9, 14)
-    lone = Engine(decoder, EngineConfig(**SIZES, num_blocks=12))
+    lone = Engine(decoder, EngineConfig(**SIZES))
     engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS["swap"]))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     lose_pool_in(engine, "read_blocks")

@@ -16,7 +16,13 @@ from tests.engine.test_engine import GREEDY, prompts_of, run
 from torch_core.errors import Unsupported
 
 CONFIG = EngineConfig(
-    block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=12, num_host_blocks=12, scrub_on_free=True
+    block_size=4,
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    num_blocks=12,
+    num_host_blocks=12,
+    scrub_on_free=True,
+    batch_invariant=True,
 )
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -28,13 +34,11 @@ print(run(Engine(tiny_decoder(), CONFIG), prompts_of(3, 17, 2, 9)))
 """
 
 
-@pytest.mark.parametrize(
-    "setting", [{"JAX_ENABLE_X64": "1"}, {"JAX_NUMPY_RANK_PROMOTION": "raise"}], ids=lambda setting: next(iter(setting))
-)
-def test_the_tokens_are_the_same_in_a_process_that_starts_with(decoder, setting) -> None:
+def test_the_tokens_are_the_same_in_a_process_with_64_bits_and_without_rank_promotion(decoder) -> None:
+    settings = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_RANK_PROMOTION": "raise"}
     finished = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ | setting | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | settings | {"PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -120,6 +120,7 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llm) -> None:
         (["a", "b"], [GREEDY], "sampling_params has 1 entries and there are 2 prompts; pass one or 2."),
         (["a"], {"temperature": 0}, "sampling_params is a dict; pass SamplingParams or a list of them."),
         (["a"], [{"temperature": 0}], "params is a dict; it must be SamplingParams, or None."),
+        (b"a", GREEDY, "prompts is a bytes; pass a prompt or a list of them."),
         (5, GREEDY, "prompts is a int; pass a prompt or a list of them."),
         (["a", 5], GREEDY, "prompts[1] is a int among prompts; see LLM.generate."),
         (
@@ -147,6 +148,21 @@ def test_generate_takes_an_llm_a_decoder_or_a_folder(llm, folder) -> None:
 
     assert generate(str(folder), "abc", max_tokens=3)[0].outputs[0].token_ids == expected
     assert generate(llm.model, [llm.tokenizer.encode("abc")], max_tokens=3)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": 5}, "folder is a int; it must be a path."),
+        ({"model": b"folder"}, "folder is a bytes; it must be a path."),
+        ({"tokenizer": 5}, "tokenizer is 5; it must be a jattn.load.TextTokenizer, or None."),
+    ],
+)
+def test_an_llm_of_the_wrong_things_is_not_built(llm, arguments, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        LLM(**{"model": llm.model, **arguments})
+
+    assert str(error.value) == message
 
 
 def test_a_decoder_brings_its_own_dtype(llm) -> None:

@@ -11,9 +11,9 @@ import pytest
 from jattn.engine import LLM, Engine, EngineConfig
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, PoolLost
 
-CONFIG = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32, num_host_blocks=4, scrub_on_free=True)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_host_blocks=4, scrub_on_free=True)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_an_engine_that_survived_a_failing_callback_frees_its_pool_when_dropped(
     engine = Engine(tiny_decoder(implementation="torch"), CONFIG)
     (prompt,) = prompts_of(seed, 5)
     expected = run(engine, [prompt])
-    fail_once(monkeypatch)
+    fail_callbacks(monkeypatch, count=1)
 
     assert run(engine, [prompt]) == expected
     assert engine._owner.device.pool.generation > 1
@@ -64,14 +64,35 @@ def test_an_engine_that_survived_a_failing_callback_frees_its_pool_when_dropped(
     assert array() is None
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the next callback of torch raise inside XLA."""
+@pytest.mark.usefixtures("no_collector")
+def test_an_engine_that_raised_the_loss_of_its_pool_frees_it_when_dropped(seed, monkeypatch) -> None:
+    engine = Engine(tiny_decoder(implementation="torch"), CONFIG)
+    engine.add(prompts_of(seed, 5)[0], GREEDY)
+    fail_callbacks(monkeypatch, count=2)
+    engine.step()
+    try:
+        engine.step()
+    except PoolLost as error:
+        assert "planted" in str(error)  # noqa: PT017 (what pytest.raises returns would keep the frames)
+    else:
+        pytest.fail("the second failure in a row was not raised")
+    pool = weakref.ref(engine._owner.device.pool)
+
+    del engine
+
+    assert pool() is None
+
+
+def fail_callbacks(monkeypatch: pytest.MonkeyPatch, *, count: int) -> None:
+    """Makes so many of the next callbacks of torch raise inside XLA."""
     from jattn.bridge import callback
 
-    original = callback._TorchCallback._run
+    original, left = callback._TorchCallback._run, [None] * count
 
     def fail(self, context, outputs, arguments):
-        monkeypatch.setattr(callback._TorchCallback, "_run", original)
+        if not left:
+            return original(self, context, outputs, arguments)
+        left.pop()
         raise RuntimeError("planted")
 
     monkeypatch.setattr(callback._TorchCallback, "_run", fail)

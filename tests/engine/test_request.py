@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_sampling_parameters_out_of_range_are_named(arguments: dict, message: st
 
 
 def test_a_generator_of_stop_token_ids_is_read_once_and_kept() -> None:
-    params = SamplingParams(stop_token_ids=(token for token in (3, 5)), stop=(text for text in ("a",)))
+    params = SamplingParams(stop_token_ids=cast(Any, iter((3, 5))), stop=cast(Any, iter(("a",))))
 
     assert (params.stop_token_ids, params.stop) == ((3, 5), ("a",))
 

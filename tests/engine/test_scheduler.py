@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jattn.engine import EngineConfig, SamplingParams
@@ -14,7 +16,7 @@ from torch_core.errors import RequestTooLong
 class Bench:
     """A scheduler over an allocator, and a stand-in for the device that answers every step at once with token 7."""
 
-    def __init__(self, *, num_blocks: int = 64, num_host_blocks: int = 0, **sizes: int) -> None:
+    def __init__(self, *, num_blocks: int = 64, num_host_blocks: int = 0, **sizes: Any) -> None:
         config = EngineConfig(
             **{
                 "block_size": 4,
@@ -56,6 +58,12 @@ class Bench:
             return {}
         self.answer(step)
         return {row.request.request_id: row.num_new_tokens for row in step.rows}
+
+    def schedule(self) -> ScheduledStep:
+        """Takes the next step, which there must be."""
+        step = self.scheduler.schedule()
+        assert step is not None
+        return step
 
     def answer(self, step: ScheduledStep) -> None:
         for row in step.rows:
@@ -111,7 +119,7 @@ def test_a_chunk_that_does_not_reach_the_prompts_end_samples_nothing() -> None:
 
     samples = []
     for _ in range(2):
-        step = bench.scheduler.schedule()
+        step = bench.schedule()
         samples += [row.num_samples for row in step.rows]
         bench.answer(step)
 
@@ -180,7 +188,7 @@ def test_with_host_blocks_a_preempted_request_is_swapped_and_goes_on_where_it_wa
 def test_nobody_is_preempted_while_a_sampled_token_is_still_on_the_device() -> None:
     bench = Bench(num_blocks=5, steps_in_flight=2)
     requests = [bench.add("old", 8), bench.add("new", 8)]
-    step = bench.scheduler.schedule()
+    step = bench.schedule()
     for request in requests:
         request.num_pending_tokens = 1
 
@@ -231,7 +239,7 @@ def test_a_program_of_several_steps_is_not_used_for_one_token() -> None:
     bench.add("a", 2, max_tokens=2)
     bench.step()
 
-    step = bench.scheduler.schedule()
+    step = bench.schedule()
 
     assert (step.num_decode_steps, step.num_tokens) == (1, 1)
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case
+from tests.support.backward_cases import backward_call
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
+from torch_core import ops
 from torch_core.specs import AttentionSpec
 
 __all__ = ["shapes", "tall_shapes"]
@@ -103,6 +105,8 @@ def main() -> None:
     """Runs every shape once and waits for the device."""
     for case in shapes():
         case.run(paged_attention_with_lse if case.paged else attention_with_lse, device="cuda")
+        if not case.paged:
+            ops.run(backward_call(case, ops.run, "cuda", with_d_lse=True))
     torch.cuda.synchronize()
 
 

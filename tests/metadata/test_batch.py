@@ -96,7 +96,7 @@ def test_an_extend_behind_a_prefill_is_refused():
 
 
 def test_a_threshold_below_one_is_refused():
-    with refuses("decode_threshold is 0; it must be at least 1."):
+    with refuses("decode_threshold is 0; it must be an int of at least 1."):
         split_decodes_and_prefills(batch((4, 1)), 0)
 
 

@@ -135,6 +135,22 @@ def test_unpadded_drops_padding_and_keeps_the_numbers():
     check_metadata(plain)
 
 
+def test_unpadded_to_fewer_sequences_keeps_the_first_ones():
+    step = build([SequenceRow([7, 8], 3, 2), SequenceRow([9], 0, 1)], num_seqs=4, num_tokens=8)
+
+    first = step.unpadded(2, 1)
+
+    assert (first.num_reqs, first.num_actual_tokens) == (1, 2)
+    assert first.query_start_loc.tolist() == [0, 2]
+    assert first.slot_mapping.tolist() == [31, 32]
+    check_metadata(first)
+    assert step.unpadded(num_actual_tokens=3, num_actual_reqs=2).slot_mapping.tolist() == [31, 32, 36]
+    with pytest.raises(InvalidInput, match=r"^num_actual_reqs is 3; the batch has 2 sequences\.$"):
+        step.unpadded(3, 3)
+    with pytest.raises(InvalidInput, match=r"^num_actual_tokens is 3; the first 1 sequences have 2\.$"):
+        step.unpadded(3, 1)
+
+
 def test_num_computed_tokens_are_the_lengths_before_the_step():
     step = build([SequenceRow([7, 8], 3, 2), SequenceRow([9], 0, 1)], num_seqs=3)
 

@@ -1,4 +1,4 @@
-"""Buckets, layouts, slots, the persistent table and the staging ring."""
+"""Buckets, layouts, slots and the persistent table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from torch_core.metadata import (
     BlockTableCache,
     Buckets,
     PackedLayout,
-    StagingRing,
-    compute_slot_mapping,
-    compute_slot_mapping_start_idx,
     metadata_layout,
-    pad_to_bucket,
 )
+from torch_core.metadata.slots import write_slots
 
 
 def refuses(message: str, error: type[Exception] = InvalidInput):
@@ -46,7 +43,7 @@ def test_a_value_beyond_the_largest_bucket_is_refused():
 
 def test_a_negative_value_is_refused():
     with refuses("value is -1; it cannot be negative."):
-        pad_to_bucket(-1, (1, 2))
+        Buckets("value", (1, 2)).pad(-1)
 
 
 def test_bucket_lists_must_increase():
@@ -105,35 +102,13 @@ def test_layout_mistakes_are_refused():
         layout.unpack(np.zeros(3, np.int32))
 
 
-def test_tokens_before_the_start_index_get_no_slot():
-    tables = np.array([[3, 5], [7, 0]], np.int32)
-    starts, computed = np.array([0, 6, 7], np.int32), np.array([0, 2], np.int32)
-    first = compute_slot_mapping_start_idx(np.diff(starts), computed, 3)
-
-    slots = compute_slot_mapping(tables, starts, computed, block_size=4, start_idx=first, num_tokens=8)
-
-    assert first.tolist() == [3, 0]
-    assert slots.tolist() == [-1, -1, -1, 15, 20, 21, 30, -1]
-
-
 def test_a_row_without_tokens_gets_no_slots():
-    tables = np.array([[3], [5]], np.int32)
+    tables, slots = np.array([[3], [5]], np.int32), np.empty(3, np.int32)
 
-    slots = compute_slot_mapping(tables, np.array([0, 0, 2], np.int32), np.array([1, 0], np.int32), block_size=4)
+    positions = write_slots(slots, np.array([0, 0, 2], np.int32), np.array([1, 0], np.int32), tables, block_size=4)
 
-    assert slots.tolist() == [20, 21]
-
-
-def test_without_a_window_every_token_is_written():
-    assert compute_slot_mapping_start_idx(np.array([4]), np.array([2]), None).tolist() == [0]
-
-
-def test_slot_mapping_refuses_bad_sizes():
-    tables, starts, computed = np.array([[3]], np.int32), np.array([0, 2], np.int32), np.array([0], np.int32)
-    with refuses("num_tokens is 1; the step has 2 new tokens. Pad to at least that many."):
-        compute_slot_mapping(tables, starts, computed, block_size=4, num_tokens=1)
-    with refuses("sliding_window is 0; it must be at least 1, or None for off."):
-        compute_slot_mapping_start_idx(np.array([4]), np.array([2]), 0)
+    assert slots.tolist() == [20, 21, -1]
+    assert positions.tolist() == [0, 1]
 
 
 def converted(cache, seq_ids, tables):
@@ -222,38 +197,3 @@ def test_random_histories_of_tables_equal_a_conversion_from_scratch(seed):
             else:
                 known[name] = table
         assert converted(cache, names, [known[name] for name in names]) == [list(known[name]) for name in names]
-
-
-@pytest.fixture
-def layout():
-    return metadata_layout(num_seqs=1, num_tokens=1, max_blocks=1)
-
-
-def test_a_staging_buffer_is_never_handed_out_twice_at_once(layout):
-    ring = StagingRing(layout, depth=2)
-    first, second = ring.acquire(7), ring.acquire(8)
-    assert not np.shares_memory(first, second)
-
-    message = (
-        "All 2 staging buffers are in flight (oldest step 7); retire it when its copy is done, or make the ring deeper."
-    )
-    with refuses(message):
-        ring.acquire(9)
-    ring.retire(8)
-    assert ring.acquire(9) is second
-
-
-def test_staging_mistakes_are_refused(layout):
-    ring = StagingRing(layout, depth=2)
-    ring.acquire(7)
-    with refuses("Step 7 already has a staging buffer; steps in flight need different numbers."):
-        ring.acquire(7)
-    with refuses("Step 6 has no staging buffer; it was retired before or never began."):
-        ring.retire(6)
-    with refuses("depth is 0; it must be at least 1."):
-        StagingRing(layout, depth=0)
-    buffer = np.zeros(layout.num_elements, np.int32)
-    with refuses("buffers has 1 entries; depth is 2."):
-        StagingRing(layout, depth=2, buffers=[buffer])
-    with refuses("buffers[1] shares memory with an earlier one; each step needs its own."):
-        StagingRing(layout, depth=2, buffers=[buffer, buffer])

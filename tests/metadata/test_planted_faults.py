@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from torch_core.errors import InvalidInput
-from torch_core.metadata import SequenceRow, StagingRing, build_common_metadata, check_metadata, metadata_layout
+from torch_core.metadata import SequenceRow, build_common_metadata, check_metadata, metadata_layout
 from torch_core.metadata import build as build_module
+from torch_core.vllm import StepBuffers
 
 ROWS = [SequenceRow([5, 6], 3, 3), SequenceRow([9, 7], 4, 1)]
 SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 16, "num_seqs": 4, "num_tokens": 8, "max_blocks": 3}
@@ -41,29 +42,28 @@ def test_fault_17_a_running_sum_that_ends_before_the_padding_is_caught():
         check_metadata(step)
 
 
-def buffers_in_flight_differ(ring: StagingRing) -> bool:
-    first, second = ring.acquire(1), ring.acquire(2)
-    return not np.shares_memory(first, second)
+def buffers_in_flight_differ(buffers: StepBuffers) -> bool:
+    return not np.shares_memory(buffers.host_buffer(1), buffers.host_buffer(2))
 
 
 def test_fault_18_a_ring_that_reuses_a_buffer_in_flight_is_caught():
-    class OneBuffer(StagingRing):
-        def acquire(self, step):
-            buffer = super().acquire(step)
-            self.retire(step)
+    class OneBuffer(StepBuffers):
+        def host_buffer(self, step):
+            buffer = super().host_buffer(step)
+            self._free.append(self._taken[step])
             return buffer
 
     layout = metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3)
 
-    assert buffers_in_flight_differ(StagingRing(layout, depth=2))
-    assert not buffers_in_flight_differ(OneBuffer(layout, depth=1))
+    assert buffers_in_flight_differ(StepBuffers(layout, "cpu", depth=2))
+    assert not buffers_in_flight_differ(OneBuffer(layout, "cpu", depth=1))
 
 
 def test_fault_18_a_record_whose_buffer_was_written_again_is_caught():
-    ring = StagingRing(metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3), depth=1)
-    buffer = ring.acquire(1)
-    step = build_common_metadata(ROWS, layout=ring.layout, buffer=buffer, **SIZES)
-    build_common_metadata([SequenceRow([3], 0, 1)], layout=ring.layout, buffer=buffer, **SIZES)
+    layout = metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3)
+    buffer = np.zeros(layout.num_elements, np.int32)
+    step = build_common_metadata(ROWS, layout=layout, buffer=buffer, **SIZES)
+    build_common_metadata([SequenceRow([3], 0, 1)], layout=layout, buffer=buffer, **SIZES)
 
     with pytest.raises(InvalidInput, match=r"^query_start_loc\[2\] equals query_start_loc\[1\]"):
         check_metadata(step)

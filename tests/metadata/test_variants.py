@@ -304,7 +304,7 @@ def test_slots_of_tokens_on_other_ranks_are_dropped():
 def test_impossible_ranks_are_refused():
     with refuses("dcp_rank is 2; it must be from 0 to 1."):
         get_dcp_local_seq_lens(np.ones(1, int), dcp_world_size=2, dcp_rank=2)
-    with refuses("dcp_world_size is 0 and interleave_size 1; both must be at least 1."):
+    with refuses("dcp_world_size is 0; it must be an int of at least 1."):
         get_dcp_local_seq_lens(np.ones(1, int), dcp_world_size=0, dcp_rank=0)
 
 

@@ -157,3 +157,11 @@ def test_a_dense_fp8_query_is_refused():
     fp8 = ArraySpec((300, 2, 128), "float8_e4m3fn")
     with pytest.raises(Unsupported, match=r"query is float8_e4m3fn, which .* no implementation does"):
         dense_plan(query=ArraySpec((300, 8, 128), "float8_e4m3fn"), key=fp8, value=fp8)
+
+
+@pytest.mark.parametrize("arch", [80, 86])
+def test_e4m3_is_refused_where_the_device_has_no_instructions_for_it(arch):
+    cache = ArraySpec((64, 2, 16, 2, 128), "float8_e4m3fn")
+    with pytest.raises(Unsupported, match=rf"kv_cache is float8_e4m3fn, .* 8\.9 for, and this device has {arch / 10}"):
+        paged_plan(kv_cache=cache, limits=DeviceLimits(arch=arch))
+    assert _kernels(paged_plan(kv_cache=cache, limits=DeviceLimits(arch=89))) == ["split", "combine"]

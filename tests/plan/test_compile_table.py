@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import triton
 
+import torch_core
 from torch_core.plan.plan import DeviceLimits
 from torch_core.variants.in_use import variants_in_use
 from torch_core.variants.resources import Resources, measure, read_table, write_table
@@ -19,6 +23,13 @@ def test_a_variant_in_use_fits_a_block_and_a_hot_one_does_not_spill(label):
     assert resources.shared_memory <= DeviceLimits().shared_memory
     if hot:
         assert resources.spilled == 0
+
+
+def test_what_gluon_renamed_is_called_by_its_newest_name():
+    old = re.compile(r"\btma\.async_|\._reinterpret\b")
+    package = Path(torch_core.__file__).parent
+    found = [path.name for path in package.glob("*/**/*.py") if old.search(path.read_text())]
+    assert found == ["gluon_names.py"]
 
 
 @pytest.mark.nightly

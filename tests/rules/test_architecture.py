@@ -53,6 +53,7 @@ ARROWS: dict[str, set[str]] = {
     "jattn.engine": {
         "jattn.models",
         "jattn.load",
+        "jattn.ops",
         "jattn.pool",
         "jattn.metadata",
         "torch_core.cache",

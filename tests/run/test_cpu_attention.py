@@ -278,3 +278,8 @@ def to_bytes(x: torch.Tensor) -> bytes:
 def test_to_torch_keeps_the_bits_of_every_dtype():
     case = paged_case(1, seq_lens=[3], query_lens=[1], dtype="bfloat16", cache_dtype="float8_e5m2")
     assert to_torch(case.operands["query"]).float().tolist() == case.operands["query"].astype(np.float32).tolist()
+
+
+def test_a_negative_scale_under_a_causal_mask_matches_the_reference(seed):
+    case = dense_case(seed, key_lens=[9, 4], query_lens=[9, 7], spec=AttentionSpec(scale=-0.2))
+    assert_matches_reference(case, *case.run(ops.attention_with_lse))

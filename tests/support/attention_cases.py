@@ -292,11 +292,18 @@ def random_dense_case(
 
 
 def assert_as_exact(
-    actual: torch.Tensor, exact: torch.Tensor, same_dtype: torch.Tensor, dtype: torch.dtype, what: str = "output"
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    same_dtype: torch.Tensor,
+    dtype: torch.dtype,
+    what: str = "output",
+    terms: float = 0.0,
 ) -> None:
     """Fails unless `actual` is at most twice as far from `exact` as a plain torch computation in `dtype` may be.
 
-    The bound is 2 x (max |same_dtype - exact| + eps x max |exact|). Infinities must be the same, NaN must not occur.
+    The bound is 2 x (max |same_dtype - exact| + eps x max |exact|). Infinities must be the same, NaN must not occur. A
+    gradient is a difference whose terms may be larger than itself (where a row sees one key, it is 0): then eps counts
+    of them.
 
     Args:
         actual: what is tested.
@@ -304,6 +311,7 @@ def assert_as_exact(
         same_dtype: the reference computed in `dtype`.
         dtype: whose eps counts.
         what: named in the message.
+        terms: the size of the terms whose difference it is.
     """
     actual, exact, same_dtype = (x.detach().cpu().double() for x in (actual, exact, same_dtype))
     assert actual.shape == exact.shape, f"{what} has shape {list(actual.shape)}, not {list(exact.shape)}"
@@ -311,7 +319,7 @@ def assert_as_exact(
     assert torch.equal(actual[infinite], exact[infinite]), f"{what} differs where the reference is infinite"
     if infinite.all():
         return
-    rounding = torch.finfo(dtype).eps * exact[~infinite].abs().max()
+    rounding = torch.finfo(dtype).eps * exact[~infinite].abs().max().clamp(min=terms)
     bound = 2 * ((same_dtype - exact)[~infinite].abs().max() + rounding)
     error = (actual - exact)[~infinite].abs().max()
     assert error <= bound, f"{what} is off by {error:.3e}; the bound is {bound:.3e}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_core.calls import DenseCall, PagedCall, cache_fields
+from torch_core.calls import DenseBackwardCall, DenseCall, PagedCall, backward_of, cache_fields
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.planner import plan_call
 from torch_core.specs import ArraySpec, AttentionSpec
 
-__all__ = ["SPEC", "dense_call", "dense_plan", "paged_call", "paged_plan"]
+__all__ = ["SPEC", "backward_call", "backward_plan", "dense_call", "dense_plan", "paged_call", "paged_plan"]
 
 SPEC = AttentionSpec(scale=0.1)
 
@@ -54,3 +54,16 @@ def dense_call(**changes: Any) -> DenseCall[ArraySpec]:
 def dense_plan(*, limits: DeviceLimits | None = None, **changes: Any) -> OperationPlan:
     """Plans `dense_call`."""
     return plan_call(dense_call(**changes), limits)
+
+
+def backward_call(*, with_d_lse: bool = False, **changes: Any) -> DenseBackwardCall[ArraySpec]:
+    """Makes the backward call of `dense_call`."""
+    forward = dense_call(**changes)
+    out = ArraySpec((forward.num_tokens, forward.num_heads, forward.value_head_size), forward.result_dtype)
+    lse = ArraySpec(out.shape[:2], "float32")
+    return backward_of(forward, out=out, lse=lse, d_out=out, d_lse=lse if with_d_lse else None)
+
+
+def backward_plan(*, limits: DeviceLimits | None = None, **changes: Any) -> OperationPlan:
+    """Plans `backward_call`."""
+    return plan_call(backward_call(**changes), limits)

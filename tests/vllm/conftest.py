@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from torch_core.vllm import AttentionSelectorConfig
+from torch_core.vllm import AttentionBackend, AttentionSelectorConfig, DeviceInfo
 
 
 @pytest.fixture
@@ -21,6 +22,17 @@ def make_config() -> Callable[..., AttentionSelectorConfig]:
         return AttentionSelectorConfig(**{**ordinary, **changes})
 
     return make
+
+
+@pytest.fixture
+def refusals() -> Callable[..., list[str]]:
+    """Asks a backend why it does not serve a layer on a device."""
+
+    def ask(backend: type[AttentionBackend], config: AttentionSelectorConfig, device: DeviceInfo) -> list[str]:
+        demands = {name: value for name, value in asdict(config).items() if name not in ("num_heads", "num_kv_heads")}
+        return backend.validate_configuration(**demands, device_capability=device.capability)
+
+    return ask
 
 
 @pytest.fixture

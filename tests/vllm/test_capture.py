@@ -23,6 +23,8 @@ from torch_core.vllm import (
     StepBuffers,
     StepGraphs,
     TritonAttentionMetadataBuilder,
+    get_num_prefill_decode_query_kv_tokens,
+    get_seq_len_block_table_args,
     upload,
 )
 
@@ -35,6 +37,11 @@ def refuses(message: str, error: type[Exception] = InvalidInput):
 
 def layout_for(size):
     return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4)
+
+
+def cross_layout(size):
+    extra = encoder_layout(num_seqs=size, num_encoder_tokens=8, max_encoder_blocks=2)
+    return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4, extra=extra)
 
 
 def decode(size, buffer=None, lengths=(5, 9)):
@@ -95,10 +102,22 @@ def test_a_host_buffer_is_not_given_out_before_its_copy():
     first, second = buffers.host_buffer(0), buffers.host_buffer(1)
     assert not np.shares_memory(first, second)
 
-    with pytest.raises(InvalidInput, match=r"^All 2 staging buffers are in flight \(oldest step 0\)"):
+    with pytest.raises(InvalidInput, match=r"^All 2 host buffers are taken \(oldest step 0\); upload a step"):
         buffers.host_buffer(2)
     buffers.upload(0)
     assert buffers.host_buffer(2) is first
+
+
+def test_steps_in_flight_have_numbers_of_their_own():
+    buffers = StepBuffers(layout_for(4), "cpu")
+    buffers.host_buffer(0)
+    for _ in range(2):
+        with refuses("Step 0 already has a host buffer; steps in flight need different numbers."):
+            buffers.host_buffer(0)
+        if 0 in buffers._taken:
+            buffers.upload(0)
+    with refuses("depth is 0; it must be an int of at least 1."):
+        StepBuffers(layout_for(4), "cpu", depth=0)
 
 
 def test_a_step_without_a_buffer_cannot_be_uploaded():
@@ -135,10 +154,6 @@ def test_captured_metadata_is_empty_until_a_step_is_prepared(state):
 
 
 def test_encoder_decoder_models_have_more_inputs(builder):
-    def cross_layout(size):
-        extra = encoder_layout(num_seqs=size, num_encoder_tokens=8, max_encoder_blocks=2)
-        return metadata_layout(num_seqs=size, num_tokens=size, max_blocks=4, extra=extra)
-
     state = CommonAttentionState(builder, cross_layout, "cpu")
     with state.graph_capture(max_batch_size=2):
         metadata = state.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
@@ -149,6 +164,29 @@ def test_encoder_decoder_models_have_more_inputs(builder):
         "block_tables", "query_start_loc", "seq_lens", "slot_mapping",
         "encoder_seq_lens", "cross_slot_mapping", "cross_block_tables",
     }  # fmt: skip
+
+
+def test_captured_metadata_counts_the_rows_that_a_step_may_fill(builder):
+    state = CommonAttentionState(builder, cross_layout, "cpu")
+    with state.graph_capture(max_batch_size=2):
+        metadata = state.graph_capture_get_metadata_for_batch(2, True)
+
+    assert metadata.num_actual_tokens == 2
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (2, 2, 0)
+    assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (0, 16)
+    assert get_num_prefill_decode_query_kv_tokens(metadata, "encoder_decoder") == (0, 8, 2)
+    assert get_seq_len_block_table_args(metadata, False, "encoder_decoder")[1] == 8
+
+
+def test_captured_rows_of_several_tokens_are_prefills(builder):
+    state = CommonAttentionState(
+        builder, lambda size: metadata_layout(num_seqs=size, num_tokens=3 * size, max_blocks=4), "cpu"
+    )
+    with state.graph_capture(max_batch_size=2):
+        metadata = state.graph_capture_get_metadata_for_batch(2)
+
+    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (2, 6, 0)
+    assert metadata.max_prefill_seq_len == 16
 
 
 def test_a_clone_starts_with_nothing_captured(state):
@@ -226,3 +264,4 @@ def test_rows_are_counted_as_decodes_and_prefills(builder):
 
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 2)
     assert (metadata.num_prefills, metadata.num_prefill_tokens) == (1, 3)
+    assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (3, 5)

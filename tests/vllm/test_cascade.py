@@ -78,6 +78,8 @@ def test_cascade_in_several_pieces_equals_plain_attention(rng, within_bound):
 
     within_bound(found, plain, case.expected(AttentionSpec(scale=SCALE)))
     assert (found[case.step.num_actual_tokens :] == 0).all()
+    none = metadata_of(case.step)
+    assert (none.cu_prefix_query_lens, none.prefix_kv_lens, none.suffix_kv_lens) == (None, None, None)
 
 
 def test_cascade_stores_a_quantised_output(rng):
@@ -102,6 +104,17 @@ def test_cascade_refuses_what_it_cannot_serve(rng):
         case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sliding_window=64), metadata)
     with refuses("cascade attention does not serve ALiBi; build the metadata with common_prefix_len=0.", Unsupported):
         case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, alibi_slopes=[0.5, 0.25, 0.125, 0.0625]), metadata)
+
+
+def test_a_refused_cascade_writes_nothing(rng):
+    case = Case(rng, shared_prefix_rows(3, 2))
+    before, output = case.cache.clone(), torch.empty_like(case.query)
+    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sliding_window=64)
+
+    with pytest.raises(Unsupported):
+        impl.forward(ONES, case.query, case.key, case.value, case.cache, metadata_of(case.step, prefix=8), output)
+
+    assert torch.equal(case.cache.nan_to_num(), before.nan_to_num())
 
 
 def test_cross_attention_shares_no_prefix(rng):

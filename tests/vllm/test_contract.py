@@ -14,6 +14,7 @@ from torch_core.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow, build_common_metadata
 from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
+    CACHE_DTYPES,
     FP8_STATIC_TENSOR,
     AttentionBackend,
     AttentionCGSupport,
@@ -43,7 +44,6 @@ from torch_core.vllm import (
     infer_global_hyperparameters,
     is_quantized_kv_cache,
     is_valid_kv_cache_layout,
-    kv_cache_torch_dtype,
     reshape_attn_output_for_spec_decode,
     reshape_query_for_spec_decode,
     subclass_attention_backend,
@@ -105,6 +105,8 @@ def test_a_backend_names_its_classes(backend):
     assert backend.forward_includes_kv_cache_update
     assert not backend.is_ssm()
     assert backend.get_supported_head_sizes()[-1] == 256
+    assert set(backend.get_supported_dtypes()) == {torch.float16, torch.bfloat16, torch.float32}
+    assert backend.get_metadata_cls() is PagedAttentionMetadata
 
 
 def test_block_sizes_are_served_or_replaced():
@@ -150,12 +152,16 @@ class Bare(AttentionBackend):
     get_builder_cls = staticmethod(TorchAttentionBackend.get_builder_cls)
 
 
-def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_config):
+def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_config, refusals):
     device = DeviceInfo(type="cuda", capability=DeviceCapability(9, 0), num_sms=132)
 
-    assert Bare.validate_configuration(make_config(), device) == []
-    assert Bare.validate_configuration(
-        make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True,
+    assert refusals(Bare, make_config(), device) == []
+    assert Bare.get_supported_kernel_block_sizes() == [MultipleOf(1)]
+    assert [kind for kind in AttentionType if Bare.supports_attn_type(kind)] == ["decoder"]
+    assert not Bare.is_mla()
+    assert not Bare.is_sparse()
+    assert refusals(
+        Bare, make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True,
                     use_batch_invariant=True, use_per_head_quant_scales=True, dtype=torch.float32), device,
     ) == [
         "dtype is float32; it serves float16, bfloat16",
@@ -167,13 +173,13 @@ def test_a_bare_backend_serves_ordinary_decoder_layers_and_nothing_more(make_con
         "its results depend on the batch (use_batch_invariant)",
     ]  # fmt: skip
     chosen = subclass_attention_backend_with_overrides("Few", Bare, {"supported_head_sizes": (64, 128)})
-    assert chosen.validate_configuration(make_config(head_size=80), device) == ["head_size is 80; it serves 64, 128"]
+    assert refusals(chosen, make_config(head_size=80), device) == ["head_size is 80; it serves 64, 128"]
 
 
-def test_the_torch_backend_serves_every_option_but_batch_invariance(make_config):
+def test_the_torch_backend_serves_every_option_but_batch_invariance(make_config, refusals):
     config = make_config(has_sink=True, use_mm_prefix=True, use_alibi_sqrt=True, use_non_causal=True)
 
-    assert TorchAttentionBackend.validate_configuration(config, DeviceInfo(type="cpu")) == []
+    assert refusals(TorchAttentionBackend, config, DeviceInfo(type="cpu")) == []
 
 
 def test_a_bare_builder_captures_and_drafts_like_any_step():
@@ -185,6 +191,28 @@ def test_a_bare_builder_captures_and_drafts_like_any_step():
 
     assert builder.build_for_cudagraph_capture("batch", arrays={}) == (0, "batch", False, {})
     assert builder.build_for_drafting("batch", 2) == (0, "batch", True, None)
+
+
+def test_a_builder_that_was_written_for_vllm_captures_and_drafts():
+    class Builder(AttentionMetadataBuilder):
+        _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+        def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            return common_prefix_len, common_attn_metadata, fast_build
+
+    config = BuilderConfig(num_heads=4, num_speculative_tokens=2)
+    builder: Any = Builder(SPEC, ["layer.0"], config, torch.device("cpu"))
+
+    assert Builder.get_cudagraph_support(vllm_config=config, kv_cache_spec=SPEC) is AttentionCGSupport.UNIFORM_BATCH
+    assert (builder.kv_cache_spec, builder.layer_names, builder.vllm_config) == (SPEC, ("layer.0",), config)
+    assert builder.reorder_batch_threshold == 3
+    assert builder.build_for_cudagraph_capture("batch") == (0, "batch", False)
+    assert builder.build_for_drafting(common_attn_metadata="batch", draft_index=2) == (0, "batch", True)
+    assert builder.use_cascade_attention(8192, np.ones(64), 32, 8, False, False, False, 132, 1) is False
 
 
 def make_builder(**config):
@@ -224,11 +252,16 @@ def test_a_layer_is_alone_unless_it_is_given_a_place():
         def __init__(self):
             self.num_heads = 1
 
-        def forward(self, *args):
+        def forward(self, *args, **options):
             raise NotImplementedError
 
     assert Layer().context_parallel == ContextParallel()
     assert not Layer().need_to_return_lse_for_decode
+    assert not Layer().supports_mtp_with_cp_non_trivial_interleave_size
+    Layer.context_parallel = ContextParallel(dcp_world_size=2)
+    assert not Layer().need_to_return_lse_for_decode
+    Layer.can_return_lse_for_decode = True
+    assert Layer().need_to_return_lse_for_decode
 
 
 def test_lengths_of_ranks_that_share_sequences_are_not_captured():
@@ -259,14 +292,14 @@ def test_ranks_are_numbered_over_both_kinds():
     assert (place.total_cp_world_size, place.total_cp_rank) == (8, 7)
     with refuses("dcp_rank is 2 of dcp_world_size 2; it must be from 0 to size - 1."):
         ContextParallel(dcp_world_size=2, dcp_rank=2)
-    with refuses("interleave_size is 0; it must be at least 1."):
+    with refuses("interleave_size is 0; it must be an int of at least 1."):
         ContextParallel(interleave_size=0)
 
 
 def test_builder_configurations_are_checked():
     with refuses("sliding_window is 0; it must be an int of at least 1."):
         BuilderConfig(num_heads=4, sliding_window=0)
-    with refuses("num_speculative_tokens is -1; it cannot be negative."):
+    with refuses("num_speculative_tokens is -1; it must be an int of at least 0."):
         BuilderConfig(num_heads=4, num_speculative_tokens=-1)
 
 
@@ -300,6 +333,21 @@ def test_cascade_follows_the_layers_masks():
     assert not choice(batch_invariant=True)
 
 
+def test_cascade_follows_what_vllm_asks_with():
+    spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
+    builder = TritonAttentionMetadataBuilder(spec, [], BuilderConfig(num_heads=32), "cpu")
+    names = ("num_query_heads", "num_kv_heads", "use_alibi", "use_sliding_window", "use_local_attention", "num_sms",
+             "dcp_world_size")  # fmt: skip
+    asked = dict(zip(names, (32, 8, False, False, False, 132, 1), strict=True))
+
+    assert builder.use_cascade_attention(8192, np.ones(64), *asked.values())
+    for name, value in (("use_alibi", True), ("use_sliding_window", True), ("use_local_attention", True),
+                        ("num_sms", 0), ("dcp_world_size", 2)):  # fmt: skip
+        assert not builder.use_cascade_attention(8192, np.ones(64), **{**asked, name: value}), name
+    with refuses("num_query_heads is 30; it must be a multiple of num_kv_heads, 8."):
+        builder.use_cascade_attention(8192, np.ones(64), **{**asked, "num_query_heads": 30})
+
+
 @pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", "nvfp4"])
 def test_a_cache_dtype_that_is_not_served_counts_as_quantised(name):
     # Code that asks before it reads raw bytes must not take them for real values.
@@ -308,12 +356,8 @@ def test_a_cache_dtype_that_is_not_served_counts_as_quantised(name):
 
 def test_cache_dtypes_have_names():
     assert [is_quantized_kv_cache(name) for name in ("auto", "bfloat16", "fp8", "int8")] == [False, False, True, True]
-    assert kv_cache_torch_dtype("auto", torch.float16) is torch.float16
-    assert kv_cache_torch_dtype("fp8_e5m2", torch.float16) is torch.float8_e5m2
-    with refuses(
-        "kv_cache_dtype is 'nf4'; it must be one of auto, float32, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8."
-    ):
-        kv_cache_torch_dtype("nf4", torch.float16)
+    assert CACHE_DTYPES["auto"] is None
+    assert CACHE_DTYPES["fp8_e5m2"] is torch.float8_e5m2
 
 
 def test_layouts_have_names():
@@ -330,7 +374,9 @@ def test_one_static_fp8_scale_can_be_fused_into_the_output():
 
 
 def test_nothing_is_prepared_from_weights_by_default():
-    assert TorchAttentionImpl(4, 32, 0.5).process_weights_after_loading(torch.bfloat16) is None
+    impl: Any = TorchAttentionImpl(4, 32, 0.5)
+    assert impl.process_weights_after_loading(torch.bfloat16) is None
+    assert not AttentionImpl.fused_output_quant_supported(impl, FP8_STATIC_TENSOR)
 
 
 def test_scales_come_as_tensors_and_numbers():
@@ -350,14 +396,30 @@ def test_latent_attention_sizes_come_from_the_model_configuration():
     )
     assert (dims.qk_head_dim, dims.cache_head_size) == (192, 576)
     config.q_lora_rank = 1536
-    assert get_mla_dims(config).q_lora_rank == 1536
+    assert get_mla_dims(SimpleNamespace(hf_text_config=config)).q_lora_rank == 1536
 
 
 @pytest.mark.parametrize("value", [None, 0, "512", True])
 def test_missing_latent_sizes_are_refused(value):
     config = SimpleNamespace(kv_lora_rank=value, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    with refuses(f"kv_lora_rank of the model configuration is {value!r}; latent attention needs a positive int."):
+    with refuses(f"kv_lora_rank of the model configuration is {value!r}; it must be an int of at least 1."):
         get_mla_dims(config)
+
+
+def test_a_layer_keeps_what_it_was_made_with():
+    sinks = torch.zeros(4)
+    layer = TritonAttentionImpl(4, 32, 1, 2, [0.5, 0.25, 0.125, 1.0], 8, "fp8", 3.0, "decoder", "layer.0", sinks)
+    bare = TritonAttentionImpl(4, 32, 0.5)
+
+    assert (layer.num_heads, layer.head_size, layer.num_kv_heads, layer.kv_cache_dtype) == (4, 32, 2, "fp8")
+    assert isinstance(layer.scale, float)
+    assert layer.alibi_slopes is not None
+    assert layer.alibi_slopes.dtype == torch.float32
+    assert (layer.spec.window_left, layer.spec.logits_soft_cap) == (7, 3.0)
+    assert layer.kv_sharing_target_layer_name == "layer.0"
+    assert layer.sinks is sinks
+    assert (bare.num_kv_heads, bare.alibi_slopes, bare.sinks, bare.kv_cache_dtype) == (4, None, None, "auto")
+    assert (bare.spec.window_left, bare.spec.logits_soft_cap) == (None, None)
 
 
 def test_layers_with_equal_options_share_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = ROOT / "torch_core" / "vllm" / "README.md"
 
-#: The public names of the five files, by section of the table.
+#: The names of the files, by section of the table.
 NAMES = {
     "The contract": (
         "AttentionType",
@@ -145,6 +146,39 @@ NAMES = {
         "is_quantized_kv_cache",
         "subclass_attention_backend",
         "subclass_attention_backend_with_overrides",
+        "M",
+        "T",
+        "MultipleOf.base",
+        "MultipleOf.__init__",
+        "CommonAttentionMetadata.__init__",
+        "CommonAttentionMetadata._seq_lens_cpu",
+        "CommonAttentionMetadata._num_computed_tokens_cpu",
+        "CommonAttentionMetadata._num_computed_tokens_cache",
+        "AttentionMetadataBuilder.__init__",
+        "AttentionMetadataBuilder._cudagraph_support",
+        "AttentionMetadataBuilder.kv_cache_spec",
+        "AttentionMetadataBuilder.layer_names",
+        "AttentionMetadataBuilder.vllm_config",
+        "AttentionMetadataBuilder.device",
+        "AttentionImpl.__new__",
+        "AttentionImpl.__init__",
+        "AttentionImpl.process_weights_after_loading",
+        "AttentionImpl.num_heads",
+        "AttentionImpl.head_size",
+        "AttentionImpl.scale",
+        "AttentionImpl.can_return_lse_for_decode",
+        "AttentionImpl.need_to_return_lse_for_decode",
+        "AttentionImpl.supports_pcp",
+        "AttentionImpl.supports_mtp_with_cp_non_trivial_interleave_size",
+        "AttentionImpl.supports_quant_query_input",
+        "AttentionImpl.dcp_world_size",
+        "AttentionImpl.dcp_rank",
+        "AttentionImpl.pcp_world_size",
+        "AttentionImpl.pcp_rank",
+        "AttentionImpl.total_cp_world_size",
+        "AttentionImpl.total_cp_rank",
+        "MLAAttentionImpl.__init__",
+        "MLAAttentionImpl.forward",
     ),
     "Batch helpers": (
         "KVCacheLayoutType",
@@ -197,6 +231,38 @@ NAMES = {
         "TritonAttentionMetadata.softmax_segm_output",
         "TritonAttentionMetadata.softmax_segm_max",
         "TritonAttentionMetadata.softmax_segm_expsum",
+        "logger",
+        "TritonAttentionBackend.accept_output_buffer",
+        "TritonAttentionBackend.get_name",
+        "TritonAttentionBackend.get_impl_cls",
+        "TritonAttentionBackend.get_builder_cls",
+        "TritonAttentionBackend.get_metadata_cls",
+        "TritonAttentionBackend.get_supported_dtypes",
+        "TritonAttentionBackend.get_kv_cache_shape",
+        "TritonAttentionBackend.validate_head_size",
+        "TritonAttentionBackend.use_cascade_attention",
+        "TritonAttentionImpl.__init__",
+        "TritonAttentionImpl.num_heads",
+        "TritonAttentionImpl.head_size",
+        "TritonAttentionImpl.scale",
+        "TritonAttentionImpl.num_kv_heads",
+        "TritonAttentionImpl.alibi_slopes",
+        "TritonAttentionImpl.kv_cache_dtype",
+        "TritonAttentionImpl.kv_sharing_target_layer_name",
+        "TritonAttentionImpl.sinks",
+        "TritonAttentionImpl.num_queries_per_kv",
+        "TritonAttentionImpl.sliding_window",
+        "TritonAttentionImpl.logits_soft_cap",
+        "TritonAttentionImpl.fp8_dtype",
+        "TritonAttentionMetadata.__init__",
+        "TritonAttentionMetadataBuilder.__init__",
+        "TritonAttentionMetadataBuilder.build",
+        "TritonAttentionMetadataBuilder.build_for_cudagraph_capture",
+        "TritonAttentionMetadataBuilder.cudagraph_support",
+        "TritonAttentionMetadataBuilder.block_size",
+        "TritonAttentionMetadataBuilder.headdim",
+        "TritonAttentionMetadataBuilder.num_heads_kv",
+        "TritonAttentionMetadataBuilder.num_heads_q",
     ),
     "Older helpers": (
         "is_block_tables_empty",
@@ -220,6 +286,31 @@ NAMES = {
         "get_mla_dims",
         "get_flash_attn_version",
         "STR_NOT_IMPL_ENC_DEC_ROCM_HIP",
+        "PAD_SLOT_ID",
+        "TAttentionMetadata",
+        "logger",
+        "_COMPUTE_SLOT_MAPPING_NUMPY_NUMEL",
+        "_compute_slot_mapping_numpy",
+        "_compute_slot_mapping_python",
+        "CommonMetadataBuilder.__init__",
+        "CommonMetadataBuilder._metadata_cls",
+        "CommonMetadataBuilder._add_seq_group",
+        "CommonMetadataBuilder.input_builder",
+        "CommonMetadataBuilder.runner",
+        "CommonMetadataBuilder.sliding_window",
+        "CommonMetadataBuilder.block_size",
+        "CommonAttentionState.__init__",
+        "CommonAttentionState.runner",
+        "CommonAttentionState._is_graph_capturing",
+        "CommonAttentionState._update_captured_metadata_for_enc_dec_model",
+        "CommonAttentionState._add_additional_input_buffers_for_enc_dec_model",
+        "CommonAttentionState._prepare_input_buffers_for_enc_dec_model",
+        "MLADims.__init__",
+        "MLADims.q_lora_rank",
+        "MLADims.kv_lora_rank",
+        "MLADims.qk_nope_head_dim",
+        "MLADims.qk_rope_head_dim",
+        "MLADims.v_head_dim",
     ),
     "The prefill kernel": (
         "context_attention_fwd",
@@ -228,6 +319,13 @@ NAMES = {
         "context_attention_fwd.sliding_window_k",
         "context_attention_fwd.max_input_len",
         "get_block_size",
+        "_fwd_kernel",
+    ),
+    "The MLA builder": (
+        "TritonMLAMetadataBuilder",
+        "TritonMLAMetadataBuilder.__init__",
+        "TritonMLAMetadataBuilder._cudagraph_support",
+        "TritonMLAMetadataBuilder._reserve_attn_logits_workspace",
     ),
 }
 
@@ -245,6 +343,8 @@ def read_table() -> list[Row]:
     for line in README.read_text(encoding="utf-8").splitlines():
         if line.startswith("### "):
             section = line.removeprefix("### ").partition(":")[0]
+        elif line.startswith("## "):
+            section = ""
         elif line.startswith("| `") and section:
             rows.append(Row(section, *(cell.strip().strip("`") for cell in line.strip("|").split(" | "))))
     return rows
@@ -280,8 +380,43 @@ def test_the_table_checks_can_fail():
     assert "test_nothing" not in functions_of("vllm/test_contract.py")
 
 
+class Behaviour(NamedTuple):
+    file: str
+    behaviour: str
+    test: str
+    difference: str
+
+
+def read_behaviours() -> list[Behaviour]:
+    table = README.read_text(encoding="utf-8").partition(
+        "| file | behaviour | test | difference |\n|---|---|---|---|\n"
+    )
+    lines = table[2].splitlines()
+    return [Behaviour(*(cell.strip().strip("`") for cell in line.strip("|").split(" | "))) for line in lines]
+
+
+def test_every_file_has_its_behaviours():
+    files = {row.file for row in read_behaviours()}
+
+    assert files == {"triton_attn", "backend", "triton_prefill_attention", "utils", "triton_mla"}
+
+
+def test_a_behaviour_has_a_test_or_a_reason():
+    missing = [
+        row.behaviour
+        for row in read_behaviours()
+        if (row.test == "-" and len(row.difference) < 5)
+        or (row.test != "-" and row.test.partition("::")[2] not in functions_of(row.test.partition("::")[0]))
+    ]
+
+    assert missing == []
+
+
 def exists(path: str) -> bool:
     owner, attribute = resolve_owner(path)
+    sources = [inspect.getsource(cls) for cls in getattr(owner, "__mro__", ()) if cls.__module__.startswith("torch_")]
+    if any(re.search(rf"self\.{attribute}\b.* = ", source) for source in sources):
+        return True
     annotations = [name for cls in getattr(owner, "__mro__", ()) for name in vars(cls).get("__annotations__", {})]
     return hasattr(owner, attribute) or attribute in annotations
 

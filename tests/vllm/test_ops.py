@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support import reference
+from tests.support.triton_ops import run_triton
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
 from torch_core.vllm import ops as vllm_compat
@@ -129,6 +131,60 @@ def test_an_fp8_output_is_scaled(batch):
     assert ((found.float() - expected).abs() <= (expected.abs() / 16).clamp(min=2**-10) * 1.01).all()
 
 
+def test_descales_may_differ_by_sequence_and_head(batch, within_bound):
+    generator = torch.Generator().manual_seed(1)
+    k_descale, v_descale = torch.rand(2, len(SEQ_LENS), KV_HEADS, generator=generator) + 0.25
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
+    found = _unified(batch, descales=(None, k_descale, v_descale))
+    expected = _descaled(batch, k_descale, v_descale)
+    _close(found, expected)
+    # One for each head, the same for all sequences; and an fp8 query with a scale of its own.
+    _close(_unified(batch, descales=(None, k_descale[0], 2.0)), _descaled(batch, k_descale[:1].expand(3, 2), 2.0))
+    coded = batch["q"].to(torch.float8_e4m3fn)
+    batch["q"] = coded.float() * 0.5
+    exact = _descaled(batch, k_descale, v_descale)
+    batch["q"], out = coded, torch.full(batch["q"].shape, torch.nan, dtype=torch.bfloat16)
+    found = _unified(batch, descales=(torch.tensor(0.5), k_descale, v_descale), out=out)
+    # What a query that is multiplied by the rounded number would give.
+    batch["q"] = (coded.float() * 0.5).bfloat16()
+    within_bound(found, _descaled(batch, k_descale.bfloat16().float(), v_descale).bfloat16(), exact)
+    _unified(batch, descales=(torch.full((3, 2), 0.5), None, None), out=out)
+
+
+def test_descales_by_head_and_an_fp8_output(batch):
+    v_descale = torch.rand(len(SEQ_LENS), KV_HEADS, generator=torch.Generator().manual_seed(2)) + 0.25
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
+    out = torch.zeros_like(batch["q"], dtype=torch.float8_e4m3fn)
+    found = _unified(batch, descales=(None, None, v_descale), out=out, output_scale=torch.tensor([0.001]))
+    expected = (_descaled(batch, 1.0, v_descale) / 0.001).clamp(-448, 448)
+    assert found.float().abs().max() == 448
+    assert ((found.float() - expected).abs() <= (expected.abs() / 16).clamp(min=2**-10) * 1.01).all()
+
+
+def test_descales_of_no_sequence_scale_nothing(batch):
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
+    for name, rows in (("starts", 1), ("seq_lens", 0), ("tables", 0)):
+        batch[name] = batch[name][:rows]
+    none = torch.ones(0, KV_HEADS)
+    assert (_unified(batch, descales=(None, none, none)) == 0).all()
+
+
+def test_descales_of_another_shape_are_refused(batch):
+    batch["kv_cache"] = batch["kv_cache"].to(torch.float8_e5m2)
+    with pytest.raises(InvalidInput, match=r"k_descale has shape \[4, 2\]; .* \[num_seqs, num_kv_heads\], \[3, 2\]"):
+        _unified(batch, descales=(None, torch.rand(4, 2), None))
+
+
+def _descaled(batch, k_descale, v_descale):
+    """The reference, sequence by sequence and head by head, on a cache of real values."""
+    cache, rows = batch["kv_cache"].double(), []
+    for seq in range(len(SEQ_LENS)):
+        scales = torch.stack([torch.as_tensor(x).expand(3, 2)[seq].double() for x in (k_descale, v_descale)])
+        rows.append(_expected({**batch, "q": batch["q"].double(), "kv_cache": cache * scales[None, :, None, :, None]}))
+    ends = [0, 3, 4, 9]
+    return torch.cat([rows[seq][ends[seq] : ends[seq + 1]] for seq in range(3)])
+
+
 class _Mode(enum.Enum):
     INT4_PER_TOKEN_HEAD = 4
 
@@ -152,7 +208,6 @@ class _Mode(enum.Enum):
             },
             "prefix ranges always reach past the window",
         ),
-        ({"descales": (None, torch.ones(3, 2), None)}, r"k_descale has shape \[3, 2\]; one scale per tensor is served"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(batch, options, message):
@@ -204,6 +259,37 @@ def test_context_attention_fwd_takes_padding_between_the_sequences(seed):
     _close(out[live], alone)
     out[live] = 0
     assert (out == 0).all()
+
+
+def test_the_kernels_of_context_attention_fwd_take_padding_longer_than_the_bound(seed, monkeypatch):
+    # As on CUDA, where a gap between two sequences is not held to the bound on their lengths.
+    monkeypatch.setattr(
+        "torch_core.vllm.ops.attention.run",
+        lambda call: run_triton(replace(call, max_query_len=5, max_key_len=5)),
+    )
+    packed, lens = _packed(seed), torch.tensor([3, 1, 5], dtype=torch.int32)
+    query, key, value = (torch.full((150, *array.shape[1:]), torch.nan) for array in packed[:3])
+    live = torch.cat([torch.arange(start, start + length) for start, length in ((0, 3), (7, 1), (140, 5))])
+    for array, full in zip(packed, (query, key, value), strict=False):
+        full[live] = array
+    out, alone = torch.full_like(query, torch.nan), torch.empty_like(packed[0])
+
+    vllm_compat.context_attention_fwd(query, key, value, out, torch.tensor([0, 7, 140]), lens, 5)
+
+    vllm_compat.context_attention_fwd(*packed[:3], alone, packed[3], lens, 5)
+    _close(out[live], alone)
+    out[live] = 0
+    assert (out == 0).all()
+
+
+def test_context_attention_fwd_takes_any_head_size(seed):
+    query, key, value, starts, lens = _packed(seed)
+    out = torch.full_like(query[..., :13], torch.nan)
+    vllm_compat.context_attention_fwd(query[..., :13], key[..., :13], value[..., :13], out, starts, lens, 5)
+    offsets, spec = torch.tensor([0, 3, 4, 9], dtype=torch.int32), AttentionSpec(scale=13**-0.5)
+    bounds = {"max_query_len": 5, "max_key_len": 5, "compute_dtype": torch.float64}
+    arrays = (x[..., :13].contiguous() for x in (query, key, value))
+    _close(out, reference.attention(*arrays, offsets, offsets, spec=spec, **bounds))
 
 
 def test_context_attention_fwd_takes_no_sequence(seed):
@@ -271,6 +357,35 @@ def test_reshape_and_cache_flash_writes_bytes_as_the_cache_dtype(kv_cache_dtype,
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("coded", [False, True])
+def test_reshape_and_cache_flash_takes_a_scale_for_each_head(coded, seed):
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(2, 5, KV_HEADS, SIZE, generator=generator) * 100
+    stored, slots = torch.float8_e4m3fn, torch.tensor([7, -1, 3, 0, 1])
+    k_scale, v_scale = torch.tensor([0.5, 3.0]), torch.tensor([0.1])
+    if coded:
+        key, value = key.to(stored), value.to(stored)
+    cache = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=stored)
+    expected = cache.clone()
+    k_cache, v_cache = cache.view(torch.uint8).unbind(1)
+    vllm_compat.triton_reshape_and_cache_flash(key, value, k_cache, v_cache, slots, "fp8", k_scale, v_scale)
+    for head in range(KV_HEADS):
+        part = slice(head, head + 1)
+        arrays = (key[:, part], value[:, part], expected[..., part, :], slots)
+        reference.write_kv_cache(*arrays, k_scale=k_scale[head], v_scale=v_scale)
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_reshape_and_cache_flash_refuses_other_scales():
+    key, cache = torch.zeros(3, KV_HEADS, SIZE), torch.zeros(2, BLOCK_SIZE, KV_HEADS, SIZE, dtype=torch.uint8)
+    with pytest.raises(
+        Unsupported, match=r"k_scale has shape \[3\]; one element, or a view that repeats it, is served"
+    ):
+        vllm_compat.triton_reshape_and_cache_flash(
+            key, key, cache, cache.clone(), torch.tensor([0]), "fp8", torch.ones(3), None
+        )
+
+
 def test_reshape_and_cache_flash_diffkv_splits_the_last_axis(seed):
     generator = torch.Generator().manual_seed(seed)
     key, value = torch.randn(3, KV_HEADS, 24, generator=generator), torch.randn(3, KV_HEADS, 8, generator=generator)
@@ -320,3 +435,39 @@ def test_reshape_and_cache_flash_refuses_what_it_cannot_store(change, message):
     }
     with pytest.raises(Unsupported, match=message):
         vllm_compat.triton_reshape_and_cache_flash(**{**arguments, **change})
+
+
+def test_unified_attention_diffkv_takes_values_of_another_size(batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randn(13, BLOCK_SIZE, KV_HEADS, SIZE + 8, generator=generator)
+    k, v = packed[..., :SIZE], packed[..., SIZE:]
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    out = torch.full((9, HEADS, 8), torch.nan)
+    vllm_compat.unified_attention_diffkv(
+        batch["q"], k, v, out, batch["starts"], batch["seq_lens"], SIZE**-0.5, True, (3, 0), batch["tables"], 0,
+        sinks=sinks,
+    )  # fmt: skip
+    batch["kv_cache"] = (k, v)
+    _close(out, _expected(batch, spec=_spec(window_left=3), sinks=sinks))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
+def test_decode_attention_fwd_reads_one_query_of_each_sequence(flat, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query, lens = torch.randn(3, HEADS, SIZE, generator=generator), torch.tensor([9, 14, 1])
+    keys, values = torch.randn(2, 13, BLOCK_SIZE, KV_HEADS, SIZE, generator=generator).to(dtype)
+    tables = torch.randperm(12, generator=generator).reshape(3, 4) + 1
+    out, lse = torch.full_like(query, torch.nan), torch.full((3, HEADS), torch.nan)
+    caches = [x.flatten(0, 1) if flat else x for x in (keys, values)]
+    scales = (0.5, torch.tensor(2.0))
+    vllm_compat.decode_attention_fwd(
+        query, *caches, out, lse, tables, lens, torch.empty(3, HEADS, 4, SIZE), 4, 0.3, BLOCK_SIZE, 5.0, *scales
+    )
+    starts, spec = torch.arange(4, dtype=torch.int32), AttentionSpec(scale=0.3, logits_soft_cap=5.0)
+    factors = {} if dtype == torch.float32 else {"k_scale": 0.5, "v_scale": 2.0}
+    expected, expected_lse = reference.paged_attention_with_lse(
+        query, (keys, values), tables.int(), lens.int(), starts, spec=spec, compute_dtype=torch.float64, **factors
+    )
+    _close(out, expected)
+    _close(lse, expected_lse)

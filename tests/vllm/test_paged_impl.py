@@ -332,6 +332,7 @@ def test_spread_sequences_are_refused_where_they_are_not_served(rng):
         "this layer holds 1 of 2 parts of each sequence; call forward_with_lse and merge the parts.", Unsupported
     ):
         case.run(impl, metadata)
+    before = case.cache.clone()
     arguments = (ONES, case.query, case.key, case.value, case.cache)
     with refuses(
         "sequences are spread over ranks, where only single new tokens without a window, chunk or ALiBi are served; "
@@ -348,6 +349,7 @@ def test_spread_sequences_are_refused_where_they_are_not_served(rng):
         chunked.forward_with_lse(*arguments, replace(metadata, max_query_len=1))
     with refuses("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks."):
         impl.forward_with_lse(*arguments, metadata_of(case.step))
+    assert torch.equal(case.cache.nan_to_num(), before.nan_to_num())
     encoder = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder")
     with refuses("forward_with_lse is for decoder layers; this one is of type encoder.", Unsupported):
         encoder.forward_with_lse(*arguments, metadata_of(case.step))
@@ -395,7 +397,7 @@ def test_a_missing_cache_or_key_is_refused(rng):
     with refuses("key or value is None; encoder attention has no cache to read them from."):
         encoder.forward(ONES, case.query, None, None, None, metadata_of(case.step), output)
     cross = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder_decoder")
-    with refuses("the metadata has no cross_slot_mapping, which cross attention needs. Build it with encoder_rows."):
+    with refuses("the metadata has no cross_block_tables, which cross attention needs. Build it with encoder_rows."):
         cross.forward(ONES, case.query, case.key, case.value, case.cache, metadata_of(case.step), output)
 
 

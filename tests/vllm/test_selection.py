@@ -128,10 +128,59 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_layer_that_is_not_served_gets_every_reason(name, make_config):
+def test_a_layer_that_is_not_served_gets_every_reason(name, make_config, refusals):
     backend, device, changes, reasons = REFUSED[name]
 
-    assert backend.validate_configuration(make_config(**changes), device) == reasons
+    assert refusals(backend, make_config(**changes), device) == reasons
+
+
+def test_a_demand_that_there_is_not_is_refused(make_config):
+    with pytest.raises(InvalidInput, match=r"^use_magic is no demand on a backend; there are has_sink, use_mm_prefix"):
+        TRITON.validate_configuration(64, torch.float16, "auto", 16, False, False, False, False, (9, 0), "decoder",
+                                      use_magic=True)  # fmt: skip
+
+
+def test_calls_and_overrides_in_vllms_form_run():
+    class Written(TritonAttentionBackend):
+        @classmethod
+        def get_supported_head_sizes(cls):
+            return [64, 96]
+
+        @classmethod
+        def supports_combination(
+            cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, device_capability
+        ):
+            return "not on this device" if device_capability == (9, 0) and has_sink else None
+
+    layer = (64, torch.bfloat16, "auto", 16, False, True, False, False, DeviceCapability(9, 0), "decoder")
+
+    assert TritonAttentionBackend.validate_configuration(*layer) == []
+    assert Written.validate_configuration(*layer) == ["not on this device"]
+    assert Written.validate_configuration(128, *layer[1:-2], (8, 0), "decoder") == [
+        "head_size is 128; it serves 64, 96"
+    ]
+    with pytest.raises(InvalidInput, match=r"^head_size is 128; TRITON_ATTN serves 64, 96\.$"):
+        Written.validate_head_size(128)
+
+
+def test_an_empty_list_serves_anything():
+    any_of = limited(
+        supported_kv_cache_dtypes=(),
+        get_supported_head_sizes=classmethod(lambda cls: []),
+        get_supported_kernel_block_sizes=staticmethod(list),
+    )
+
+    assert any_of.supports_kv_cache_dtype("nvfp4")
+    assert TORCH.supports_kv_cache_dtype(None)
+    assert TORCH.supports_block_size(None)
+    assert any_of.supports_head_size(1000)
+    assert any_of.supports_block_size(7)
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("mps", None), ("cuda", None), ("cpu", DeviceCapability(9, 0))])
+def test_a_device_is_a_cpu_or_has_a_capability(kind, capability):
+    with pytest.raises(Unsupported, match=f"^device type is '{kind}' with capability"):
+        DeviceInfo(type=kind, capability=capability)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -143,7 +192,7 @@ def test_selection_fails_with_the_reasons_of_every_backend(name, make_config):
         TorchAttentionBackend,
         {
             "get_name": staticmethod(lambda: "AlwaysUnfit"),
-            "validate_configuration": classmethod(lambda cls, config, device: ["it is never fit"]),
+            "validate_configuration": classmethod(lambda cls, *args, **demands: ["it is never fit"]),
         },
     )
 
@@ -165,13 +214,13 @@ def test_the_preferred_backend_that_serves_is_chosen(make_config):
 
 @pytest.mark.parametrize("attn_type", list(AttentionType))
 @pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e5m2", "int8"])
-def test_the_triton_backend_serves_every_kind_of_attention_and_cache_on_hopper(attn_type, cache, make_config):
+def test_the_triton_backend_serves_every_kind_of_attention_and_cache_on_hopper(attn_type, cache, make_config, refusals):
     config = make_config(
         attn_type=attn_type, kv_cache_dtype=cache, has_sink=True, use_mm_prefix=True, use_non_causal=True,
         use_batch_invariant=True, use_alibi_sqrt=True, use_kv_connector=True,
     )  # fmt: skip
 
-    assert TritonAttentionBackend.validate_configuration(config, H200) == []
+    assert refusals(TritonAttentionBackend, config, H200) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that this machine lacks")

@@ -1,17 +1,19 @@
-"""Which kernels serve an attention call: paged and dense, for any mix of long and short queries."""
+"""Which kernels serve an attention call: paged and dense, for any mix of long and short queries, and backward."""
 
 from __future__ import annotations
 
+from torch_core.attention.backward.plan import backward_plan
+from torch_core.attention.backward_hopper.plan import hopper_backward_plan
 from torch_core.attention.hopper.plan import hopper_launch
 from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.attention.operands import operation
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.attention.split.plan import short_query_len, split_launches
-from torch_core.calls import AttentionCall, PagedCall
+from torch_core.calls import AttentionCall, DenseBackwardCall, PagedCall
 from torch_core.plan.plan import DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.specs import ArraySpec
 
-__all__ = ["plan_attention"]
+__all__ = ["plan_attention", "plan_attention_backward"]
 
 
 def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
@@ -28,10 +30,15 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     launches: list[LaunchPlan] = []
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
     if not isinstance(call, PagedCall) or short < call.max_query_len:
-        long = {"min_query": short + 1}
-        hopper = hopper_launch(call, limits, **long) or hopper_fp8_launch(call, limits, **long)
-        launches.append(hopper or rows_launch(call, **long))
+        long = short + 1
+        hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
+        launches.append(hopper or rows_launch(call, min_query=long))
     if isinstance(call, PagedCall) and short:
         split, scratch = split_launches(call, max_query=short, zero_padding=not launches)
         launches += split
     return operation(call, tuple(launches), scratch)
+
+
+def plan_attention_backward(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
+    """Plans a checked backward call that is not empty. Outputs: the gradients, see `DenseBackwardCall.outputs`."""
+    return hopper_backward_plan(call, limits) or backward_plan(call, limits)

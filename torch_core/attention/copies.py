@@ -14,7 +14,7 @@ from torch_core.calls import AttentionCall, PagedCall
 from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
-__all__ = ["Matrix", "array_matrix", "copied_launch", "copy_box", "copy_descriptor", "is_copied"]
+__all__ = ["Matrix", "array_matrix", "copied_launch", "copy_box", "copy_descriptor", "dense_matrix", "is_copied"]
 
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
 _MIN_BOX = 8
@@ -138,6 +138,22 @@ def copy_box(call: AttentionCall[ArraySpec], block_n: int) -> int:
 def array_matrix(call: AttentionCall[ArraySpec], name: str, block_n: int) -> Matrix | None:
     """Returns a call's "query", "key" or "value" as a matrix that the copy engine can follow; None if there is none."""
     spec = {"query": call.query, "key": keys(call), "value": values(call)}[name]
+    matrix = dense_matrix(spec)
+    if matrix is None or name == "query" or not isinstance(call, PagedCall):
+        return matrix
+    block_stride, stride = spec.element_strides[0], matrix.stride
+    if copy_box(call, block_n) < _MIN_BOX:
+        return None
+    offset = value_offset(call) if name == "value" else 0
+    last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
+    rows = last_row + value_offset(call) // stride
+    if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
+        return None
+    return Matrix((rows, matrix.shape[1]), stride, block_stride // stride, matrix.head_stride, offset // stride)
+
+
+def dense_matrix(spec: ArraySpec) -> Matrix | None:
+    """Returns an array of rows of heads as a matrix that the copy engine can follow; None if there is none."""
     *outer, head_stride, _ = spec.element_strides
     heads, head_size = spec.shape[-2:]
     stride = outer[-1]
@@ -146,17 +162,7 @@ def array_matrix(call: AttentionCall[ArraySpec], name: str, block_n: int) -> Mat
         return None
     if not _fits(stride, spec.dtype) or not _fits(head_stride, spec.dtype):
         return None
-    if name == "query" or not isinstance(call, PagedCall):
-        return Matrix((spec.shape[0], width), stride, 0, head_stride)
-    block_stride = outer[0]
-    if copy_box(call, block_n) < _MIN_BOX:
-        return None
-    offset = value_offset(call) if name == "value" else 0
-    last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
-    rows = last_row + value_offset(call) // stride
-    if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
-        return None
-    return Matrix((rows, width), stride, block_stride // stride, head_stride, offset // stride)
+    return Matrix((spec.shape[0], width), stride, 0, head_stride)
 
 
 def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int], dtype: str) -> Descriptor:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_core.calls import AttentionCall, DenseCall, PagedCall
+from torch_core.calls import AttentionCall, DenseBackwardCall, DenseCall, PagedCall
 from torch_core.calls.call import array_fields
-from torch_core.plan.operands import power_of_two, scale_number
+from torch_core.plan.operands import named_launch, power_of_two, scale_number
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import LARGEST_CODE, ArraySpec
 
 __all__ = [
     "buffers",
     "cache_constexprs",
+    "count",
     "is_plain",
     "keys",
     "make_launch",
@@ -27,7 +28,7 @@ __all__ = [
 
 # Positions and windows stay below this, so that their sum fits 32 bits.
 _NO_BOUND = 1 << 30
-_FIELDS = frozenset((*array_fields(PagedCall), *array_fields(DenseCall), "lse"))
+_FIELDS = frozenset((*array_fields(PagedCall), *array_fields(DenseBackwardCall)))
 
 
 def keys(call: AttentionCall[ArraySpec]) -> ArraySpec:
@@ -107,29 +108,21 @@ def make_launch(
         grid: the grid.
         constexprs: compile-time parameters; more than the kernel has are left out.
         arguments: what is not of the call, or not as it says.
-        writes: what is written beside the output and the lse.
+        writes: what is written beside the forward pass's output and lse.
         **options: num_warps, num_stages, maxnreg and hot of the plan.
     """
     key, value = buffers(call)
+    results = () if isinstance(call, DenseBackwardCall) else ("out", *(("lse",) if call.with_lse else ()))
     known: dict[str, Argument] = {
         **dict.fromkeys(_FIELDS, ABSENT),
         **{name: Pointer(name) for name in call.arrays()},
         "key_cache": Pointer(key),
         "value_cache": Pointer(value),
-        "out": Pointer("out"),
-        "lse": Pointer("lse") if call.with_lse else ABSENT,
+        **{name: Pointer(name) for name in results},
         **_scalars(call),
         **(arguments or {}),
     }
-    names = kernel.arg_names
-    return LaunchPlan(
-        kernel=kernel,
-        grid=grid,
-        arguments=tuple((name, known[name]) for name in names if name not in constexprs and name in known),
-        constexprs=tuple((name, constexprs[name]) for name in names if name in constexprs),
-        writes=("out", *(("lse",) if call.with_lse else ()), *writes),
-        **options,
-    )
+    return named_launch(kernel, grid, known, constexprs, writes=(*results, *writes), **options)
 
 
 def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
@@ -164,7 +157,7 @@ def operation(
 ) -> OperationPlan:
     """Returns the finished plan. An output that is given contiguous and aligned is an output like a new one."""
     arrays, outputs = call.arrays(), call.outputs()
-    out = arrays.get("out")
+    out = arrays.get("out") if "out" in call.written else None
     in_place = out is not None and (out.strides is not None or not out.aligned)
     if out is not None and not in_place:
         outputs = {"out": arrays.pop("out"), **outputs}

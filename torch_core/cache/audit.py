@@ -113,20 +113,16 @@ def _misplaced_blocks(state: CacheState) -> list[str]:
     pool, keys = state.pool, state.index.keys
     free, cached = set(pool.free), pool.cached.keys()
     unheld = {block for block, refs in enumerate(pool.refs) if not refs and block != NULL_BLOCK}
+    twice = [b for b, n in Counter(pool.free).items() if n > 1] if len(free) != len(pool.free) else ()
+    outside = list(filterfalse(range(1, pool.num_blocks).__contains__, keys))
     problems = (
-        (
-            "on the free list twice",
-            [b for b, n in Counter(pool.free).items() if n > 1] if len(free) != len(pool.free) else (),
-        ),
+        ("on the free list twice", twice),
         ("free and cached at once", free & cached),
         ("without a holder, yet neither free nor cached", unheld - free - cached),
         ("held, yet free or cached", (free | cached) - unheld),
         ("free, yet they have a key", free & keys.keys()),
         ("cached without a key", cached - keys.keys()),
-        (
-            "the null block or no block of the pool, yet they have a key",
-            list(filterfalse(range(1, pool.num_blocks).__contains__, keys)),
-        ),
+        ("the null block or no block of the pool, yet they have a key", outside),
     )
     return [f"Blocks {what}: {_named(blocks)}." for what, blocks in problems if blocks]
 

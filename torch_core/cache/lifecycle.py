@@ -1,4 +1,7 @@
-"""How sequences come, wait, split and go: admission, add, append, fork, preempt, resume, finish, reset."""
+"""How sequences come, wait, split and go: admission, add, append, fork, preempt, resume, swap, finish, reset.
+
+Of a swap to host memory and back this is the allocator's side; somebody else executes the copies.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,27 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
-from torch_core.cache.groups import GroupLayout
+from torch_core.cache.config import NULL_BLOCK, GroupLayout
 from torch_core.cache.keys import KeyChain, encode_root
+from torch_core.cache.records import BlockSwap, CommittedStep
 from torch_core.cache.state import CacheState
-from torch_core.cache.table import SequenceState, SequenceTable
+from torch_core.cache.stepping import deferred_hint
+from torch_core.cache.table import SequenceState, SequenceTable, SwappedTable
 from torch_core.checks import INT32_MAX, check_int
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.errors import InvalidInput, OutOfBlocks, RequestTooLong
 
-__all__ = ["add", "append_tokens", "check_admission", "fork", "preempt", "remove", "reset", "resume", "running"]
+__all__ = [
+    "add",
+    "append_tokens",
+    "check_admission",
+    "fork",
+    "preempt",
+    "remove",
+    "reset",
+    "resume",
+    "swap_in",
+    "swap_out",
+]
 
 _MAX_ID_CHARACTERS = 1024
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
@@ -84,7 +100,7 @@ def append_tokens(state: CacheState, seq_id: str, token_ids: Sequence[int]) -> N
 
 def fork(state: CacheState, parent_id: str, child_id: str) -> int:
     """Adds a sequence that shares all blocks of another; see `CacheManager.fork`."""
-    parent, table = running(state, parent_id, "forked")
+    parent, table = _running(state, parent_id, "forked")
     _check_new_id(state, child_id)
     copies = {id(chain): chain.copy() for chain in parent.chains}
     child = SequenceState(child_id, parent.tokens[:], tuple(copies[id(chain)] for chain in parent.chains))
@@ -111,7 +127,7 @@ def fork(state: CacheState, parent_id: str, child_id: str) -> int:
 
 def preempt(state: CacheState, seq_id: str) -> None:
     """Takes a sequence's blocks away; see `CacheManager.preempt`."""
-    sequence, table = running(state, seq_id, "preempted")
+    sequence, table = _running(state, seq_id, "preempted")
     state.detach_table(sequence)
     # One that never ran only gives the cached prefix back that it held while it waited.
     state.counters["preemptions"] += table.last_step >= 0
@@ -127,6 +143,74 @@ def resume(state: CacheState, seq_id: str) -> int:
         raise InvalidInput(f"sequence {seq_id!r} is not preempted; only preempt() or reset() puts one there.")
     state.version += 1
     return state.attach_table(sequence)
+
+
+def swap_out(state: CacheState, seq_id: str) -> CommittedStep:
+    """Gives a sequence host slots for its blocks; see `CacheManager.swap_out`."""
+    sequence, table = _running(state, seq_id, "swapped out")
+    needed = sum(block != NULL_BLOCK for blocks in table.blocks for block in blocks)
+    if needed > len(state.host_free):
+        raise OutOfBlocks(
+            f"swapping out sequence {seq_id!r} needs {needed} host blocks; {len(state.host_free)} of "
+            f"{state.config.num_host_blocks} are free. Preempt it instead, or swap another one in.",
+            needed=needed,
+            free=len(state.host_free),
+        )
+    step_id, record = state.open_step()
+    swaps: list[BlockSwap] = []
+    slots: list[list[int | None]] = []
+    for number, blocks in enumerate(table.blocks):
+        column: list[int | None] = []
+        for block in blocks:
+            slot = None if block == NULL_BLOCK else state.host_free.pop()
+            column.append(slot)
+            if slot is not None:
+                swaps.append(BlockSwap(block, slot, True, number))
+        slots.append(column)
+    sequence.swapped = SwappedTable(slots, table.scheduled, table.retired, table.dropped.copy(), step_id)
+    sequence.table = None
+    table.leave()
+    table.last_step = step_id
+    record.leaving.append(table)
+    state.counters["swapped_out"] += len(swaps)
+    state.version += 1
+    return CommittedStep(step_id=step_id, swaps=tuple(swaps), blocks_to_scrub=state.pool.take_dirty())
+
+
+def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
+    """Gives a swapped-out sequence blocks again; see `CacheManager.swap_in`."""
+    sequence = state.known(seq_id)
+    swapped = sequence.swapped
+    if swapped is None:
+        raise InvalidInput(f"sequence {seq_id!r} is not swapped out; only swap_out() puts one there.")
+    pool = state.pool
+    needed = sum(slot is not None for column in swapped.slots for slot in column)
+    if needed > pool.num_available:
+        text = f"swapping in sequence {seq_id!r} needs {needed} blocks"
+        raise pool.out_of_blocks(text, needed, f".{deferred_hint(state)}")
+    fresh = iter(pool.take(needed))
+    blocks = [[NULL_BLOCK if slot is None else next(fresh) for slot in column] for column in swapped.slots]
+    swaps = tuple(
+        BlockSwap(block, slot, False, number)
+        for number, column in enumerate(swapped.slots)
+        for block, slot in zip(blocks[number], column, strict=True)
+        if slot is not None
+    )
+    table = SequenceTable(sequence, blocks, swapped.scheduled)
+    table.retired = swapped.retired
+    table.dropped = swapped.dropped.copy()
+    table.published = swapped.dropped.copy()
+    table.limit = min(len(column) * group.block_size for column, group in zip(blocks, state.groups, strict=True))
+    step_id, record = state.open_step()
+    table.last_step = step_id
+    record.tables.append(table)
+    record.ends.append(swapped.scheduled)
+    sequence.table = table
+    sequence.swapped = None
+    record.host_slots.extend(slot for column in swapped.slots for slot in column if slot is not None)
+    state.counters["swapped_in"] += len(swaps)
+    state.version += 1
+    return CommittedStep(step_id=step_id, swaps=swaps, blocks_to_scrub=pool.take_dirty())
 
 
 def remove(state: CacheState, seq_id: str) -> None:
@@ -151,7 +235,7 @@ def reset(state: CacheState) -> None:
     state.version += 1
 
 
-def running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, SequenceTable]:
+def _running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, SequenceTable]:
     """Returns a sequence and its table, or raises InvalidInput if it has no blocks on the device."""
     sequence = state.known(seq_id)
     if sequence.table is None:

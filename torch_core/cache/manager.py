@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
-from torch_core.cache import lifecycle, swap
+from torch_core.cache import lifecycle
 from torch_core.cache.audit import audit_state, collect_stats
 from torch_core.cache.config import CacheConfig
 from torch_core.cache.records import CacheStats, CommittedStep, StepPlan
@@ -192,8 +192,7 @@ class CacheManager:
             OutOfBlocks: too few free host blocks.
             InvalidInput: unknown sequence, or one without blocks on the device.
         """
-        sequence, table = lifecycle.running(self._state, seq_id, "swapped out")
-        return swap.swap_out(self._state, sequence, table)
+        return lifecycle.swap_out(self._state, seq_id)
 
     @_verb
     def swap_in(self, seq_id: str) -> CommittedStep:
@@ -203,10 +202,7 @@ class CacheManager:
             OutOfBlocks: too few blocks in the pool.
             InvalidInput: unknown sequence, or one that is not swapped out.
         """
-        sequence = self._state.known(seq_id)
-        if sequence.swapped is None:
-            raise InvalidInput(f"sequence {seq_id!r} is not swapped out; only swap_out() puts one there.")
-        return swap.swap_in(self._state, sequence, sequence.swapped)
+        return lifecycle.swap_in(self._state, seq_id)
 
     @_verb
     def scrub(self) -> CommittedStep:

@@ -6,8 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from torch_core.cache.config import NULL_BLOCK
-from torch_core.cache.groups import GroupLayout
+from torch_core.cache.config import NULL_BLOCK, GroupLayout
 from torch_core.cache.keys import KeyChain, LineageNode, same_lineage
 
 __all__ = ["PrefixIndex"]

@@ -43,14 +43,9 @@ class CacheState:
     """Sequences, pool, prefix index and steps in flight of one cache. Changed by the manager's verbs only.
 
     Attributes:
-        config: the sizes.
         groups: the cache groups with their block sizes.
-        index: the prefix index.
-        publishing: the index, or None when prefixes are not shared.
-        pool: the block pool.
-        sequences: id to sequence.
+        publishing: the prefix index, or None when prefixes are not shared.
         steps: step id to record, for the steps in flight, in order.
-        next_step: the id of the next step.
         version: changes with every change of the state, so that an old plan is noticed.
         host_free: free host slots; the next one to be taken is the last.
         counters: totals of `CacheStats` by name.

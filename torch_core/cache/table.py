@@ -6,8 +6,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
-from torch_core.cache.config import NULL_BLOCK
-from torch_core.cache.groups import GroupLayout
+from torch_core.cache.config import NULL_BLOCK, GroupLayout
 from torch_core.cache.keys import KeyChain
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex

@@ -6,6 +6,7 @@ implementation takes the call whole, so that nothing is lost on the way and a ne
 """
 
 from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, cache_fields
+from torch_core.calls.backward import DenseBackwardCall, backward_of, forward_of
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, shared_prefix
@@ -19,16 +20,19 @@ __all__ = [
     "AttentionCall",
     "Call",
     "CopyCall",
+    "DenseBackwardCall",
     "DenseCall",
     "MergeCall",
     "PagedCall",
     "SharedPrefix",
     "WriteCall",
+    "backward_of",
     "cache_fields",
     "cascade_attention",
     "cascade_calls",
     "check_values",
     "dtype_name",
+    "forward_of",
     "refuse_unserved",
     "serves_table",
     "shared_prefix",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch_core.calls.attention import AttentionCall, PagedCall
+from torch_core.calls.backward import DenseBackwardCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.merge import MergeCall
 from torch_core.errors import Unsupported
@@ -118,6 +119,13 @@ def _strides(call: Call[Any], implementation: str) -> str | None:
     return None
 
 
+def _derivative(call: Call[Any], implementation: str) -> str | None:
+    if not isinstance(call, DenseBackwardCall) or implementation == "xla":
+        return None
+    biases = [name for name in ("relative_bias", "qq_bias") if getattr(call, name) is not None]
+    return f"{biases[0]} has a derivative" if biases else None
+
+
 #: The rows, as the docs print them.
 SERVES: tuple[Served, ...] = (
     Served(
@@ -161,5 +169,14 @@ SERVES: tuple[Served, ...] = (
         "kv_chunk_size",
         {"triton": "fixes the chunks of keys", "torch": "changes nothing", "xla": "changes nothing"},
     ),
-    Served("derivatives and vmap", {"triton": "no", "torch": "no", "xla": "yes"}),
+    Served(
+        "reverse derivatives",
+        {
+            "triton": "dense, of query, key, value, ALiBi slopes and sinks; not beside other biases",
+            "torch": "the same",
+            "xla": "of everything, forward ones too",
+        },
+        _derivative,
+    ),
+    Served("vmap", {"triton": "dense in one call, others one after the other", "torch": "the same", "xla": "yes"}),
 )

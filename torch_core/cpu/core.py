@@ -49,6 +49,9 @@ def attend(
     Returns:
         Output `[batch, heads, rows, value_head_size]` and natural-log lse `[batch, heads, rows]`, both float32.
     """
+    if scale < 0:
+        # The fused kernel masks before it scales: -inf would become inf.
+        query, scale = -query, -scale
     if query.shape[-1] % _ALIGNED:
         query = query.clone()
     if fused_applies(logits_soft_cap, query.shape[-1], value.shape[-1]):

@@ -39,12 +39,15 @@ class DistanceBias:
         """Returns `[num_heads, *distances.shape]` for float32 positions of keys minus those of their rows."""
         bias = np.float32(0)
         if self.slopes is not None:
-            form = -np.sqrt(np.maximum(-distances, 0)) if self.use_alibi_sqrt else distances
-            bias = self.slopes.reshape(-1, *[1] * distances.ndim) * form
+            bias = self.slopes.reshape(-1, *[1] * distances.ndim) * self.alibi_form(distances)
         if self.biases is not None:
             furthest = self.biases.shape[1] // 2
             bias = bias + self.biases[:, np.clip(distances, -furthest, furthest).astype(np.int64) + furthest]
         return np.asarray(bias)
+
+    def alibi_form(self, distances: np.ndarray) -> np.ndarray:
+        """Returns what the slopes are multiplied with."""
+        return -np.sqrt(np.maximum(-distances, 0)) if self.use_alibi_sqrt else distances
 
 
 @dataclass(frozen=True, slots=True)

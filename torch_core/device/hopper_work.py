@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
 
-__all__ = ["copy_tile", "count_tiles", "key_tiles", "tile_rows", "work_item", "zero_outside"]
+__all__ = ["copy_tile", "count_tiles", "key_tiles", "level_by_level", "tile_rows", "work_item", "zero_outside"]
 
 _SEQS = gl.constexpr(32)
 
@@ -88,12 +88,12 @@ def work_item(turn, call, SHAPE: gl.constexpr):
     if SHAPE.PACK > 1:
         lane, tile = _sequence_by_sequence(rank, tiles, keys, lanes, TILE)
     else:
-        lane, tile = _level_by_level(rank, tiles, keys, lanes, TILE)
+        lane, tile = level_by_level(rank, tiles, keys, lanes, TILE)
     return item, chunk + lane, tile * TILE, head
 
 
 @gluon.jit
-def _level_by_level(rank, tiles, keys, lanes, TILE: gl.constexpr):
+def level_by_level(rank, tiles, keys, lanes, TILE: gl.constexpr):
     # (lane, tile of its sequence) of the tile number `rank`: the tiles with the most keys first.
     # The last tile of a sequence has level `top`, the one before it the next level, and so on.
     key_tiles = gl.where(tiles > 0, (keys + TILE - 1) // TILE, 0)

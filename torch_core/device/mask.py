@@ -7,7 +7,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2E", "Bounds", "Scoring", "fully_visible_keys", "tile_scores", "visible_keys"]
+__all__ = [
+    "LOG2E",
+    "Bounds",
+    "Scoring",
+    "alibi_distance",
+    "fully_visible_keys",
+    "fully_visible_queries",
+    "soft_capped",
+    "tile_borders",
+    "tile_scores",
+    "visible_keys",
+    "visible_queries",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -90,6 +102,63 @@ def fully_visible_keys(first_pos, last_pos, num_keys, bounds):
 
 
 @triton.jit
+def visible_queries(first_key, last_key, first_pos, end_pos, bounds, NUM_RANGES: tl.constexpr):
+    """The range [low, high) of positions within [first_pos, end_pos) that see any of the keys first_key..last_key."""
+    low = first_pos
+    high = end_pos
+    if NUM_RANGES == 0:
+        if bounds.window_right is not None:
+            low = tl.maximum(low, first_key - bounds.window_right)
+        if bounds.window_left is not None:
+            high = tl.minimum(high, last_key + bounds.window_left + 1)
+        if bounds.attention_chunk is not None:
+            chunk = bounds.attention_chunk
+            low = tl.maximum(low, first_key // chunk * chunk)
+            high = tl.minimum(high, (last_key // chunk + 1) * chunk)
+    return low, tl.maximum(high, low)
+
+
+@triton.jit
+def fully_visible_queries(first_key, last_key, first_pos, end_pos, bounds):
+    """The range [low, high) of those that see all of the keys first_key..last_key; empty when high <= low."""
+    low = first_pos
+    high = end_pos
+    if bounds.window_right is not None:
+        low = tl.maximum(low, last_key - bounds.window_right)
+    if bounds.window_left is not None:
+        high = tl.minimum(high, first_key + bounds.window_left + 1)
+    if bounds.attention_chunk is not None:
+        chunk = bounds.attention_chunk
+        low = tl.maximum(low, last_key // chunk * chunk)
+        high = tl.minimum(high, (first_key // chunk + 1) * chunk)
+    return low, high
+
+
+@triton.jit
+def tile_borders(low, high, full_low, full_high, BLOCK: tl.constexpr, NUM_RANGES: tl.constexpr):
+    """Cuts a range into tiles: edges [start, body_start) and [body_end, end), and a body that needs no mask.
+
+    Args:
+        low, high: the range that is visible at all.
+        full_low, full_high: the range that is visible throughout.
+        BLOCK: the tile.
+        NUM_RANGES: with pairs of positions that see each other there is no body.
+
+    Returns:
+        (start, body_start, body_end, end), multiples of BLOCK.
+    """
+    start = low // BLOCK * BLOCK
+    end = (high + BLOCK - 1) // BLOCK * BLOCK
+    body_start = tl.minimum(tl.maximum((full_low + BLOCK - 1) // BLOCK * BLOCK, start), end)
+    body_end = tl.maximum(full_high // BLOCK * BLOCK, body_start)
+    if NUM_RANGES > 0:
+        body_start = start
+        body_end = start
+    # Known to the compiler, multiples of the tile let it find the keys that share a block without arithmetic.
+    return start, tl.multiple_of(body_start, BLOCK), tl.multiple_of(body_end, BLOCK), end
+
+
+@triton.jit
 def _visible(query_pos, key_pos, scoring, NUM_RANGES: tl.constexpr):
     """The mask of torch_core.specs.AttentionSpec on query_pos [rows, 1] and key_pos [1, keys].
 
@@ -114,7 +183,7 @@ def _visible(query_pos, key_pos, scoring, NUM_RANGES: tl.constexpr):
 
 
 @triton.jit
-def _soft_capped(scores, cap):
+def soft_capped(scores, cap):
     """cap * tanh(scores / cap), without overflow and with a small relative error near 0."""
     x = scores / cap
     square = x * x
@@ -122,6 +191,15 @@ def _soft_capped(scores, cap):
     near = x * (1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315 - square * (62.0 / 2835)))))
     far = 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
     return cap * tl.where(tl.abs(x) < 0.25, near, far)
+
+
+@triton.jit
+def alibi_distance(rows, keys, ALIBI_SQRT: tl.constexpr):
+    """What a slope of ALiBi is multiplied with."""
+    distance = (keys - rows).to(tl.float32)
+    if ALIBI_SQRT:
+        distance = -tl.sqrt(tl.maximum(-distance, 0.0))
+    return distance
 
 
 @triton.jit
@@ -135,6 +213,7 @@ def tile_scores(
     NUM_RANGES: tl.constexpr,
     MASKED: tl.constexpr,
     EXACT: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
 ):
     """Turns query-key products [rows, keys] into softmax scores, -inf where masked.
 
@@ -146,14 +225,19 @@ def tile_scores(
         NUM_RANGES: number of pairs in `scoring.ranges`.
         MASKED: False when every row is known to see every key of the tile.
         EXACT: see softmax.softmax_step.
+        TRANSPOSED: products are [keys, rows]; `scoring.slopes` is then one number.
 
     Returns:
         (scores, factor): the softmax exponent in units of log 2 is scores * factor. Without other transformations the
         factor carries the scale, so that scaling costs no instruction of its own. With EXACT the scores are in
         natural units and the factor is 1.
     """
-    rows = query_pos[:, None]
-    keys = key_pos[None, :]
+    if TRANSPOSED:
+        rows = query_pos[None, :]
+        keys = key_pos[:, None]
+    else:
+        rows = query_pos[:, None]
+        keys = key_pos[None, :]
     slopes = scoring.slopes
     relative_bias = scoring.relative_bias
     qq_bias = scoring.qq_bias
@@ -166,12 +250,13 @@ def tile_scores(
         if key_scales is not None:
             scores = scores * key_scales[None, :]
         if scoring.soft_cap is not None:
-            scores = _soft_capped(scores, scoring.soft_cap)
+            scores = soft_capped(scores, scoring.soft_cap)
         if slopes is not None:
-            distance = (keys - rows).to(tl.float32)
-            if ALIBI_SQRT:
-                distance = -tl.sqrt(tl.maximum(-distance, 0.0))
-            scores += slopes[:, None] * distance
+            distance = alibi_distance(rows, keys, ALIBI_SQRT)
+            if TRANSPOSED:
+                scores += slopes * distance
+            else:
+                scores += slopes[:, None] * distance
         if relative_bias is not None:
             furthest = scoring.relative_bias_size // 2
             entry = tl.minimum(tl.maximum(keys - rows, -furthest), furthest) + furthest

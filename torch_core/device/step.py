@@ -9,7 +9,7 @@ from torch_core.device.mask import tile_scores
 from torch_core.device.softmax import softmax_step
 from torch_core.device.tiles import key_rows, load_tile, token_head_scales
 
-__all__ = ["attend_tile"]
+__all__ = ["attend_tile", "row_products"]
 
 
 @triton.jit
@@ -59,10 +59,7 @@ def attend_tile(
     k = load_tile(rows, inside, LAYOUT.HEAD_SIZE, LAYOUT.HEAD_PADDED, MASKED).to(q.dtype)
     # Before the softmax, so that widening 8-bit values overlaps the products.
     v = load_tile(value_rows, inside, LAYOUT.VALUE_SIZE, LAYOUT.VALUE_PADDED, MASKED).to(q.dtype)
-    if EXACT and LAYOUT.HEAD_PADDED > 128:
-        products = _halved_dot(q, k)
-    else:
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    products = row_products(q, k, EXACT)
     scores, factor = tile_scores(
         products, query_pos, key_pos, key_factors, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT
     )
@@ -78,6 +75,12 @@ def attend_tile(
     else:
         acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
     return acc, row_max, row_sum
+
+
+@triton.jit
+def row_products(a, b, EXACT: tl.constexpr):
+    """a @ b^T in fp32, for rows of a head."""
+    return _halved_dot(a, b) if EXACT and a.shape[1] > 128 else tl.dot(a, tl.trans(b), input_precision="ieee")
 
 
 @triton.jit

@@ -1,66 +1,20 @@
-"""From the rows of a step to the int32 arrays that every backend and JAX share; numpy only, no torch, no jax."""
+"""From the rows of a step to the int32 arrays that every backend and JAX share; numpy only, no torch, no jax.
 
-from torch_core.metadata.batch import (
-    BatchSplit,
-    ThreeWaySplit,
-    reorder_batch_to_split_decodes_and_prefills,
-    split_decodes_and_prefills,
-    split_decodes_prefills_and_extends,
-    split_prefill_chunks,
-)
-from torch_core.metadata.buckets import Buckets, pad_to_bucket
-from torch_core.metadata.build import build_common_metadata
-from torch_core.metadata.cascade import (
-    CascadeCosts,
-    common_prefix_length,
-    prefix_piece_tokens,
-    use_cascade_attention,
-)
-from torch_core.metadata.check import check_metadata
-from torch_core.metadata.common import CommonAttentionMetadata, EncoderMetadata
-from torch_core.metadata.context_parallel import get_dcp_local_seq_lens, mask_slots_of_other_ranks
-from torch_core.metadata.dense import build_dense_metadata
-from torch_core.metadata.encoder import EncoderRow, encoder_layout
-from torch_core.metadata.fast_prefill import make_kv_sharing_fast_prefill_common_attn_metadata
-from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layout
-from torch_core.metadata.local_attention import make_local_attention_virtual_batches
-from torch_core.metadata.rows import SequenceRow, SequenceRowLike
-from torch_core.metadata.slots import compute_positions, compute_slot_mapping, compute_slot_mapping_start_idx
-from torch_core.metadata.staging import StagingRing
-from torch_core.metadata.table_cache import BlockTableCache
+Each file says in its `__all__` what it offers here.
+"""
 
-__all__ = [
-    "BatchSplit",
-    "BlockTableCache",
-    "Buckets",
-    "CascadeCosts",
-    "CommonAttentionMetadata",
-    "EncoderMetadata",
-    "EncoderRow",
-    "FieldLayout",
-    "PackedLayout",
-    "SequenceRow",
-    "SequenceRowLike",
-    "StagingRing",
-    "ThreeWaySplit",
-    "build_common_metadata",
-    "build_dense_metadata",
-    "check_metadata",
-    "common_prefix_length",
-    "compute_positions",
-    "compute_slot_mapping",
-    "compute_slot_mapping_start_idx",
-    "encoder_layout",
-    "get_dcp_local_seq_lens",
-    "make_kv_sharing_fast_prefill_common_attn_metadata",
-    "make_local_attention_virtual_batches",
-    "mask_slots_of_other_ranks",
-    "metadata_layout",
-    "pad_to_bucket",
-    "prefix_piece_tokens",
-    "reorder_batch_to_split_decodes_and_prefills",
-    "split_decodes_and_prefills",
-    "split_decodes_prefills_and_extends",
-    "split_prefill_chunks",
-    "use_cascade_attention",
-]
+# ruff: noqa: F403
+from torch_core.metadata.batch import *
+from torch_core.metadata.buckets import *
+from torch_core.metadata.build import *
+from torch_core.metadata.cascade import *
+from torch_core.metadata.check import *
+from torch_core.metadata.common import *
+from torch_core.metadata.context_parallel import *
+from torch_core.metadata.dense import *
+from torch_core.metadata.derived import *
+from torch_core.metadata.encoder import *
+from torch_core.metadata.layout import *
+from torch_core.metadata.rows import *
+from torch_core.metadata.slots import *
+from torch_core.metadata.table_cache import *

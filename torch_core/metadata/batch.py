@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import first_true
 from torch_core.metadata.common import CommonAttentionMetadata
@@ -51,10 +52,6 @@ def reorder_batch_to_split_decodes_and_prefills(
     no context. vLLM swaps the rows of its persistent batch in place (`vllm/v1/attention/backends/utils.py`); the rows
     here are values, so the order is returned.
 
-    Args:
-        rows: the rows of the step.
-        decode_threshold: longest query of a decode, at least 1.
-
     Returns:
         int[rows]: `order[i]` is the row that comes i-th.
 
@@ -64,7 +61,7 @@ def reorder_batch_to_split_decodes_and_prefills(
         >>> reorder_batch_to_split_decodes_and_prefills(rows).tolist()
         [1, 2, 0]
     """
-    _check_threshold(decode_threshold)
+    check_int("decode_threshold", decode_threshold, 1)
     computed = np.array([row.num_computed_tokens for row in rows], np.int64)
     new = np.array([row.num_new_tokens for row in rows], np.int64)
     region = np.where(computed == 0, 2, np.where(new > decode_threshold, 1, 0))
@@ -91,7 +88,7 @@ def split_decodes_and_prefills(
         >>> split_decodes_and_prefills(build_common_metadata(rows, block_size=4, num_blocks=8))
         BatchSplit(num_decodes=2, num_prefills=1, num_decode_tokens=2, num_prefill_tokens=4)
     """
-    _check_threshold(decode_threshold)
+    check_int("decode_threshold", decode_threshold, 1)
     lens = metadata.query_lens[: metadata.num_reqs]
     is_prefill = lens > decode_threshold
     first, index = _boundary(is_prefill)
@@ -107,14 +104,10 @@ def split_decodes_and_prefills(
 
 
 def split_decodes_prefills_and_extends(metadata: CommonAttentionMetadata, decode_threshold: int = 1) -> ThreeWaySplit:
-    """Returns where decodes, extends and prefills of an ordered batch divide; padding rows count for none.
-
-    Args:
-        metadata: a batch in the order of `reorder_batch_to_split_decodes_and_prefills`.
-        decode_threshold: longest query of a decode, at least 1.
+    """Returns where decodes, extends and prefills of a batch divide; padding rows count for none.
 
     Raises:
-        InvalidInput: the batch is not in that order.
+        InvalidInput: the batch is not in the order of `reorder_batch_to_split_decodes_and_prefills`.
     """
     two = split_decodes_and_prefills(metadata, decode_threshold)
     reqs = metadata.num_reqs
@@ -140,10 +133,7 @@ def split_decodes_prefills_and_extends(metadata: CommonAttentionMetadata, decode
 def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
     """Returns runs of rows whose lengths sum to at most `workspace_size`: (first row, row after the last).
 
-    Args:
-        seq_lens: int[rows].
-        workspace_size: tokens that fit at once.
-        request_offset: added to the row numbers.
+    `request_offset` is added to the row numbers.
 
     Raises:
         RequestTooLong: one sequence alone does not fit.
@@ -166,11 +156,6 @@ def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offs
     if len(seq_lens) > start:
         chunks.append((start + request_offset, len(seq_lens) + request_offset))
     return chunks
-
-
-def _check_threshold(decode_threshold: int) -> None:
-    if decode_threshold < 1:
-        raise InvalidInput(f"decode_threshold is {decode_threshold}; it must be at least 1.")
 
 
 def _boundary(flags: np.ndarray) -> tuple[int, int | None]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, RequestTooLong
 
-__all__ = ["Buckets", "pad_to_bucket"]
+__all__ = ["Buckets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,8 @@ class Buckets:
     @classmethod
     def powers_of_two(cls, name: str, largest: int, *, smallest: int = 1) -> Buckets:
         """Returns the powers of two from `smallest` (rounded up to one) below `largest`, and `largest` itself."""
-        if isinstance(largest, bool) or not isinstance(largest, int) or largest < 1:
-            raise InvalidInput(f"The largest bucket of {name} is {largest!r}; it must be an int of at least 1.")
-        if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
-            raise InvalidInput(f"The smallest bucket of {name} is {smallest!r}; it must be an int of at least 1.")
+        for which, size in (("largest", largest), ("smallest", smallest)):
+            check_int(f"The {which} bucket of {name}", size, 1)
         sizes = []
         size = 1 << (smallest - 1).bit_length()
         while size < largest:
@@ -77,23 +75,3 @@ class Buckets:
                 "larger bucket."
             )
         return self.sizes[index]
-
-
-def pad_to_bucket(value: int, buckets: Buckets | Sequence[int]) -> int:
-    """Returns the smallest bucket that holds `value`.
-
-    Args:
-        value: the true size, 0 or more.
-        buckets: a `Buckets`, or a strictly increasing sequence of positive ints.
-
-    Raises:
-        InvalidInput: `value` is negative or the sequence is not increasing.
-        RequestTooLong: `value` is beyond the largest bucket.
-
-    Example:
-        >>> pad_to_bucket(5, (1, 2, 4, 8))
-        8
-    """
-    if not isinstance(buckets, Buckets):
-        buckets = Buckets("value", tuple(buckets))
-    return buckets.pad(value)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from torch_core.checks import INT32_MAX
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import check_block_tables, check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
@@ -19,7 +20,6 @@ from torch_core.metadata.tables import write_tables
 __all__ = ["build_common_metadata"]
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
-_INT32_MAX = np.iinfo(np.int32).max
 
 
 def build_common_metadata(
@@ -66,7 +66,7 @@ def build_common_metadata(
         layout: where to put the arrays, from `metadata_layout` with these padded sizes (perhaps with extra fields);
             None makes one.
         buffer: the int32 buffer to write; None makes a new one. The record is valid until the buffer is written
-            again: never pass one whose copy to the device may still be running (see `StagingRing`). Extra fields are
+            again: never pass one whose copy to the device may still be running (see `StepBuffers`). Extra fields are
             left as they are.
 
     Raises:
@@ -174,9 +174,9 @@ def _check_pool(block_size: int, num_blocks: int) -> None:
         raise InvalidInput(f"block_size is {block_size}; it must be at least 1.")
     if num_blocks < 2:
         raise InvalidInput(f"num_blocks is {num_blocks}; it must be at least 2, since block 0 is the null block.")
-    if num_blocks * block_size > _INT32_MAX:
+    if num_blocks * block_size > INT32_MAX:
         raise InvalidInput(
-            f"num_blocks * block_size is {num_blocks * block_size}; int32 slots allow at most {_INT32_MAX}."
+            f"num_blocks * block_size is {num_blocks * block_size}; int32 slots allow at most {INT32_MAX}."
         )
 
 
@@ -189,12 +189,7 @@ def _padded(name: str, size: int | None, needed: int, what: str) -> int:
 
 
 def _table_width(
-    max_blocks: int | None,
-    widest: int,
-    live: np.ndarray,
-    totals: np.ndarray,
-    block_size: int,
-    columns: RowColumns,
+    max_blocks: int | None, widest: int, live: np.ndarray, totals: np.ndarray, block_size: int, columns: RowColumns
 ) -> int:
     if max_blocks is None:
         return widest

@@ -76,10 +76,7 @@ def prefix_piece_tokens(num_tokens: int, *, num_query_heads: int, num_kv_heads: 
     they are cut into pieces that count as short queries, whose keys are split among further thread blocks. The pieces
     follow from the padded batch, so a captured graph has the same ones for every step.
 
-    Args:
-        num_tokens: queries of the batch, padding included.
-        num_query_heads: query heads.
-        num_kv_heads: key/value heads.
+    `num_tokens` are the queries of the batch, padding included.
 
     Example:
         >>> prefix_piece_tokens(64, num_query_heads=32, num_kv_heads=8)
@@ -116,14 +113,10 @@ def use_cascade_attention(
     Args:
         common_prefix_len: tokens of the prefix; see `common_prefix_length`.
         query_lens: int[reqs], new tokens of each sequence.
-        num_query_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_size: elements of one head.
+        num_query_heads, num_kv_heads, head_size: of the layer.
         bytes_per_element: of the cache.
         num_sms: multiprocessors of the device.
-        use_alibi: the layer uses ALiBi.
-        use_sliding_window: the layer has a sliding window.
-        use_local_attention: the layer has chunked local attention.
+        use_alibi, use_sliding_window, use_local_attention: the layer does.
         dcp_world_size: ranks that share each sequence.
         costs: rates of the device; None for those of an H200.
 

@@ -10,14 +10,7 @@ from torch_core.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = [
-    "check_block_tables",
-    "check_metadata",
-    "check_query_start_loc",
-    "check_written_blocks",
-    "first_true",
-    "row_name",
-]
+__all__ = ["check_metadata"]
 
 SeqIds = Sequence[str | None] | None
 
@@ -77,11 +70,7 @@ def check_metadata(
 def check_query_start_loc(
     query_start_loc: np.ndarray, num_tokens: int, *, num_reqs: int | None = None, seq_ids: SeqIds = None
 ) -> None:
-    """Checks that the running sum starts at 0, grows in every real row, and ends with the number of tokens.
-
-    Raises:
-        InvalidInput: otherwise, or when a padding row is not flat.
-    """
+    """Raises InvalidInput unless the sum starts at 0, grows in every real row and no other, and ends at num_tokens."""
     rows = query_start_loc.shape[0] - 1
     reqs = rows if num_reqs is None else num_reqs
     if rows < 0:
@@ -139,20 +128,10 @@ def check_block_tables(
     seq_ids: Callable[[], SeqIds],
     tails_are_zero: bool = False,
 ) -> None:
-    """Checks the width of the table and each id that the step reads or writes.
+    """Raises InvalidInput for a table that is too narrow, or ids outside the pool, or null where the step reads.
 
-    Args:
-        block_tables: int32[S, max_blocks], real rows only.
-        seq_lens: int[S].
-        query_lens: int[S].
-        block_size: tokens of one block.
-        num_blocks: blocks of the pool.
-        window_left: blocks before the window of the first query may be null; None for no window.
-        seq_ids: called for the names of the rows when something is wrong.
-        tails_are_zero: the caller has seen to it; a few reductions mostly suffice then.
-
-    Raises:
-        InvalidInput: an id is outside the pool, negative or null where the step reads, or the table is too narrow.
+    Takes the real rows: int32[S, max_blocks] and int[S]. Blocks before the window of the first query may be null. With
+    `tails_are_zero`, which the caller has seen to, a few reductions mostly suffice.
     """
     live = -(-seq_lens // block_size)
     width = block_tables.shape[1]
@@ -189,23 +168,9 @@ def check_block_tables(
 
 
 def check_written_blocks(
-    slots: np.ndarray,
-    query_lens: np.ndarray,
-    *,
-    block_size: int,
-    seq_ids: Callable[[], SeqIds] | None = None,
+    slots: np.ndarray, query_lens: np.ndarray, *, block_size: int, seq_ids: Callable[[], SeqIds] | None = None
 ) -> None:
-    """Checks that no slot is written twice and no block by two sequences.
-
-    Args:
-        slots: int32[T], real tokens only, in row order; PAD_SLOT_ID entries are ignored.
-        query_lens: int[S].
-        block_size: tokens of one block.
-        seq_ids: called for the names of the rows when something is wrong.
-
-    Raises:
-        InvalidInput: otherwise.
-    """
+    """Raises InvalidInput for a slot of real tokens (int32[T], in row order) written twice, or a block by two rows."""
     # A screen that may suspect padding as well; what it suspects is looked at slot by slot.
     if query_lens.shape[0] == 1:
         ordered = np.sort(slots)

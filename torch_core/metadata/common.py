@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from torch_core.errors import InvalidInput
 from torch_core.metadata.layout import PackedLayout
 
 __all__ = ["CommonAttentionMetadata", "EncoderMetadata"]
@@ -101,9 +102,24 @@ class CommonAttentionMetadata:
         """Returns int32[S]: the tokens of each sequence that were in the cache before the step."""
         return self.seq_lens - self.query_lens
 
-    def unpadded(self) -> CommonAttentionMetadata:
-        """Returns the record of the real sequences and tokens alone; the arrays are views, `packed` is dropped."""
-        reqs, tokens = self.num_reqs, self.num_actual_tokens
+    def unpadded(
+        self, num_actual_tokens: int | None = None, num_actual_reqs: int | None = None
+    ) -> CommonAttentionMetadata:
+        """Returns the record of the real sequences and tokens alone; the arrays are views, `packed` is dropped.
+
+        Args:
+            num_actual_tokens: tokens of the sequences that stay; None for all.
+            num_actual_reqs: sequences that stay, the first ones; None for all.
+
+        Raises:
+            InvalidInput: there are not so many sequences, or they have another number of tokens.
+        """
+        reqs = self.num_reqs if num_actual_reqs is None else num_actual_reqs
+        if not 0 <= reqs <= self.num_reqs:
+            raise InvalidInput(f"num_actual_reqs is {reqs}; the batch has {self.num_reqs} sequences.")
+        tokens = int(self.query_start_loc[reqs])
+        if num_actual_tokens not in (None, tokens):
+            raise InvalidInput(f"num_actual_tokens is {num_actual_tokens}; the first {reqs} sequences have {tokens}.")
         if reqs == self.num_seqs and tokens == self.num_tokens:
             return self
         return replace(
@@ -113,6 +129,8 @@ class CommonAttentionMetadata:
             block_tables=self.block_tables[:reqs],
             slot_mapping=self.slot_mapping[:tokens],
             positions=self.positions[:tokens],
+            num_reqs=reqs,
+            num_actual_tokens=tokens,
             encoder=None if self.encoder is None else _unpadded_encoder(self.encoder, reqs),
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[:reqs],
             packed=None,

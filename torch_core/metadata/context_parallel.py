@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.checks import check_int
 from torch_core.specs import PAD_SLOT_ID
 
 __all__ = ["get_dcp_local_seq_lens", "mask_slots_of_other_ranks"]
@@ -19,8 +19,7 @@ def get_dcp_local_seq_lens(seq_lens: Any, *, dcp_world_size: int, dcp_rank: int,
 
     Args:
         seq_lens: int32[S], a numpy array or a torch tensor on any device.
-        dcp_world_size: ranks.
-        dcp_rank: this rank.
+        dcp_world_size, dcp_rank: ranks, and this one.
         interleave_size: tokens of a run.
 
     Raises:
@@ -37,24 +36,14 @@ def get_dcp_local_seq_lens(seq_lens: Any, *, dcp_world_size: int, dcp_rank: int,
 
 
 def mask_slots_of_other_ranks(
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    *,
-    dcp_world_size: int,
-    dcp_rank: int,
-    interleave_size: int = 1,
+    slot_mapping: np.ndarray, positions: np.ndarray, *, dcp_world_size: int, dcp_rank: int, interleave_size: int = 1
 ) -> np.ndarray:
     """Returns int32[T]: the slots of the tokens that live on this rank, PAD_SLOT_ID for the others.
 
     Args:
         slot_mapping: int32[T], each token's slot on whichever rank it lives.
         positions: int32[T], its position in the sequence.
-        dcp_world_size: ranks.
-        dcp_rank: this rank.
-        interleave_size: as in `get_dcp_local_seq_lens`.
-
-    Raises:
-        InvalidInput: a size or the rank is out of range.
+        dcp_world_size, dcp_rank, interleave_size: as in `get_dcp_local_seq_lens`.
     """
     _check_ranks(dcp_world_size, dcp_rank, interleave_size)
     mine = positions // interleave_size % dcp_world_size == dcp_rank
@@ -62,9 +51,6 @@ def mask_slots_of_other_ranks(
 
 
 def _check_ranks(dcp_world_size: int, dcp_rank: int, interleave_size: int) -> None:
-    if dcp_world_size < 1 or interleave_size < 1:
-        raise InvalidInput(
-            f"dcp_world_size is {dcp_world_size} and interleave_size {interleave_size}; both must be at least 1."
-        )
-    if not 0 <= dcp_rank < dcp_world_size:
-        raise InvalidInput(f"dcp_rank is {dcp_rank}; it must be from 0 to {dcp_world_size - 1}.")
+    check_int("dcp_world_size", dcp_world_size, 1)
+    check_int("interleave_size", interleave_size, 1)
+    check_int("dcp_rank", dcp_rank, 0, dcp_world_size - 1)

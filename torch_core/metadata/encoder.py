@@ -14,7 +14,7 @@ from torch_core.metadata.layout import PackedLayout
 from torch_core.metadata.slots import write_slots
 from torch_core.metadata.tables import write_tables
 
-__all__ = ["EncoderRow", "build_encoder_metadata", "encoder_layout"]
+__all__ = ["EncoderRow", "encoder_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,7 @@ def build_encoder_metadata(
     num_blocks: int,
     seq_ids: Sequence[str | None],
 ) -> EncoderMetadata:
-    """Writes the encoder fields of a step into its buffer.
-
-    Args:
-        rows: one for each decoder row, in the same order.
-        layout: has the fields of `encoder_layout`.
-        buffer: the step's packed buffer.
-        block_size: tokens of one block of the encoder's cache group.
-        num_blocks: blocks of its pool.
-        seq_ids: names of the decoder rows, for messages.
+    """Writes the encoder fields of a step, one row for each of the decoder's, into its packed buffer.
 
     Raises:
         InvalidInput: the rows do not match the decoder's, or a length or block id is wrong.
@@ -91,12 +83,7 @@ def build_encoder_metadata(
     seq_lens[:count] = totals
     seq_lens[count:] = 0
     write_tables(
-        [row.block_ids for row in rows],
-        tables[:count],
-        live,
-        totals,
-        block_size=block_size,
-        seq_ids=lambda: seq_ids,
+        [row.block_ids for row in rows], tables[:count], live, totals, block_size=block_size, seq_ids=lambda: seq_ids
     )
     tables[count:] = 0
     check_block_tables(

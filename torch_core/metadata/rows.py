@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from torch_core.checks import INT32_MAX
 from torch_core.errors import InvalidInput
 from torch_core.metadata.check import row_name
 
-__all__ = ["Lengths", "RowColumns", "SequenceRow", "SequenceRowLike", "lengths_of"]
-
-_INT32_MAX = np.iinfo(np.int32).max
+__all__ = ["SequenceRow", "SequenceRowLike"]
 
 
 class SequenceRowLike(Protocol):
@@ -29,17 +28,14 @@ class SequenceRowLike(Protocol):
     @property
     def block_ids(self) -> Sequence[int]:
         """Blocks of the sequence in order, at least `ceil((num_computed_tokens + num_new_tokens) / block_size)`."""
-        ...
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that are in the cache before the step."""
-        ...
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens that the step computes and writes; at least 1."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +144,8 @@ def lengths_of(rows: RowColumns) -> Lengths:
         new, longest_query = _ints("num_new_tokens", rows, smallest=1)
         uniform, num_new = 0, sum(added)
         longest = int(np.add(computed, new, dtype=np.int64).max(initial=0))
-    if longest > _INT32_MAX:
-        raise InvalidInput(f"sequence length is {longest}; int32 metadata allow at most {_INT32_MAX}.")
+    if longest > INT32_MAX:
+        raise InvalidInput(f"sequence length is {longest}; int32 metadata allow at most {INT32_MAX}.")
     return Lengths(computed, new, computed + new, num_new, longest_query, longest, uniform)
 
 
@@ -159,7 +155,7 @@ def _are_alike(values: Sequence[int]) -> bool:
         return False
     try:
         # 1.0 equals 1, but one float among ints makes the sum a float.
-        return type(sum(values)) is int and 1 <= values[0] <= _INT32_MAX
+        return type(sum(values)) is int and 1 <= values[0] <= INT32_MAX
     except TypeError:
         return False
 
@@ -172,10 +168,10 @@ def _ints(name: str, rows: RowColumns, *, smallest: int) -> tuple[np.ndarray, in
         out = np.frombuffer(array("i", values), np.int32)
     except (TypeError, OverflowError):
         bad = next(
-            (index for index, value in enumerate(values) if not isinstance(value, int) or abs(value) > _INT32_MAX), 0
+            (index for index, value in enumerate(values) if not isinstance(value, int) or abs(value) > INT32_MAX), 0
         )
         raise InvalidInput(
-            f"{name} of {row_name(bad, rows.seq_ids())} is {values[bad]!r}; it must be an int up to {_INT32_MAX}."
+            f"{name} of {row_name(bad, rows.seq_ids())} is {values[bad]!r}; it must be an int up to {INT32_MAX}."
         ) from None
     # Python's own: of the few numbers of a step, numpy's first reduction costs more than all the rest of this.
     if min(values, default=smallest) < smallest:

@@ -25,22 +25,11 @@ def write_tables(
     seq_ids: Callable[[], Sequence[str | None]],
     table_cache: BlockTableCache | None = None,
 ) -> bool:
-    """Writes the first `live` ids of each table, then zeros, to the rows of `out`.
+    """Writes the first `live` ids of each table, then zeros, to the rows of `out`, int32 and wide enough.
 
-    Args:
-        tables: the block ids of each row.
-        out: int32[rows, columns], wide enough for the longest row.
-        live: int[rows], blocks in use.
-        totals: int[rows], tokens; for messages.
-        block_size: tokens of one block; for messages.
-        seq_ids: called for the names of the rows.
-        table_cache: converts the tables instead; its memory is of this call's rows afterwards.
-
-    Returns:
-        Whether `table_cache` has converted them all.
-
-    Raises:
-        InvalidInput: a table is too short or holds something that is not an int32.
+    A `table_cache` converts the tables instead, and knows this call's rows afterwards; returns whether it did. `totals`
+    (tokens of each row) and `block_size` are for messages. Raises InvalidInput for a table that is too short or holds
+    something that is not an int32.
     """
     if table_cache is not None and _write_converted(tables, out, live, seq_ids, table_cache):
         return True

@@ -2,6 +2,7 @@
 
 from torch_core.ops.attention import (
     attention,
+    attention_backward,
     attention_with_lse,
     dense_call,
     paged_attention,
@@ -14,6 +15,7 @@ from torch_core.run import run
 
 __all__ = [
     "attention",
+    "attention_backward",
     "attention_with_lse",
     "cascade_attention",
     "copy_blocks",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from torch import Tensor
 
-from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
+from torch_core.calls import AttentionCall, DenseCall, PagedCall, backward_of, cache_fields
 from torch_core.run import run
 from torch_core.specs import AttentionSpec
 
 __all__ = [
     "attention",
+    "attention_backward",
     "attention_with_lse",
     "dense_call",
     "paged_attention",
@@ -193,6 +194,38 @@ def dense_call(
         qq_bias=qq_bias,
         seq_causal=seq_causal,
     )
+
+
+def attention_backward(
+    *args: Any, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """Differentiates `attention`, deterministically; see `torch_core.calls.DenseBackwardCall`.
+
+    Args:
+        *args: the arrays that `attention` was given.
+        out: its result.
+        lse: that of `attention_with_lse`.
+        d_out: the gradient of the result.
+        d_lse: the gradient of the log-sum-exp; None for none.
+        **options: the options that `attention` was given, without `out`.
+
+    Returns:
+        d_query, d_key and d_value, and d_alibi_slopes and d_sinks as far as those are given; in their dtypes.
+
+    Raises:
+        InvalidInput: as `attention`; out, lse and their gradients do not go together.
+        Unsupported: as `attention`; a bias that has a derivative.
+
+    Example:
+        >>> import torch
+        >>> query, value, starts = torch.zeros(1, 1, 2), torch.ones(2, 1, 2), torch.tensor([0, 1]).int()
+        >>> given = (query, value, value, starts, torch.tensor([0, 2]).int())
+        >>> options = {"spec": AttentionSpec(scale=1.0), "max_query_len": 1}
+        >>> out, lse = attention_with_lse(*given, **options)
+        >>> attention_backward(*given, **options, out=out, lse=lse, d_out=torch.ones(1, 1, 2))["d_value"].tolist()
+        [[[0.5, 0.5]], [[0.5, 0.5]]]
+    """
+    return run(backward_of(dense_call(*args, **options), out=out, lse=lse, d_out=d_out, d_lse=d_lse))
 
 
 def _output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, Tensor]:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from torch_core.plan.plan import ABSENT, Argument, Pointer, Scalar
+from collections.abc import Mapping
+from typing import Any
+
+from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
-__all__ = ["ceil_div", "power_of_two", "scale_number", "scale_pointer", "scale_value", "strides"]
+__all__ = ["ceil_div", "named_launch", "power_of_two", "scale_number", "scale_pointer", "scale_value", "strides"]
+
+
+def named_launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Argument], constexprs: Mapping[str, Any], **options: Any
+) -> LaunchPlan:
+    """Makes a launch of what is known by name, more than the kernel has being left out; options are LaunchPlan's."""
+    names = kernel.arg_names
+    return LaunchPlan(
+        kernel=kernel,
+        grid=grid,
+        arguments=tuple((name, arguments[name]) for name in names if name in arguments and name not in constexprs),
+        constexprs=tuple((name, constexprs[name]) for name in names if name in constexprs),
+        **options,
+    )
 
 
 def scale_pointer(name: str, scale: ArraySpec | float | None) -> Argument:

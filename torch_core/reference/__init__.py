@@ -5,9 +5,16 @@ It makes no attempt at speed. `compute_dtype=torch.float64` gives the oracle of 
 gives the "same-dtype torch reference" whose error bounds the error that a kernel may have.
 """
 
+from torch_core.reference.attention import attention, paged_attention
+from torch_core.reference.backward import attention_backward
 from torch_core.reference.cache import copy_blocks, write_kv_cache
-from torch_core.reference.dense import attention
 from torch_core.reference.merge import merge_states
-from torch_core.reference.paged import paged_attention
 
-__all__ = ["attention", "copy_blocks", "merge_states", "paged_attention", "write_kv_cache"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "copy_blocks",
+    "merge_states",
+    "paged_attention",
+    "write_kv_cache",
+]

@@ -97,8 +97,10 @@ def attend_sequence(
     denominator = weights.sum(dim=-1, keepdim=True)
     if sinks is not None:
         denominator = denominator + torch.exp(sinks - shift)
+    # Not the logarithm of 0, whose derivative is infinite where nothing is seen.
+    denominator = denominator.masked_fill(denominator == 0, 1)
     lse = (denominator.log() + shift).squeeze(-1).masked_fill(~seen, -torch.inf)
-    weights = (weights / denominator.masked_fill(denominator == 0, 1)).to(query.dtype)
+    weights = (weights / denominator).to(query.dtype)
     output = torch.einsum("hij,jhd->ihd", weights, value)
     return output, lse.T
 

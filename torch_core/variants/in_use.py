@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from torch_core.calls import Call, CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import (
+    Call,
+    CopyCall,
+    DenseBackwardCall,
+    DenseCall,
+    MergeCall,
+    PagedCall,
+    WriteCall,
+    backward_of,
+)
+from torch_core.errors import Unsupported
 from torch_core.plan.compile import KernelVariant, kernel_variant
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.planner import plan_call
@@ -30,7 +41,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     A label starts with the operation; the rest names what differs from bfloat16, block size 16 and causal.
 
     Args:
-        arch: compute capability as one number; for 90 some plans of the older devices are among them.
+        arch: compute capability as one number; for 90 some plans of the older devices are among them. What a device
+            does not serve is left out.
     """
     calls: dict[str, Call[ArraySpec]] = {
         "write": _write(),
@@ -73,11 +85,27 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
+        "backward": _backward(_dense()),
+        "backward short sequences": _backward(_dense(max_query_len=200)),
+        "backward head 64": _backward(_dense(head_size=64)),
+        "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
+        "backward window": _backward(_dense(_WINDOW)),
+        "backward head 64 ALiBi sinks": _backward(
+            _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))
+        ),
+        "backward head 256 window soft cap": _backward(
+            _dense(AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0), head_size=256)
+        ),
     }
-    plans = {label: plan_call(call, DeviceLimits(arch=arch)) for label, call in calls.items()}
+    plans = {}
+    for label, call in calls.items():
+        with suppress(Unsupported):
+            plans[label] = plan_call(call, DeviceLimits(arch=arch))
     if arch == 90:
         older = DeviceLimits(arch=80)
-        plans |= {f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense")}
+        plans |= {
+            f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense", "backward")
+        }
     return plans
 
 
@@ -141,14 +169,22 @@ def _paged(
     )
 
 
-def _dense(spec: AttentionSpec = _SPEC) -> DenseCall[ArraySpec]:
-    key, starts = ArraySpec((_PREFILL_TOKENS, 8, 128), "bfloat16"), ArraySpec((2,), "int32")
+def _dense(
+    spec: AttentionSpec = _SPEC, *, head_size: int = 128, max_query_len: int = _PREFILL_TOKENS, **options: Any
+) -> DenseCall[ArraySpec]:
+    key, starts = ArraySpec((_PREFILL_TOKENS, 8, head_size), "bfloat16"), ArraySpec((2,), "int32")
     return DenseCall(
-        query=ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"),
+        query=ArraySpec((_PREFILL_TOKENS, 32, head_size), "bfloat16"),
         key=key,
         value=key,
         query_start_loc=starts,
         key_start_loc=starts,
         spec=spec,
-        max_query_len=_PREFILL_TOKENS,
+        max_query_len=max_query_len,
+        **options,
     )
+
+
+def _backward(call: DenseCall[ArraySpec]) -> DenseBackwardCall[ArraySpec]:
+    lse = ArraySpec(call.query.shape[:2], "float32")
+    return backward_of(call, out=call.query, lse=lse, d_out=call.query)

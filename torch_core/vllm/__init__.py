@@ -6,6 +6,7 @@ imported by itself.
 
 # ruff: noqa: F403
 from torch_core.vllm.backend import *
+from torch_core.vllm.backends import *
 from torch_core.vllm.builder import *
 from torch_core.vllm.capture import *
 from torch_core.vllm.config import *
@@ -17,7 +18,5 @@ from torch_core.vllm.paged_builder import *
 from torch_core.vllm.paged_impl import *
 from torch_core.vllm.paged_metadata import *
 from torch_core.vllm.registry import *
-from torch_core.vllm.torch_attn import *
-from torch_core.vllm.triton_attn import *
 from torch_core.vllm.types import *
 from torch_core.vllm.upload import *

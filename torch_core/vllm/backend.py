@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec
-from torch_core.vllm.config import AttentionSelectorConfig
-from torch_core.vllm.types import (
-    CACHE_DTYPES,
-    AttentionType,
-    DeviceCapability,
-    DeviceInfo,
-    KVCacheLayoutType,
-    MultipleOf,
-)
+from torch_core.vllm.types import CACHE_DTYPES, AttentionType, DeviceCapability, KVCacheLayoutType, MultipleOf
 
 if TYPE_CHECKING:
     from torch_core.vllm.builder import AttentionMetadataBuilder
@@ -24,7 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionBackend"]
 
-_ANY_HEAD_SIZE = range(1, 257)
+_MAX_BLOCK_SIZE = 256
+_FP8_CAPABILITY = DeviceCapability(8, 9)
+
+
+def always(answer: Any) -> Any:
+    """Returns a class method without arguments that gives this answer.
+
+    Example:
+        >>> type("Backend", (), {"is_mla": always(True)}).is_mla()
+        True
+    """
+    return classmethod(lambda cls: answer)
 
 
 class AttentionBackend(ABC):
@@ -35,10 +39,10 @@ class AttentionBackend(ABC):
 
     Attributes:
         supported_dtypes: of queries, keys and values.
-        supported_kv_cache_dtypes: names of `CACHE_DTYPES`.
+        supported_kv_cache_dtypes: names of `CACHE_DTYPES`; none for any.
         supported_attn_types: kinds of attention.
-        supported_head_sizes: a range or tuple.
-        device_type: the devices that the backend runs on.
+        supported_head_sizes: a range or tuple; empty for any.
+        device_type: the devices that the backend runs on, "cuda" or "cpu".
         min_capability: the lowest compute capability of a CUDA device, None for any.
         accept_output_buffer: `forward` writes into the tensor that it is given.
         forward_includes_kv_cache_update: `forward` writes the step's keys and values to the cache.
@@ -47,13 +51,19 @@ class AttentionBackend(ABC):
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
-    supported_head_sizes: ClassVar[range | tuple[int, ...]] = _ANY_HEAD_SIZE
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(1, 257)
     device_type: ClassVar[str] = "cuda"
     min_capability: ClassVar[DeviceCapability | None] = None
     accept_output_buffer: ClassVar[bool] = True
     forward_includes_kv_cache_update: ClassVar[bool] = True
 
-    # The classes that do the work.
+    # What it is for: latent attention and nothing else, chosen tokens only, state-space models.
+    is_mla = is_sparse = is_ssm = always(False)
+    # What it serves beside: sinks, square-root ALiBi, bidirectional spans, a scale for each head; decoders without a
+    # causal mask, results that never depend on the rest of the batch; blocks that leave the process.
+    supports_sink = supports_alibi_sqrt = supports_mm_prefix = supports_per_head_quant_scales = always(False)
+    supports_non_causal = supports_batch_invariance = always(False)
+    supports_kv_connector = always(True)
 
     @staticmethod
     @abstractmethod
@@ -75,18 +85,12 @@ class AttentionBackend(ABC):
         """Returns the module and the qualified name of this class."""
         return cls.__module__, cls.__qualname__
 
-    # The cache in memory.
-
     @classmethod
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Returns the logical shape of one layer's cache.
-
-        Raises:
-            InvalidInput: a size is out of range.
-        """
-        del cache_dtype_str  # No dtype changes the shape.
+        """Returns the logical shape of one layer's cache, the same for all dtypes; InvalidInput for bad sizes."""
+        del cache_dtype_str
         spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype="float32")
         return spec.shape(num_blocks)
 
@@ -118,16 +122,19 @@ class AttentionBackend(ABC):
         """Returns the only order of tokens and heads that the backend reads; None when the strides decide."""
         return None
 
-    # What is served.
+    @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        """Returns the dtypes of queries, keys and values that are served."""
+        return list(cls.supported_dtypes)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Returns the head sizes that are served."""
+        """Returns the head sizes that are served; an empty list for any."""
         return list(cls.supported_head_sizes)
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Returns the block sizes that the kernels take."""
+        """Returns the block sizes that the kernels take; an empty list for any."""
         return [MultipleOf(1)]
 
     @classmethod
@@ -141,26 +148,33 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Returns whether a head size is served."""
-        return head_size in cls.supported_head_sizes
+        sizes = cls.get_supported_head_sizes()
+        return not sizes or head_size in sizes
+
+    @classmethod
+    def validate_head_size(cls, head_size: int) -> None:
+        """Raises InvalidInput for a head size that is not served."""
+        if not cls.supports_head_size(head_size):
+            served = _sizes(cls.get_supported_head_sizes())
+            raise InvalidInput(f"head_size is {head_size}; {cls.get_name()} serves {served}.")
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
         """Returns whether queries, keys and values of this dtype are served."""
-        return dtype in cls.supported_dtypes
+        return dtype in cls.get_supported_dtypes()
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Returns whether a cache of this dtype is served; None stands for undecided."""
-        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+        return kv_cache_dtype is None or kv_cache_dtype in (cls.supported_kv_cache_dtypes or (kv_cache_dtype,))
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
         """Returns whether blocks of this size are served; None stands for undecided."""
-        if block_size is None:
-            return True
-        sizes = cls.get_supported_kernel_block_sizes()
-        return block_size <= 256 and any(
-            block_size in size if isinstance(size, MultipleOf) else block_size == size for size in sizes
+        sizes = cls.get_supported_kernel_block_sizes() or [MultipleOf(1)]
+        return block_size is None or (
+            block_size <= _MAX_BLOCK_SIZE
+            and any(block_size in size if isinstance(size, MultipleOf) else block_size == size for size in sizes)
         )
 
     @classmethod
@@ -174,119 +188,95 @@ class AttentionBackend(ABC):
         return cls.min_capability is None or capability >= cls.min_capability
 
     @classmethod
-    def is_mla(cls) -> bool:
-        """Returns whether the backend is for multi-head latent attention, and for nothing else."""
-        return False
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, device_capability: DeviceCapability | None,
+    ) -> str | None:  # fmt: skip
+        """Returns why demands that are served one by one are not served together: fp8 caches on old devices."""
+        del head_size, dtype, block_size, use_mla, has_sink, use_sparse
+        stored = CACHE_DTYPES.get(kv_cache_dtype or "auto")
+        is_fp8 = stored is not None and stored.is_floating_point and stored.itemsize == 1
+        if not is_fp8 or device_capability is None or device_capability >= _FP8_CAPABILITY:
+            return None
+        return (
+            f"kv_cache_dtype {kv_cache_dtype!r} needs compute capability {_FP8_CAPABILITY}; the device has "
+            f"{device_capability}"
+        )
 
     @classmethod
-    def is_sparse(cls) -> bool:
-        """Returns whether the backend attends to chosen tokens only."""
-        return False
-
-    @classmethod
-    def is_ssm(cls) -> bool:
-        """Returns whether the backend is a state-space model's."""
-        return False
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Returns whether sinks are served."""
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """Returns whether ALiBi with the square root of the distance is served."""
-        return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Returns whether spans of bidirectional tokens are served."""
-        return False
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        """Returns whether a cache scale for each head is served."""
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Returns whether a decoder layer without the causal mask is served."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Returns whether a sequence's result never depends on the rest of the batch, bit for bit."""
-        return False
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """Returns whether blocks may be sent to and received from other processes."""
-        return True
-
-    @classmethod
-    def supports_combination(cls, config: AttentionSelectorConfig, device: DeviceInfo) -> str | None:
-        """Returns why demands that are served one by one are not served together, or None when they are."""
-        del config, device  # Nothing clashes by default.
-        return None
-
-    @classmethod
-    def validate_configuration(cls, config: AttentionSelectorConfig, device: DeviceInfo) -> list[str]:
+    def validate_configuration(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool,
+        device_capability: DeviceCapability | tuple[int, int] | None, attn_type: AttentionType | str, **demands: bool,
+    ) -> list[str]:  # fmt: skip
         """Returns every reason why the backend cannot serve a layer on a device; empty when it can.
+
+        Args are those of `AttentionSelectorConfig`, whose other demands may be given too; `device_capability` is that
+        of a CUDA device, None for the CPU. Raises InvalidInput for a demand that there is not.
 
         Example:
             >>> from torch_core.vllm import TorchAttentionBackend
-            >>> config = AttentionSelectorConfig(
-            ...     num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.float32, use_mla=True
-            ... )
-            >>> TorchAttentionBackend.validate_configuration(config, DeviceInfo(type="cpu"))
+            >>> layer = dict(head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=16, use_mla=True)
+            >>> layer |= dict(has_sink=False, use_sparse=False, use_mm_prefix=False, attn_type="decoder")
+            >>> TorchAttentionBackend.validate_configuration(**layer, device_capability=None)
             ['it does not compute multi-head latent attention (use_mla)']
         """
         reasons = []
-        if device.type != cls.device_type:
-            reasons.append(f"it runs on {cls.device_type} and the device is {device.type}")
-        elif device.capability is not None and not cls.supports_compute_capability(device.capability):
-            reasons.append(f"the device has compute capability {device.capability}; it needs {cls.min_capability}")
-        if not cls.supports_head_size(config.head_size):
-            reasons.append(f"head_size is {config.head_size}; it serves {_sizes(cls.supported_head_sizes)}")
-        if not cls.supports_dtype(config.dtype):
-            served = ", ".join(str(dtype).removeprefix("torch.") for dtype in cls.supported_dtypes)
-            reasons.append(f"dtype is {str(config.dtype).removeprefix('torch.')}; it serves {served}")
-        if not cls.supports_kv_cache_dtype(config.kv_cache_dtype):
-            known = "" if config.kv_cache_dtype in CACHE_DTYPES else "unknown; "
+        demands |= {"has_sink": has_sink, "use_mm_prefix": use_mm_prefix}
+        device = "cpu" if device_capability is None else "cuda"
+        capability = None if device_capability is None else DeviceCapability(*device_capability)
+        if device != cls.device_type:
+            reasons.append(f"it runs on {cls.device_type} and the device is {device}")
+        elif capability is not None and not cls.supports_compute_capability(capability):
+            reasons.append(f"the device has compute capability {capability}; it needs {cls.min_capability}")
+        if not cls.supports_head_size(head_size):
+            reasons.append(f"head_size is {head_size}; it serves {_sizes(cls.get_supported_head_sizes())}")
+        if not cls.supports_dtype(dtype):
+            served = ", ".join(str(dtype).removeprefix("torch.") for dtype in cls.get_supported_dtypes())
+            reasons.append(f"dtype is {str(dtype).removeprefix('torch.')}; it serves {served}")
+        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            known = "" if kv_cache_dtype in CACHE_DTYPES else "unknown; "
             served = ", ".join(cls.supported_kv_cache_dtypes)
-            reasons.append(f"kv_cache_dtype is {config.kv_cache_dtype!r}; {known}it serves {served}")
-        if not cls.supports_block_size(config.block_size):
+            reasons.append(f"kv_cache_dtype is {kv_cache_dtype!r}; {known}it serves {served}")
+        if not cls.supports_block_size(block_size):
             served = " and ".join(
                 f"multiples of {size.base}" if isinstance(size, MultipleOf) else str(size)
                 for size in cls.get_supported_kernel_block_sizes()
             )
-            reasons.append(f"block_size is {config.block_size}; it serves {served} up to 256")
-        if not cls.supports_attn_type(config.attn_type):
+            reasons.append(f"block_size is {block_size}; it serves {served} up to {_MAX_BLOCK_SIZE}")
+        if not cls.supports_attn_type(attn_type):
             served = ", ".join(kind.value for kind in cls.supported_attn_types)
-            reasons.append(f"attn_type is {AttentionType(config.attn_type).value}; it serves {served}")
-        if config.use_mla and not cls.is_mla():
+            reasons.append(f"attn_type is {AttentionType(attn_type).value}; it serves {served}")
+        if use_mla and not cls.is_mla():
             reasons.append("it does not compute multi-head latent attention (use_mla)")
-        if cls.is_mla() and not config.use_mla:
+        if cls.is_mla() and not use_mla:
             reasons.append("it computes multi-head latent attention only (use_mla)")
-        if config.use_sparse != cls.is_sparse():
+        if use_sparse != cls.is_sparse():
             reasons.append(f"it computes {'sparse' if cls.is_sparse() else 'dense'} attention only (use_sparse)")
-        demands = (
-            ("has_sink", cls.supports_sink, "it does not serve sinks"),
-            ("use_mm_prefix", cls.supports_mm_prefix, "it does not serve bidirectional spans"),
-            ("use_alibi_sqrt", cls.supports_alibi_sqrt, "it does not serve square-root ALiBi"),
-            ("use_per_head_quant_scales", cls.supports_per_head_quant_scales, "it has one cache scale for all heads"),
-            ("use_non_causal", cls.supports_non_causal, "its decoder attention is causal"),
-            ("use_batch_invariant", cls.supports_batch_invariance, "its results depend on the batch"),
-            ("use_kv_connector", cls.supports_kv_connector, "its blocks cannot leave the process"),
-        )
-        for name, serves, reason in demands:
-            if getattr(config, name) and not serves():
+        for name, (question, reason) in _DEMANDS.items():
+            if demands.pop(name, False) and not getattr(cls, question)():
                 reasons.append(f"{reason} ({name})")
-        clash = cls.supports_combination(config, device)
+        if demands:
+            raise InvalidInput(f"{next(iter(demands))} is no demand on a backend; there are {', '.join(_DEMANDS)}.")
+        clash = cls.supports_combination(
+            head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, capability
+        )
         return reasons if clash is None else [*reasons, clash]
 
 
-def _sizes(sizes: range | tuple[int, ...]) -> str:
-    if isinstance(sizes, range):
-        return f"{sizes.start} to {sizes.stop - 1}"
+# Demand: what a backend is asked, and why it refuses.
+_DEMANDS = {
+    "has_sink": ("supports_sink", "it does not serve sinks"),
+    "use_mm_prefix": ("supports_mm_prefix", "it does not serve bidirectional spans"),
+    "use_alibi_sqrt": ("supports_alibi_sqrt", "it does not serve square-root ALiBi"),
+    "use_per_head_quant_scales": ("supports_per_head_quant_scales", "it has one cache scale for all heads"),
+    "use_non_causal": ("supports_non_causal", "its decoder attention is causal"),
+    "use_batch_invariant": ("supports_batch_invariance", "its results depend on the batch"),
+    "use_kv_connector": ("supports_kv_connector", "its blocks cannot leave the process"),
+}
+
+
+def _sizes(sizes: list[int]) -> str:
+    if sizes == list(range(sizes[0], sizes[-1] + 1)):
+        return f"{sizes[0]} to {sizes[-1]}"
     return ", ".join(map(str, sizes))

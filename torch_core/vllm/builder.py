@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,17 +24,17 @@ class AttentionMetadataBuilder(ABC):
     Args:
         kv_cache_spec: the cache of the layers.
         layer_names: the layers, for messages.
-        config: the rest of what it must know.
+        vllm_config: the rest of what it must know.
         device: where the tensors go.
 
     Attributes:
-        cudagraph_support: which batches can be replayed from a CUDA graph.
+        _cudagraph_support: which batches can be replayed from a CUDA graph; ask `get_cudagraph_support`.
         reorder_batch_threshold: the longest query that counts as a decode, when decodes must come first in the batch;
             None when the order does not matter.
         supports_update_block_table: `update_block_table` works.
     """
 
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None
     supports_update_block_table: ClassVar[bool] = False
 
@@ -43,22 +42,22 @@ class AttentionMetadataBuilder(ABC):
         self,
         kv_cache_spec: KVCacheSpec,
         layer_names: Sequence[str],
-        config: BuilderConfig,
+        vllm_config: BuilderConfig,
         device: torch.device | str,
     ) -> None:
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = tuple(layer_names)
-        self.config = config
+        self.vllm_config = vllm_config
         self.device = torch.device(device)
-        config.context_parallel.refuse_spread_prompts()
+        vllm_config.context_parallel.refuse_spread_prompts()
 
     @classmethod
     def get_cudagraph_support(
-        cls, config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
+        cls, vllm_config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
     ) -> AttentionCGSupport:
         """Returns which batches can be replayed from a CUDA graph, by a builder with this configuration."""
-        del config, kv_cache_spec  # For builders whose answer depends on them.
-        return cls.cudagraph_support
+        del vllm_config, kv_cache_spec  # For builders whose answer depends on them.
+        return cls._cudagraph_support
 
     @abstractmethod
     def build(
@@ -78,16 +77,13 @@ class AttentionMetadataBuilder(ABC):
             fast_build: prefer a quick build over quick attention; for drafts that are used once.
             arrays: the batch on the device already, by field name, from `upload` or `StepBuffers`; shared by the
                 builders of all cache groups. None uploads it.
-
-        Raises:
-            InvalidInput: the batch was built for another cache.
         """
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
     ) -> Any:
         """Returns the metadata to capture a CUDA graph with; by default that of `build`."""
-        return self.build(0, common_attn_metadata, arrays=arrays)
+        return self.build(0, common_attn_metadata, **_given(arrays))
 
     def build_for_drafting(
         self,
@@ -98,7 +94,7 @@ class AttentionMetadataBuilder(ABC):
     ) -> Any:
         """Returns the metadata of a draft model's step: the `draft_index`-th token of a chain, or level of a tree."""
         del draft_index  # The batch says everything by default.
-        return self.build(0, common_attn_metadata, fast_build=True, arrays=arrays)
+        return self.build(0, common_attn_metadata, fast_build=True, **_given(arrays))
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         """Returns the same metadata for another cache group, whose tables and slots alone differ.
@@ -109,9 +105,9 @@ class AttentionMetadataBuilder(ABC):
         del metadata, blk_table, slot_mapping  # For builders that support it.
         raise Unsupported(f"{type(self).__name__} does not update block tables; call build for each cache group.")
 
-    def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
+    def use_cascade_attention(self, *args: Any, **options: Any) -> bool:
         """Returns whether attending a shared prefix once should pay; never, by default."""
-        del common_prefix_len, query_lens, num_sms  # For builders that support it.
+        del args, options  # For builders that support it.
         return False
 
     def _init_reorder_batch_threshold(
@@ -128,8 +124,13 @@ class AttentionMetadataBuilder(ABC):
         """
         threshold = reorder_batch_threshold
         if threshold is not None and supports_spec_as_decode:
-            drafted = self.config.num_speculative_tokens * (2 if self.config.parallel_drafting else 1)
+            drafted = self.vllm_config.num_speculative_tokens * (2 if self.vllm_config.parallel_drafting else 1)
             threshold = max(threshold, 1 + drafted)
-        if self.config.context_parallel.dcp_world_size > 1 and not supports_dcp_with_varlen:
+        if self.vllm_config.context_parallel.dcp_world_size > 1 and not supports_dcp_with_varlen:
             threshold = 1
         self.reorder_batch_threshold = threshold
+
+
+def _given(arrays: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    # A builder that was written for vLLM does not know them.
+    return {} if arrays is None else {"arrays": arrays}

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_core.errors import InvalidInput
-from torch_core.metadata import (
-    CommonAttentionMetadata,
-    PackedLayout,
-    build_common_metadata,
-)
+from torch_core.metadata import CommonAttentionMetadata, PackedLayout, build_common_metadata
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.upload import ENCODER_FIELDS, StepBuffers
 
@@ -25,7 +21,8 @@ class CommonAttentionState:
     """The static metadata of each batch size that was captured, and how a step is brought into it.
 
     The verbs are those of vLLM's older `CommonAttentionState` (`vllm/attention/backends/utils.py`). There the inputs
-    of a graph are copied one by one into their buffers; here one upload fills them all.
+    of a graph are copied one by one into their buffers; here one upload fills them all. What is captured outside of
+    `graph_capture`, and a batch size that was not captured, are InvalidInput.
 
     Args:
         builder: makes the metadata from the static tensors.
@@ -47,10 +44,7 @@ class CommonAttentionState:
     """
 
     def __init__(
-        self,
-        builder: AttentionMetadataBuilder,
-        layout_for: Callable[[int], PackedLayout],
-        device: torch.device | str,
+        self, builder: AttentionMetadataBuilder, layout_for: Callable[[int], PackedLayout], device: torch.device | str
     ) -> None:
         self._builder = builder
         self._layout_for = layout_for
@@ -68,19 +62,15 @@ class CommonAttentionState:
             self._max_batch_size = None
 
     def graph_clone(self, batch_size: int) -> CommonAttentionState:
-        """Returns a state with nothing captured, for another set of graphs of the same layers.
-
-        Raises:
-            InvalidInput: nothing is being captured.
-        """
+        """Returns a state with nothing captured, for another set of graphs of the same layers."""
         self._check_capturing(batch_size)
         return CommonAttentionState(self._builder, self._layout_for, self._device)
 
-    def graph_capture_get_metadata_for_batch(self, batch_size: int, *, is_encoder_decoder_model: bool = False) -> Any:
+    def graph_capture_get_metadata_for_batch(self, batch_size: int, is_encoder_decoder_model: bool = False) -> Any:
         """Returns metadata over static tensors for a batch size; its sequences are empty until a step is prepared.
 
         Raises:
-            InvalidInput: nothing is being captured, the size is too large, or the layout lacks the encoder's fields.
+            InvalidInput: the size is too large, or the layout lacks the encoder's fields.
         """
         self._check_capturing(batch_size)
         layout = self._layout_for(batch_size)
@@ -89,7 +79,7 @@ class CommonAttentionState:
         if batch_size not in self._buffers:
             self._buffers[batch_size] = StepBuffers(layout, self._device)
         buffers = self._buffers[batch_size]
-        spec, config = self._builder.kv_cache_spec, self._builder.config
+        spec, config = self._builder.kv_cache_spec, self._builder.vllm_config
         empty = build_common_metadata(
             [],
             block_size=spec.block_size,
@@ -105,35 +95,22 @@ class CommonAttentionState:
         )
         return self._builder.build_for_cudagraph_capture(empty, arrays=buffers.arrays)
 
-    def get_graph_input_buffers(self, batch_size: int, *, is_encoder_decoder_model: bool = False) -> dict[str, Tensor]:
-        """Returns the static tensors that a graph of this batch size reads, by name.
-
-        Raises:
-            InvalidInput: the size was not captured.
-        """
+    def get_graph_input_buffers(self, batch_size: int, is_encoder_decoder_model: bool = False) -> dict[str, Tensor]:
+        """Returns the static tensors that a graph of this batch size reads, by name."""
         names = ["slot_mapping", "seq_lens", "query_start_loc", "block_tables"]
         names += ENCODER_FIELDS if is_encoder_decoder_model else []
         arrays = self._captured(batch_size).arrays
         return {name: arrays[name] for name in names}
 
     def host_buffer(self, batch_size: int, step: int) -> Any:
-        """Returns the host buffer into which the metadata of `step` is built; see `StepBuffers.host_buffer`.
-
-        Raises:
-            InvalidInput: the size was not captured.
-        """
+        """Returns the host buffer into which the metadata of `step` is built; see `StepBuffers.host_buffer`."""
         return self._captured(batch_size).host_buffer(step)
 
     def prepare_graph_input_buffers(self, batch_size: int, step: int, metadata: CommonAttentionMetadata) -> None:
-        """Uploads a step into the static tensors of a batch size: one copy.
-
-        Args:
-            batch_size: a captured size.
-            step: the number under which the host buffer was taken.
-            metadata: built into that buffer.
+        """Uploads a step, built into the host buffer taken for it, into the static tensors of a batch size: one copy.
 
         Raises:
-            InvalidInput: the size was not captured, or the metadata was built for another layout.
+            InvalidInput: the metadata was built for another layout.
         """
         buffers = self._captured(batch_size)
         if metadata.layout != buffers.layout:
@@ -187,11 +164,7 @@ class StepGraphs:
         return tuple(self._steps)
 
     def capture(self, key: Any, run: Callable[[], Any], *, warmups: int = 2) -> None:
-        """Captures `run` under `key`, after a few ordinary calls that compile its kernels and settle its allocations.
-
-        Raises:
-            InvalidInput: the key is taken.
-        """
+        """Captures `run` under a new `key`, after ordinary calls that compile its kernels and settle allocations."""
         if key in self._steps:
             raise InvalidInput(f"A graph was captured for {key!r} already; give each graph its own key.")
         if self._device.type != "cuda":
@@ -215,11 +188,7 @@ class StepGraphs:
         self._steps[key] = replay
 
     def replay(self, key: Any) -> Any:
-        """Runs the step of `key` on the current stream and returns its outputs.
-
-        Raises:
-            InvalidInput: nothing was captured under the key.
-        """
+        """Runs the step of `key`, which was captured, on the current stream and returns its outputs."""
         step = self._steps.get(key)
         if step is None:
             raise InvalidInput(f"Nothing was captured for {key!r}; captured are: {', '.join(map(str, self._steps))}.")

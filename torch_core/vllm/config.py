@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 from torch_core.metadata import CascadeCosts
 from torch_core.vllm.types import AttentionType, ContextParallel
@@ -61,9 +62,9 @@ class AttentionSelectorConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_size"):
-            _check_positive(name, getattr(self, name))
+            check_int(name, getattr(self, name), 1)
         if self.block_size is not None:
-            _check_positive("block_size", self.block_size)
+            check_int("block_size", self.block_size, 1)
         if self.num_heads % self.num_kv_heads:
             raise InvalidInput(
                 f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, {self.num_kv_heads}."
@@ -104,15 +105,9 @@ class BuilderConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("num_heads", self.num_heads)
+        check_int("num_heads", self.num_heads, 1)
         for name in ("sliding_window", "attention_chunk"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                check_int(name, getattr(self, name), 1)
         for name in ("num_speculative_tokens", "cache_group"):
-            if getattr(self, name) < 0:
-                raise InvalidInput(f"{name} is {getattr(self, name)}; it cannot be negative.")
-
-
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"{name} is {value!r}; it must be an int of at least 1.")
+            check_int(name, getattr(self, name), 0)

@@ -53,12 +53,7 @@ class AttentionScales:
 
     @classmethod
     def of(
-        cls,
-        *,
-        q_scale: float = 1.0,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        device: torch.device | str = "cpu",
+        cls, *, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0, device: torch.device | str = "cpu"
     ) -> AttentionScales:
         """Returns the scales as tensors on `device` and as numbers."""
         numbers = (q_scale, k_scale, v_scale)
@@ -105,42 +100,24 @@ class AttentionImplBase(ABC):
 
 
 class AttentionImpl(AttentionImplBase):
-    """Multi-head attention over separate keys and values.
-
-    The arguments of the constructor are those of vLLM's `AttentionImpl`; subclasses add keyword-only ones.
-    """
+    """Multi-head attention over separate keys and values; subclasses add keyword-only arguments to the constructor."""
 
     kv_cache_dtype: str
 
     @abstractmethod
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None: ...
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
+    ) -> None: ...  # fmt: skip
 
     @abstractmethod
     def forward(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor | None,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None,
+        attn_metadata: Any, output: Tensor | None = None, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Writes the step's keys and values to the cache, attends, writes `output` and returns it."""
 
 
@@ -153,59 +130,28 @@ class MLAAttentionImpl(AttentionImplBase):
 
     @abstractmethod
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        *,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: torch.nn.Module,
-    ) -> None: ...
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
+        kv_sharing_target_layer_name: str | None, *, q_lora_rank: int | None, kv_lora_rank: int,
+        qk_nope_head_dim: int, qk_rope_head_dim: int, qk_head_dim: int, v_head_dim: int, kv_b_proj: torch.nn.Module,
+    ) -> None: ...  # fmt: skip
 
     @abstractmethod
     def forward_mha(
-        self,
-        q: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: Any,
-        k_scale: Tensor,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-    ) -> None:
+        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any,
+        k_scale: Tensor, output: Tensor, output_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Attends for prefill rows, with expanded keys and values."""
 
     @abstractmethod
     def forward_mqa(
-        self,
-        q: Tensor | tuple[Tensor, Tensor],
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: Any,
-        layer: AttentionLayer,
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: AttentionLayer
     ) -> tuple[Tensor, Tensor | None]:
         """Attends for decode rows, to the compressed vectors; returns the output and perhaps the lse."""
 
     @abstractmethod
     def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
         k_scale: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Writes the compressed vectors and rotary keys of the step to the cache."""

@@ -57,11 +57,7 @@ def get_per_layer_parameters(layers: Mapping[str, PagedAttentionImpl]) -> dict[s
 
 
 def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
-    """Returns the options that all layers share.
-
-    Raises:
-        InvalidInput: there is no layer, or two layers differ.
-    """
+    """Returns the options that all layers share; InvalidInput when there is no layer, or two differ."""
     if not per_layer_params:
         raise InvalidInput("per_layer_params is empty; there is no layer to take the options from.")
     names = list(per_layer_params)
@@ -75,11 +71,7 @@ def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParamete
 
 
 def reshape_query_for_spec_decode(query: Tensor, batch_size: int) -> Tensor:
-    """Returns the query [num_tokens, num_heads, head_size] as [batch_size, tokens of each, num_heads, head_size].
-
-    Raises:
-        InvalidInput: the query has another rank, or its tokens do not divide evenly.
-    """
+    """Returns the query [num_tokens, num_heads, head_size] as [batch_size, tokens of each, num_heads, head_size]."""
     if query.dim() != 3 or batch_size < 1 or query.shape[0] % batch_size:
         raise InvalidInput(
             f"query has shape {tuple(query.shape)}; [num_tokens, num_heads, head_size] with num_tokens a multiple of "
@@ -89,11 +81,7 @@ def reshape_query_for_spec_decode(query: Tensor, batch_size: int) -> Tensor:
 
 
 def reshape_attn_output_for_spec_decode(attn_output: Tensor) -> Tensor:
-    """Returns an output [batch, tokens, num_heads, head_size] as [num_tokens, num_heads, head_size].
-
-    Raises:
-        InvalidInput: the output has neither shape.
-    """
+    """Returns an output [batch, tokens, num_heads, head_size] as [num_tokens, num_heads, head_size]."""
     if attn_output.dim() == 3:
         return attn_output
     if attn_output.dim() != 4:

@@ -1,4 +1,4 @@
-"""The helpers of vLLM's older attention stack under their own names, over this project's records.
+"""The helpers of vLLM's older attention stack under their own names and arguments.
 
 They come from `vllm/attention/backends/utils.py` before its second engine. Code that was written for them finds them
 here; nothing else in this project uses them.
@@ -6,23 +6,22 @@ here; nothing else in this project uses them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from torch_core.errors import InvalidInput
-from torch_core.metadata import (
-    CommonAttentionMetadata,
-    SequenceRowLike,
-    build_common_metadata,
-    compute_slot_mapping,
-    compute_slot_mapping_start_idx,
-)
+from torch_core.specs import PAD_SLOT_ID
 from torch_core.vllm.types import AttentionType
 
 __all__ = [
     "CommonMetadataBuilder",
+    "compute_slot_mapping",
+    "compute_slot_mapping_start_idx",
     "get_num_prefill_decode_query_kv_tokens",
     "get_seq_len_block_table_args",
     "is_all_cross_attn_metadata_set",
@@ -32,107 +31,195 @@ __all__ = [
 
 
 def is_block_tables_empty(block_tables: Mapping[Any, Any] | None) -> bool:
-    """Returns whether there are no block tables: None, or None for every sequence (a profiling run).
+    """Returns whether there are no block tables: None, or a mapping to None alone (a profiling run).
 
     Example:
         >>> is_block_tables_empty({0: None}), is_block_tables_empty({0: [3]})
         (True, False)
     """
-    return block_tables is None or all(table is None for table in block_tables.values())
+    if isinstance(block_tables, Mapping):
+        return all(table is None for table in block_tables.values())
+    return block_tables is None
+
+
+def compute_slot_mapping_start_idx(
+    is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
+) -> int:
+    """Returns the first position of a prompt that gets a slot: the last `sliding_window` of its new tokens do.
+
+    As in vLLM the context does not move it, though the positions that it is compared with begin there.
+
+    Example:
+        >>> compute_slot_mapping_start_idx(True, 6, 5, 4), compute_slot_mapping_start_idx(False, 1, 9, 4)
+        (2, 0)
+    """
+    del context_len
+    return max(0, query_len - sliding_window) if is_prompt and sliding_window is not None else 0
+
+
+def compute_slot_mapping(
+    is_profile_run: bool, slot_mapping: list[int], seq_id: int, seq_len: int, context_len: int, start_idx: int,
+    block_size: int, block_tables: Mapping[int, Sequence[int]] | None,
+) -> None:  # fmt: skip
+    """Appends the slots of a sequence's new tokens to `slot_mapping`.
+
+    In a profiling run, where there are no tables, every token of the sequence gets -1; otherwise those before
+    `start_idx` do.
+
+    Raises:
+        InvalidInput: the table of the sequence is missing or too short; nothing is appended.
+
+    Example:
+        >>> slots = []
+        >>> compute_slot_mapping(False, slots, 0, 10, 0, 2, 4, {0: [0, 1, 0]})
+        >>> slots
+        [-1, -1, 2, 3, 4, 5, 6, 7, 0, 1]
+    """
+    if is_profile_run:
+        slot_mapping.extend([PAD_SLOT_ID] * seq_len)
+        return
+    table = (block_tables or {}).get(seq_id) or ()
+    first = max(start_idx, context_len)
+    if seq_len > first and len(table) * block_size < seq_len:
+        raise InvalidInput(
+            f"block_tables[{seq_id}] has {len(table)} blocks of {block_size}; the sequence has {seq_len} tokens."
+        )
+    positions = np.arange(first, seq_len)
+    slots = np.asarray(table, np.int64)[positions // block_size] * block_size + positions % block_size
+    slot_mapping.extend([PAD_SLOT_ID] * max(0, start_idx - context_len))
+    slot_mapping.extend(slots.tolist())
 
 
 class CommonMetadataBuilder:
-    """Collects the sequences of a step one by one, then builds its metadata.
+    """Collects the sequences of a step, group by group, then builds the metadata that a subclass names.
 
-    Args:
-        block_size: tokens of one block.
-        num_blocks: blocks of the pool.
-        sliding_window: tokens of a prompt before the last so many get no slot, for engines that attend to a prompt's
-            fresh keys and only later to the cache. None for all.
+    A subclass sets `_metadata_cls`, a class that takes the keywords of `build`. What the engine gives is read by its
+    attributes: the builder's runner (device, pin_memory, graph_block_tables), sliding_window, block_size,
+    inter_data_list and chunked_prefill_enabled.
 
     Attributes:
-        num_prefills: sequences with more than one new token.
-        num_prefill_tokens: their new tokens.
-        num_decode_tokens: the other sequences' new tokens.
+        num_prefills, num_prefill_tokens: sequences of prompts, and their new tokens.
+        num_decode_tokens: the other sequences' new tokens, one of each.
         context_lens: tokens before the step, by sequence.
-        prefill_seq_lens: lengths of the prefills after it.
-        curr_seq_lens: lengths of the decodes after it.
-
-    Example:
-        >>> from torch_core.metadata import SequenceRow
-        >>> builder = CommonMetadataBuilder(block_size=4, num_blocks=8)
-        >>> builder.add_seq_group(SequenceRow([3], 0, 3))
-        >>> builder.add_seq_group(SequenceRow([5], 2, 1))
-        >>> builder.build(cuda_graph_pad_size=2).seq_lens.tolist(), builder.num_prefill_tokens
-        ([3, 3, 0, 0], 3)
+        prefill_seq_lens, curr_seq_lens: lengths of the prompts, and of the others after the step.
+        block_tables: by sequence, those that attention may read.
+        slot_mapping: of all new tokens.
+        multimodal_placeholder_maps: by modality; of the class that the engine's are of.
     """
 
-    def __init__(self, *, block_size: int, num_blocks: int, sliding_window: int | None = None) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.sliding_window = sliding_window
-        self.prepare()
+    _metadata_cls: ClassVar[Callable[..., Any]]
+
+    def __init__(self, input_builder: Any) -> None:
+        self.input_builder = input_builder
+        self.runner = input_builder.runner
+        self.sliding_window = input_builder.sliding_window
+        self.block_size = input_builder.block_size
 
     def prepare(self) -> None:
         """Forgets the sequences of the step before."""
-        self._rows: list[SequenceRowLike] = []
+        self.slot_mapping: list[int] = []
+        self.prefill_seq_lens: list[int] = []
+        self.context_lens: list[int] = []
+        self.block_tables: list[Sequence[int]] = []
+        self.curr_seq_lens: list[int] = []
+        self.multimodal_placeholder_maps: dict[str, Any] = {}
         self.num_prefills = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
-        self.context_lens: list[int] = []
-        self.prefill_seq_lens: list[int] = []
-        self.curr_seq_lens: list[int] = []
 
-    def add_seq_group(self, row: SequenceRowLike) -> None:
-        """Adds a sequence to the step."""
-        self._rows.append(row)
-        length = row.num_computed_tokens + row.num_new_tokens
-        self.context_lens.append(row.num_computed_tokens)
-        if row.num_new_tokens > 1:
-            self.num_prefills += 1
-            self.num_prefill_tokens += row.num_new_tokens
-            self.prefill_seq_lens.append(length)
-        else:
-            self.num_decode_tokens += row.num_new_tokens
-            self.curr_seq_lens.append(length)
+    def _add_seq_group(self, inter_data: Any, chunked_prefill_enabled: bool) -> None:
+        """Adds a group: prompts, or sequences with one new token.
 
-    def build(self, *, cuda_graph_pad_size: int = -1, max_blocks: int | None = None) -> CommonAttentionMetadata:
-        """Returns the metadata of the sequences added since `prepare`.
-
-        Args:
-            cuda_graph_pad_size: padding rows, and padding tokens, to reach a captured batch size; -1 for no graph.
-            max_blocks: columns of the block tables; None for just enough.
+        Attention reads the whole table of a sequence that hit the prefix cache; no table of another prompt, unless
+        chunked prefill is on; and of the rest the last `curr_sliding_window_block` blocks, where that is not 0.
 
         Raises:
-            InvalidInput: as `torch_core.metadata.build_common_metadata`.
+            InvalidInput: a sequence that is no prompt has not one new token, or its table is too short.
         """
-        padding = max(cuda_graph_pad_size, 0)
-        metadata = build_common_metadata(
-            self._rows,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            num_seqs=len(self._rows) + padding,
-            num_tokens=self.num_prefill_tokens + self.num_decode_tokens + padding,
-            max_blocks=max_blocks,
+        tables, is_prompt = inter_data.block_tables, inter_data.is_prompt
+        columns = "seq_ids input_tokens orig_seq_lens seq_lens query_lens context_lens curr_sliding_window_blocks"
+        for seq_id, tokens, seq_len, curr_seq_len, query_len, context_len, window_blocks in zip(
+            *(getattr(inter_data, name) for name in columns.split()), strict=True
+        ):
+            if not is_prompt and query_len != 1:
+                raise InvalidInput(
+                    f"sequence {seq_id} has query_len {query_len}, seq_len {seq_len} and context_len {context_len}; "
+                    "one that is not a prompt has one new token."
+                )
+            start = compute_slot_mapping_start_idx(is_prompt, query_len, context_len, self.sliding_window)
+            where = (seq_id, seq_len, context_len, start, self.block_size, tables)
+            compute_slot_mapping(is_block_tables_empty(tables), self.slot_mapping, *where)
+            self.context_lens.append(context_len)
+            if is_prompt:
+                for modality, placeholders in (inter_data.multi_modal_placeholder_maps or {}).items():
+                    self.multimodal_placeholder_maps.setdefault(modality, type(placeholders)()).extend(placeholders)
+                self.num_prefills += 1
+                self.num_prefill_tokens += len(tokens)
+                self.prefill_seq_lens.append(seq_len)
+            else:
+                self.num_decode_tokens += query_len
+                self.curr_seq_lens.append(curr_seq_len)
+            seen = inter_data.prefix_cache_hit or chunked_prefill_enabled or not is_prompt
+            table = ((tables or {}).get(seq_id) if seen else None) or []
+            self.block_tables.append(table if inter_data.prefix_cache_hit else table[-window_blocks:])
+
+    def build(self, seq_lens: list[int], query_lens: list[int], cuda_graph_pad_size: int, batch_size: int) -> Any:
+        """Returns the metadata of the input builder's groups, with tensors on the runner's device.
+
+        Args:
+            seq_lens: of each sequence, perhaps padded.
+            query_lens: of each sequence.
+            cuda_graph_pad_size: padding tokens, to reach a captured batch size; -1 for no graph.
+            batch_size: sequences, perhaps padded; with a graph, the rows of the runner's `graph_block_tables` that are
+                written and taken.
+
+        Raises:
+            InvalidInput: there is no query; see `_add_seq_group`.
+        """
+        if not any(query_lens):
+            raise InvalidInput(f"query_lens is {query_lens}; a step has at least one new token.")
+        for inter_data in self.input_builder.inter_data_list:
+            self._add_seq_group(inter_data, self.input_builder.chunked_prefill_enabled)
+        use_captured_graph = cuda_graph_pad_size != -1
+        if use_captured_graph:
+            self.slot_mapping.extend([PAD_SLOT_ID] * cuda_graph_pad_size)
+            tables = self.runner.graph_block_tables[:batch_size]
+        else:
+            tables = np.zeros((len(self.block_tables), max(map(len, self.block_tables), default=0)), np.int32)
+        for row, table in enumerate(self.block_tables):
+            tables[row, : len(table)] = table
+        return self._metadata_cls(
+            num_prefills=self.num_prefills,
+            slot_mapping=self._on_device(self.slot_mapping, torch.long),
+            multi_modal_placeholder_index_maps={
+                modality: placeholders.index_map()
+                for modality, placeholders in self.multimodal_placeholder_maps.items()
+            },
+            enable_kv_scales_calculation=True,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=batch_size if use_captured_graph else self.num_decode_tokens,
+            seq_lens=seq_lens,
+            seq_lens_tensor=self._on_device(seq_lens),
+            max_query_len=max(query_lens),
+            max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
+            max_decode_seq_len=max(self.curr_seq_lens, default=0),
+            query_start_loc=self._on_device(list(accumulate(query_lens, initial=0))),
+            seq_start_loc=self._on_device(list(accumulate(seq_lens, initial=0))),
+            context_lens_tensor=self._on_device(self.context_lens),
+            block_tables=torch.from_numpy(tables).to(self.runner.device, non_blocking=True),
+            use_cuda_graph=use_captured_graph,
         )
-        if self.sliding_window is not None and metadata.packed is not None and metadata.layout is not None:
-            computed = metadata.compute_num_computed_tokens()
-            start_idx = compute_slot_mapping_start_idx(metadata.query_lens, computed, self.sliding_window)
-            start_idx[metadata.query_lens <= 1] = 0
-            metadata.layout["slot_mapping"].of(metadata.packed)[:] = compute_slot_mapping(
-                metadata.block_tables,
-                metadata.query_start_loc,
-                computed,
-                block_size=self.block_size,
-                num_tokens=metadata.num_tokens,
-                start_idx=start_idx,
-            )
-        return metadata
+
+    def _on_device(self, numbers: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        host = torch.tensor(numbers, dtype=dtype, pin_memory=self.runner.pin_memory)
+        return host.to(self.runner.device, non_blocking=True)
 
 
 def is_all_encoder_attn_metadata_set(attn_metadata: Any) -> bool:
     """Returns whether a step's metadata has what encoder attention needs."""
-    return attn_metadata.encoder_seq_lens is not None and attn_metadata.max_encoder_seq_len is not None
+    needed = ("encoder_seq_lens", "encoder_seq_lens_tensor", "max_encoder_seq_len")
+    # Lengths are one tensor here; older metadata has them as a list, too.
+    return all(getattr(attn_metadata, name, True) is not None for name in needed)
 
 
 def is_all_cross_attn_metadata_set(attn_metadata: Any) -> bool:
@@ -149,25 +236,27 @@ def get_seq_len_block_table_args(
 ) -> tuple[Tensor, int, Tensor | None]:
     """Returns the key lengths, their bound and the block tables that a kind of attention reads.
 
-    Decoders read their own, cross attention the encoder's lengths and the cross tables, encoders have no tables. One
-    batch holds prompts and decodes, so `is_prompt` changes nothing.
+    Decoders read their own, and the bound is that of the prompts or of the decodes; cross attention the encoder's
+    lengths and the cross tables; encoders have no tables.
+
+    `attn_metadata` are `PagedAttentionMetadata`, or older metadata with vLLM's names.
 
     Raises:
         InvalidInput: the metadata lacks the encoder's fields, or the kind is unknown.
     """
-    del is_prompt
     kind = AttentionType(attn_type)
-    if kind is AttentionType.DECODER:
-        return attn_metadata.seq_lens, attn_metadata.max_seq_len, attn_metadata.block_table
-    if kind is AttentionType.ENCODER_ONLY:
-        return attn_metadata.seq_lens, attn_metadata.max_seq_len, None
+    if kind in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+        bound = attn_metadata.max_prefill_seq_len if is_prompt else attn_metadata.max_decode_seq_len
+        tables = _either(attn_metadata, "block_tables", "block_table") if kind is AttentionType.DECODER else None
+        return _either(attn_metadata, "seq_lens_tensor", "seq_lens"), bound, tables
     needed = (
         is_all_cross_attn_metadata_set if kind is AttentionType.ENCODER_DECODER else is_all_encoder_attn_metadata_set
     )
     if not needed(attn_metadata):
         raise InvalidInput(f"the metadata has no encoder fields, which {kind.value} attention needs.")
+    lens = _either(attn_metadata, "encoder_seq_lens_tensor", "encoder_seq_lens")
     tables = attn_metadata.cross_block_tables if kind is AttentionType.ENCODER_DECODER else None
-    return attn_metadata.encoder_seq_lens, attn_metadata.max_encoder_seq_len, tables
+    return lens, attn_metadata.max_encoder_seq_len, tables
 
 
 def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: AttentionType | str) -> tuple[int, int, int]:
@@ -188,3 +277,7 @@ def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: Attent
     if kind is AttentionType.ENCODER:
         return encoder, encoder, 0
     return attn_metadata.num_prefill_tokens, encoder, attn_metadata.num_decode_tokens
+
+
+def _either(attn_metadata: Any, older: str, name: str) -> Any:
+    return getattr(attn_metadata, older) if hasattr(attn_metadata, older) else getattr(attn_metadata, name)

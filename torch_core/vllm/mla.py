@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_core.errors import InvalidInput
+from torch_core.checks import check_int
 
 __all__ = ["MLADims", "get_mla_dims"]
 
@@ -15,10 +15,9 @@ class MLADims:
     """The sizes of one layer; field names are those of a Hugging Face DeepSeek configuration.
 
     Attributes:
-        q_lora_rank: width of the compressed query; None when queries are not compressed.
-        kv_lora_rank: width of the compressed keys and values.
-        qk_nope_head_dim: part of a query or key head without rotary embedding.
-        qk_rope_head_dim: part with it; stored once per token, for all heads.
+        q_lora_rank, kv_lora_rank: widths of the compressed query (None when it is not) and of keys and values.
+        qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without rotary embedding and with it; the
+            second is stored once per token, for all heads.
         v_head_dim: width of a value head.
     """
 
@@ -40,7 +39,10 @@ class MLADims:
 
 
 def get_mla_dims(config: Any) -> MLADims:
-    """Returns the sizes that a model configuration (any object with these attributes) states.
+    """Returns the sizes that a model's text configuration (any object with these attributes) states.
+
+    Args:
+        config: the configuration, or an engine's that has it as `hf_text_config`.
 
     Raises:
         InvalidInput: an attribute is missing or not a positive int.
@@ -51,14 +53,10 @@ def get_mla_dims(config: Any) -> MLADims:
         ...                              qk_rope_head_dim=64, v_head_dim=128)).cache_head_size
         576
     """
-    sizes: dict[str, int] = {}
-    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        sizes[name] = _size(name, getattr(config, name, None))
+    config = getattr(config, "hf_text_config", config)
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {name: getattr(config, name, None) for name in names}
     rank = getattr(config, "q_lora_rank", None)
-    return MLADims(q_lora_rank=None if rank is None else _size("q_lora_rank", rank), **sizes)
-
-
-def _size(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"{name} of the model configuration is {value!r}; latent attention needs a positive int.")
-    return value
+    for name, size in {**sizes, **({} if rank is None else {"q_lora_rank": rank})}.items():
+        check_int(f"{name} of the model configuration", size, 1)
+    return MLADims(q_lora_rank=rank, **sizes)  # type: ignore[arg-type]

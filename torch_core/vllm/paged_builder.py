@@ -32,17 +32,16 @@ _CACHED = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     """Builds `PagedAttentionMetadata`; the layers' kernels take any mix of rows, so the order is free."""
 
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     supports_update_block_table: ClassVar[bool] = True
 
     @classmethod
     def get_cudagraph_support(
-        cls, config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
+        cls, vllm_config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
     ) -> AttentionCGSupport:
         """Returns never for ranks that share sequences, whose lengths `build` derives from the batch's."""
-        if config is not None and config.context_parallel.dcp_world_size > 1:
+        if vllm_config is not None and vllm_config.context_parallel.dcp_world_size > 1:
             return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(config, kv_cache_spec)
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(
         self,
@@ -56,13 +55,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     ) -> PagedAttentionMetadata:
         """See `AttentionMetadataBuilder.build`; the build is always fast.
 
-        Args:
-            common_prefix_len: as there.
-            common_attn_metadata: as there.
-            fast_build: as there.
-            arrays: as there.
-            mm_prefix_range: int32 [num_seqs, ranges, 2] on the device; bidirectional spans.
-            seq_causal: bool [num_seqs] on the device; overrides the batch's `causal` for each sequence.
+        Args are those of it, and on the device `mm_prefix_range`, int32 [num_seqs, ranges, 2] (bidirectional spans) and
+        `seq_causal`, bool [num_seqs] (overrides the batch's `causal` for each sequence).
 
         Raises:
             InvalidInput: the batch is for another block size or cache group, lacks the encoder's fields, or shares no
@@ -72,18 +66,14 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         self._check(common, common_prefix_len)
         on_device = upload(common, self.device) if arrays is None else arrays
-        query_lens = common.query_lens[: common.num_reqs]
-        num_decodes = int(np.count_nonzero(query_lens == 1))
-        parallel = self.config.context_parallel
+        seq_lens = common.seq_lens[: common.num_reqs]
+        is_decode = common.query_lens[: common.num_reqs] == 1
+        num_decodes = int(np.count_nonzero(is_decode))
+        parallel = self.vllm_config.context_parallel
         local_seq_lens = None
         if parallel.dcp_world_size > 1:
             _check_local_slots(common, parallel)
-            local_seq_lens = get_dcp_local_seq_lens(
-                on_device["seq_lens"],
-                dcp_world_size=parallel.dcp_world_size,
-                dcp_rank=parallel.dcp_rank,
-                interleave_size=parallel.interleave_size,
-            )
+            local_seq_lens = get_dcp_local_seq_lens(on_device["seq_lens"], **parallel.dcp_place)
         encoder = common.encoder
         metadata = PagedAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -95,11 +85,13 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             slot_mapping=on_device["slot_mapping"],
             block_size=common.block_size,
             cache_group=common.cache_group,
-            causal=common.causal and self.config.attn_type is AttentionType.DECODER,
+            causal=common.causal and self.vllm_config.attn_type is AttentionType.DECODER,
             num_decodes=num_decodes,
             num_decode_tokens=num_decodes,
             num_prefills=common.num_reqs - num_decodes,
             num_prefill_tokens=common.num_actual_tokens - num_decodes,
+            max_prefill_seq_len=int(seq_lens.max(initial=0, where=~is_decode)),
+            max_decode_seq_len=int(seq_lens.max(initial=0, where=is_decode)),
             encoder_seq_lens=on_device.get("encoder_seq_lens"),
             max_encoder_seq_len=None if encoder is None else encoder.max_encoder_seq_len,
             cross_block_tables=on_device.get("cross_block_tables"),
@@ -111,14 +103,16 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         )
         if not common_prefix_len:
             return metadata
-        heads, kv_heads, rows = self.config.num_heads, self.kv_cache_spec.num_kv_heads, metadata.slot_mapping.shape[0]
-        piece_tokens = prefix_piece_tokens(rows, num_query_heads=heads, num_kv_heads=kv_heads)
-        return metadata.with_shared_prefix(common_prefix_len, piece_tokens)
+        heads = {"num_query_heads": self.vllm_config.num_heads, "num_kv_heads": self.kv_cache_spec.num_kv_heads}
+        return metadata.with_shared_prefix(common_prefix_len, prefix_piece_tokens(common.num_tokens, **heads))
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
     ) -> PagedAttentionMetadata:
-        """Returns metadata whose sequences are all empty: a capture must neither take long nor write to the cache."""
+        """Returns metadata whose sequences are all empty: a capture must neither take long nor write to the cache.
+
+        Its numbers are those of the padded batch, which bound every step that is replayed.
+        """
         metadata = self.build(0, common_attn_metadata, arrays=arrays)
         metadata.seq_lens.zero_()
         metadata.query_start_loc.zero_()
@@ -126,7 +120,13 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         for tensor, empty in ((metadata.encoder_seq_lens, 0), (metadata.cross_slot_mapping, PAD_SLOT_ID)):
             if tensor is not None:
                 tensor.fill_(empty)
-        return metadata
+        rows, tokens = metadata.seq_lens.shape[0], metadata.slot_mapping.shape[0]
+        kind = "decode" if rows == tokens else "prefill"
+        counts = {f"num_{kind}s": rows, f"num_{kind}_tokens": tokens, f"max_{kind}_seq_len": metadata.max_seq_len}
+        if metadata.cross_block_tables is not None and metadata.cross_slot_mapping is not None:
+            counts["num_encoder_tokens"] = metadata.cross_slot_mapping.shape[0]
+            counts["max_encoder_seq_len"] = metadata.cross_block_tables.shape[1] * metadata.block_size
+        return replace(metadata, num_actual_tokens=tokens, **counts)
 
     def update_block_table(
         self, metadata: PagedAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
@@ -137,46 +137,50 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             block_table=blk_table,
             slot_mapping=slot_mapping,
             block_size=self.kv_cache_spec.block_size,
-            cache_group=self.config.cache_group,
+            cache_group=self.vllm_config.cache_group,
             common_prefix_len=0,
             shared_prefix=None,
         )
 
-    def use_cascade_attention(self, common_prefix_len: int, query_lens: np.ndarray, *, num_sms: int) -> bool:
+    def use_cascade_attention(
+        self, common_prefix_len: int, query_lens: np.ndarray, num_query_heads: int | None = None,
+        num_kv_heads: int | None = None, use_alibi: bool = False, use_sliding_window: bool = False,
+        use_local_attention: bool = False, num_sms: int = 0, dcp_world_size: int = 1,
+    ) -> bool:  # fmt: skip
         """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`.
 
-        Never where results must not depend on the batch: whether a prefix is shared does. Nor where the keys are not
-        the batch's own.
+        What the configuration says need not be said again. Never where results must not depend on the batch: whether a
+        prefix is shared does. Nor where the keys are not the batch's own.
         """
-        spec, config = self.kv_cache_spec, self.config
+        spec, config = self.kv_cache_spec, self.vllm_config
         if config.batch_invariant or config.attn_type is not AttentionType.DECODER:
             return False
         return use_cascade_attention(
             common_prefix_len,
             query_lens,
-            num_query_heads=config.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_query_heads=num_query_heads or config.num_heads,
+            num_kv_heads=num_kv_heads or spec.num_kv_heads,
             head_size=spec.head_size,
             bytes_per_element=DTYPE_BYTES[spec.dtype],
             num_sms=num_sms,
-            use_alibi=config.use_alibi,
-            use_sliding_window=config.sliding_window is not None,
-            use_local_attention=config.attention_chunk is not None,
-            dcp_world_size=config.context_parallel.dcp_world_size,
+            use_alibi=use_alibi or config.use_alibi,
+            use_sliding_window=use_sliding_window or config.sliding_window is not None,
+            use_local_attention=use_local_attention or config.attention_chunk is not None,
+            dcp_world_size=max(dcp_world_size, config.context_parallel.dcp_world_size),
             costs=config.cascade_costs,
         )
 
     def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
-        kind, block_size = self.config.attn_type, self.kv_cache_spec.block_size
+        kind, block_size = self.vllm_config.attn_type, self.kv_cache_spec.block_size
         if kind in _CACHED and common.block_size != block_size:
             raise InvalidInput(
                 f"the metadata is for blocks of {common.block_size} tokens; the cache of {self._layers()} has blocks "
                 f"of {block_size}. Build it with block_size={block_size}."
             )
-        if kind in _CACHED and common.cache_group != self.config.cache_group:
+        if kind in _CACHED and common.cache_group != self.vllm_config.cache_group:
             raise InvalidInput(
                 f"the metadata is for cache group {common.cache_group}; {self._layers()} are in group "
-                f"{self.config.cache_group}. Build it with cache_group={self.config.cache_group}."
+                f"{self.vllm_config.cache_group}. Build it with cache_group={self.vllm_config.cache_group}."
             )
         if kind is AttentionType.ENCODER_DECODER and common.encoder is None:
             raise InvalidInput(
@@ -201,17 +205,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
 
 def _check_local_slots(common: CommonAttentionMetadata, place: ContextParallel) -> None:
     """Refuses slots that are not this rank's: keys would be written where no rank reads them."""
-    ranks = {
-        "dcp_world_size": place.dcp_world_size,
-        "dcp_rank": place.dcp_rank,
-        "interleave_size": place.interleave_size,
-    }
     num_tokens, block_size = common.num_actual_tokens, common.block_size
     positions, slots = common.positions[:num_tokens], common.slot_mapping[:num_tokens]
-    before = get_dcp_local_seq_lens(positions, **ranks)
+    before = get_dcp_local_seq_lens(positions, **place.dcp_place)
     rows = np.repeat(np.arange(common.num_reqs), common.query_lens[: common.num_reqs])
     own = common.block_tables[rows, before // block_size] * block_size + before % block_size
-    wanted = mask_slots_of_other_ranks(own, positions, **ranks)
+    wanted = mask_slots_of_other_ranks(own, positions, **place.dcp_place)
     if (slots != wanted).any():
         first = int((slots != wanted).argmax())
         raise InvalidInput(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_core import ops
-from torch_core.calls import DenseCall, PagedCall, WriteCall
+from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer
@@ -120,18 +120,11 @@ class PagedAttentionImpl(AttentionImpl):
         return quant_key == FP8_STATIC_TENSOR
 
     def forward(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor | None,
-        attn_metadata: PagedAttentionMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None,
+        attn_metadata: PagedAttentionMetadata | None, output: Tensor | None = None, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Writes the step's keys and values to the cache, attends, and writes `output`.
+    ) -> Tensor:  # fmt: skip
+        """Writes the step's keys and values to the cache, attends, writes `output` and returns it.
 
         Args:
             layer: has the scales; read for 8-bit caches and queries only.
@@ -142,12 +135,9 @@ class PagedAttentionImpl(AttentionImpl):
             kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], written in place; None in encoders. An fp8
                 cache may be stored as uint8.
             attn_metadata: of the step; None in a profiling run, which only clears the output.
-            output: like `query`, in its dtype, or e4m3 with `output_scale`; padding rows become 0.
+            output: needed; like `query`, in its dtype, or e4m3 with `output_scale`; padding rows become 0.
             output_scale: the output holds `result / output_scale`.
             output_block_scale: not served.
-
-        Returns:
-            `output`.
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields; shapes do not fit.
@@ -168,35 +158,25 @@ class PagedAttentionImpl(AttentionImpl):
         query = query.view(-1, self.num_heads, self.head_size)
         key, value = self._as_heads(key), self._as_heads(value)
         if self.attn_type in _NO_CACHE:
-            self._attend_dense(query, key, value, attn_metadata, out, output_scale)
+            self._attend_dense(query, key, value, attn_metadata, out=out, out_scale=output_scale)
             return output
         cache = self._checked_cache(kv_cache, attn_metadata)
+        call, prefix = self._call(layer, query, cache, attn_metadata, out=out, out_scale=output_scale), None
+        if attn_metadata.shared_prefix is not None:
+            prefix = attn_metadata.shared_prefix
+            cascade_calls(call, prefix)  # Refuses before anything is written.
         self._write(layer, key, value, cache, attn_metadata)
-        call = self._call(layer, query, cache, attn_metadata, out=out, out_scale=output_scale)
-        if attn_metadata.shared_prefix is None:
-            ops.run(call)
-        else:
-            ops.cascade_attention(call, attn_metadata.shared_prefix)
+        ops.run(call) if prefix is None else ops.cascade_attention(call, prefix)
         return output
 
     def forward_with_lse(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: PagedAttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Writes keys and values, attends to this rank's part of each sequence, and returns what a merge needs.
 
-        Args:
-            layer: as in `forward`.
-            query: as in `forward`; all ranks give the same.
-            key: as in `forward`; slots of other ranks' tokens are -1.
-            value: like `key`.
-            kv_cache: this rank's.
-            attn_metadata: of the step, with `dcp_local_seq_lens` when sequences are spread over ranks.
+        Args are those of `forward`: all ranks give the same query and their own cache, slots of other ranks' tokens are
+        -1, and the metadata have `dcp_local_seq_lens` when sequences are spread over ranks.
 
         Returns:
             The output [num_tokens, num_heads, head_size] and the lse, float32 [num_tokens, num_heads], as
@@ -211,7 +191,6 @@ class PagedAttentionImpl(AttentionImpl):
             raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")
         query = query.view(-1, self.num_heads, self.head_size)
         cache = self._checked_cache(kv_cache, attn_metadata)
-        self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
         if self.context_parallel.dcp_world_size > 1:
             local_seq_lens = attn_metadata.dcp_local_seq_lens
@@ -225,17 +204,12 @@ class PagedAttentionImpl(AttentionImpl):
                 )
             sinks = None if self.context_parallel.dcp_rank else self.sinks
             call = replace(call, seq_lens=local_seq_lens, sinks=sinks)
+        self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
         results = ops.run(call)
         return results["out"], results["lse"]
 
     def _attend_dense(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        metadata: PagedAttentionMetadata,
-        out: Tensor,
-        out_scale: Tensor | None,
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: PagedAttentionMetadata, **results: Any
     ) -> None:
         if key is None or value is None:
             raise InvalidInput(
@@ -251,12 +225,8 @@ class PagedAttentionImpl(AttentionImpl):
                 spec=self.spec,
                 max_query_len=metadata.max_query_len,
                 max_key_len=metadata.max_query_len,
-                out=out,
-                out_scale=out_scale,
-                alibi_slopes=self.alibi_slopes,
-                sinks=self.sinks,
-                mm_prefix_range=metadata.mm_prefix_range,
-                seq_causal=metadata.seq_causal,
+                **self._scoring(metadata),
+                **results,
             )
         )
 
@@ -281,13 +251,9 @@ class PagedAttentionImpl(AttentionImpl):
         return kv_cache
 
     def _write(
-        self,
-        layer: AttentionLayer,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: Tensor,
+        self, layer: AttentionLayer, key: Tensor | None, value: Tensor | None, cache: Tensor,
         metadata: PagedAttentionMetadata,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if self.kv_sharing_target_layer_name is not None or key is None or value is None:
             return
         slots = metadata.slot_mapping
@@ -317,12 +283,17 @@ class PagedAttentionImpl(AttentionImpl):
             max_query_len=metadata.max_query_len,
             q_scale=layer._q_scale if query.dtype.itemsize == 1 else None,
             **self._cache_scales(layer),
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            mm_prefix_range=metadata.mm_prefix_range,
-            seq_causal=metadata.seq_causal,
+            **self._scoring(metadata),
             **results,
         )
+
+    def _scoring(self, metadata: PagedAttentionMetadata) -> dict[str, Any]:
+        return {
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "mm_prefix_range": metadata.mm_prefix_range,
+            "seq_causal": metadata.seq_causal,
+        }
 
     def _spec_of(self, metadata: PagedAttentionMetadata) -> AttentionSpec:
         # A decoder layer without the causal mask is asked for batch by batch (diffusion drafts, bidirectional models).

@@ -17,34 +17,18 @@ class PagedAttentionMetadata:
     """What the layers of one cache group read in one step. Tensors are int32 on the device; padded rows are empty.
 
     Field names are those of vLLM's `TritonAttentionMetadata`, and of its older metadata for encoder-decoder models.
+    What is not listed is what `torch_core.metadata` says of it, in `CommonAttentionMetadata` and `EncoderMetadata`.
 
     Attributes:
-        num_actual_tokens: new tokens without padding.
-        max_query_len: bound on the query lengths.
-        query_start_loc: [num_seqs + 1].
-        max_seq_len: bound on `seq_lens`.
-        seq_lens: [num_seqs].
         block_table: [num_seqs, max_blocks].
-        slot_mapping: [num_tokens].
-        block_size: tokens of a block of the cache that the tables are for.
-        cache_group: the allocator's group of layers.
-        causal: whether queries see no later key.
-        num_decodes: rows with one new token.
-        num_decode_tokens: their tokens.
-        num_prefills: the other rows.
-        num_prefill_tokens: their tokens.
+        num_decodes, num_decode_tokens: rows with one new token, and their tokens.
+        num_prefills, num_prefill_tokens: the other rows, and their tokens.
+        max_prefill_seq_len, max_decode_seq_len: bounds on the `seq_lens` of either.
         common_prefix_len: tokens of a prefix that is attended once for all sequences; 0 for none.
         shared_prefix: the batch split at that prefix.
-        encoder_seq_lens: [num_seqs]; keys of cross attention.
-        max_encoder_seq_len: bound on them.
-        cross_block_tables: [num_seqs, max_encoder_blocks].
-        cross_slot_mapping: [encoder tokens]; where this step's encoder keys are written.
-        num_encoder_tokens: how many of them are real.
-        dcp_local_seq_lens: [num_seqs]; the part of `seq_lens` on this rank.
         mm_prefix_range: [num_seqs, ranges, 2]; spans that see each other in both directions.
         seq_causal: bool [num_seqs]; which sequences are causal, where they differ.
-        scheduler_metadata: always None: the kernels plan on the device.
-        prefix_scheduler_metadata: always None.
+        scheduler_metadata, prefix_scheduler_metadata: always None: the kernels plan on the device.
     """
 
     num_actual_tokens: int
@@ -61,6 +45,8 @@ class PagedAttentionMetadata:
     num_decode_tokens: int = 0
     num_prefills: int = 0
     num_prefill_tokens: int = 0
+    max_prefill_seq_len: int = 0
+    max_decode_seq_len: int = 0
     common_prefix_len: int = 0
     shared_prefix: SharedPrefix[Tensor] | None = None
     encoder_seq_lens: Tensor | None = None
@@ -79,10 +65,10 @@ class PagedAttentionMetadata:
         """A shared prefix is attended once."""
         return self.shared_prefix is not None
 
-    @property
-    def cu_prefix_query_lens(self) -> Tensor | None:
-        """See `SharedPrefix`; None without one."""
-        return None if self.shared_prefix is None else self.shared_prefix.cu_prefix_query_lens
+    # Of `shared_prefix`; None without one.
+    cu_prefix_query_lens = property(lambda self: getattr(self.shared_prefix, "cu_prefix_query_lens", None))
+    prefix_kv_lens = property(lambda self: getattr(self.shared_prefix, "prefix_kv_lens", None))
+    suffix_kv_lens = property(lambda self: getattr(self.shared_prefix, "suffix_kv_lens", None))
 
     def update_shared_prefix(self) -> None:
         """Splits the batch anew, in place, after other lengths and tables were uploaded into the same tensors.
@@ -95,16 +81,6 @@ class PagedAttentionMetadata:
             fresh = _split(self, self.shared_prefix.max_prefix_query_len)
             for name in ("cu_prefix_query_lens", "suffix_block_table", "suffix_kv_lens"):
                 getattr(self.shared_prefix, name).copy_(getattr(fresh, name))
-
-    @property
-    def prefix_kv_lens(self) -> Tensor | None:
-        """See `SharedPrefix`; None without one."""
-        return None if self.shared_prefix is None else self.shared_prefix.prefix_kv_lens
-
-    @property
-    def suffix_kv_lens(self) -> Tensor | None:
-        """See `SharedPrefix`; None without one."""
-        return None if self.shared_prefix is None else self.shared_prefix.suffix_kv_lens
 
     def with_shared_prefix(self, common_prefix_len: int, piece_tokens: int) -> PagedAttentionMetadata:
         """Returns the same with a prefix that is attended once, in pieces of so many queries."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.vllm.backend import AttentionBackend
+from torch_core.vllm.backends import TorchAttentionBackend, TritonAttentionBackend
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import AttentionSelectorConfig
-from torch_core.vllm.torch_attn import TorchAttentionBackend
-from torch_core.vllm.triton_attn import TritonAttentionBackend
 from torch_core.vllm.types import DeviceInfo
 
 __all__ = [
@@ -67,9 +67,11 @@ def select_backend(
     """
     if not isinstance(device, DeviceInfo):
         device = DeviceInfo.of(device)
-    refusals = []
+    refusals, demands = [], asdict(config)
+    for name in ("num_heads", "num_kv_heads"):
+        del demands[name]
     for backend in backends:
-        reasons = backend.validate_configuration(config, device)
+        reasons = backend.validate_configuration(**demands, device_capability=device.capability)
         if not reasons:
             return backend
         refusals.append(f"{backend.get_name()}: {'; '.join(reasons)}.")
@@ -77,9 +79,7 @@ def select_backend(
 
 
 def subclass_attention_backend(
-    name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
-    builder_cls: type[AttentionMetadataBuilder],
+    name_prefix: str, attention_backend_cls: type[AttentionBackend], builder_cls: type[AttentionMetadataBuilder]
 ) -> type[AttentionBackend]:
     """Returns a subclass of a backend, named with a prefix, that builds its metadata with another class.
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "QuantKey",
     "is_quantized_kv_cache",
     "is_valid_kv_cache_layout",
-    "kv_cache_torch_dtype",
 ]
 
 #: The names of cache dtypes; "auto" is the model's own dtype.
@@ -107,12 +107,19 @@ class DeviceInfo:
     capability: DeviceCapability | None = None
     num_sms: int = 0
 
+    def __post_init__(self) -> None:
+        if (self.type, self.capability is None) not in (("cpu", True), ("cuda", False)):
+            raise Unsupported(
+                f"device type is {self.type!r} with capability {self.capability}; there are backends for 'cuda' with "
+                "one and for 'cpu'."
+            )
+
     @classmethod
     def of(cls, device: torch.device | str) -> DeviceInfo:
         """Returns the facts of a device of this machine; creates a CUDA context when it is a CUDA device.
 
         Raises:
-            Unsupported: there is no such device.
+            Unsupported: there is no such device, or none of its type is served.
 
         Example:
             >>> DeviceInfo.of("cpu").type
@@ -133,10 +140,9 @@ class ContextParallel:
     """This rank's place among those that share sequences; given to a layer explicitly, never looked up globally.
 
     Attributes:
-        dcp_world_size: ranks that share the cached tokens of each sequence (decode context parallelism).
-        dcp_rank: this one.
-        pcp_world_size: ranks that share the tokens of a prompt (prefill context parallelism).
-        pcp_rank: this one.
+        dcp_world_size, dcp_rank: ranks that share the cached tokens of each sequence (decode context parallelism), and
+            this one.
+        pcp_world_size, pcp_rank: ranks that share the tokens of a prompt (prefill context parallelism), and this one.
         interleave_size: consecutive tokens that live on one rank.
 
     Raises:
@@ -154,8 +160,7 @@ class ContextParallel:
             size, rank = getattr(self, f"{name}_world_size"), getattr(self, f"{name}_rank")
             if size < 1 or not 0 <= rank < size:
                 raise InvalidInput(f"{name}_rank is {rank} of {name}_world_size {size}; it must be from 0 to size - 1.")
-        if self.interleave_size < 1:
-            raise InvalidInput(f"interleave_size is {self.interleave_size}; it must be at least 1.")
+        check_int("interleave_size", self.interleave_size, 1)
 
     def refuse_spread_prompts(self) -> None:
         """Raises Unsupported when ranks share the tokens of a prompt, which nothing here computes."""
@@ -163,6 +168,12 @@ class ContextParallel:
             raise Unsupported(
                 f"pcp_world_size is {self.pcp_world_size}; prompts that are spread over ranks are not served: use 1."
             )
+
+    @property
+    def dcp_place(self) -> dict[str, int]:
+        """The arguments by which `torch_core.metadata` knows this place."""
+        names = ("dcp_world_size", "dcp_rank", "interleave_size")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def total_cp_world_size(self) -> int:
@@ -205,21 +216,6 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """
     dtype = CACHE_DTYPES.get(kv_cache_dtype, torch.int8)
     return dtype is not None and dtype.itemsize == 1
-
-
-def kv_cache_torch_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Returns the torch dtype of a cache; "auto" is the model's.
-
-    Raises:
-        InvalidInput: the name is unknown.
-
-    Example:
-        >>> kv_cache_torch_dtype("fp8", torch.bfloat16)
-        torch.float8_e4m3fn
-    """
-    if kv_cache_dtype not in CACHE_DTYPES:
-        raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
-    return CACHE_DTYPES[kv_cache_dtype] or model_dtype
 
 
 def is_valid_kv_cache_layout(value: str) -> bool:

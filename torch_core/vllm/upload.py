@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
-from torch_core.metadata import CommonAttentionMetadata, PackedLayout, StagingRing
+from torch_core.metadata import CommonAttentionMetadata, PackedLayout
 
 __all__ = ["ENCODER_FIELDS", "StepBuffers", "upload"]
 
@@ -22,10 +23,6 @@ def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dic
     One copy when the metadata has its packed buffer (the tensors are views of its image), one for each array
     otherwise (derived metadata: `unpadded`, virtual batches). On the CPU the tensors are a copy too, so that the host
     buffer may be used again.
-
-    Args:
-        metadata: the record of the step.
-        device: where to.
 
     Example:
         >>> from torch_core.metadata import SequenceRow, build_common_metadata
@@ -43,9 +40,10 @@ def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dic
 class StepBuffers:
     """Device tensors that keep their addresses from step to step, for CUDA graphs, and the host buffers to fill them.
 
-    A step takes a host buffer, builds its metadata into it, and uploads it: one asynchronous copy from pinned memory.
-    A host buffer is handed out again only after its copy has finished; the device buffer is overwritten in stream
-    order, so work of the step before that was launched on the same stream has read it by then.
+    A step takes a host buffer, builds its metadata into it, and uploads it: one asynchronous copy from pinned memory,
+    which reads its source after the call returned. So a host buffer is handed out again only after its copy
+    (TensorRT-LLM issue 15546); the device buffer is overwritten in stream order, so work of the step before that was
+    launched on the same stream has read it by then.
 
     Args:
         layout: the fields of the step.
@@ -58,16 +56,15 @@ class StepBuffers:
     """
 
     def __init__(self, layout: PackedLayout, device: torch.device | str, *, depth: int = 2) -> None:
+        check_int("depth", depth, 1)
         self.layout = layout
         self._device_buffer = torch.zeros(layout.num_elements, dtype=torch.int32, device=device)
         self.arrays: dict[str, Tensor] = layout.unpack(self._device_buffer)
         self._on_cuda = self._device_buffer.device.type == "cuda"
         pinned = [torch.zeros(layout.num_elements, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(depth)]
-        self._ring = StagingRing(layout, depth=depth, buffers=[tensor.numpy() for tensor in pinned])
-        self._pinned = {tensor.data_ptr(): tensor for tensor in pinned}
-        self._depth = depth
-        self._taken: dict[int, np.ndarray] = {}
-        self._copies: dict[int, torch.cuda.Event | None] = {}
+        self._free = [(tensor, tensor.numpy()) for tensor in pinned]
+        self._taken: dict[int, tuple[Tensor, np.ndarray]] = {}
+        self._copies: dict[int, tuple[tuple[Tensor, np.ndarray], torch.cuda.Event | None]] = {}
 
     def host_buffer(self, step: int) -> np.ndarray:
         """Returns the int32 buffer of `step` to build its metadata in; waits for an earlier copy if it must.
@@ -75,14 +72,20 @@ class StepBuffers:
         Raises:
             InvalidInput: the step has one already, or earlier steps took theirs and were never uploaded.
         """
-        if len(self._taken) + len(self._copies) == self._depth and self._copies:
-            oldest = min(self._copies)
-            event = self._copies.pop(oldest)
+        if step in self._taken or step in self._copies:
+            raise InvalidInput(f"Step {step} already has a host buffer; steps in flight need different numbers.")
+        if not self._free and self._copies:
+            buffer, event = self._copies.pop(min(self._copies))
             if event is not None:
                 event.synchronize()
-            self._ring.retire(oldest)
-        self._taken[step] = self._ring.acquire(step)
-        return self._taken[step]
+            self._free.append(buffer)
+        if not self._free:
+            raise InvalidInput(
+                f"All {len(self._taken)} host buffers are taken (oldest step {min(self._taken)}); upload a step, or "
+                "give more depth."
+            )
+        self._taken[step] = self._free.pop(0)
+        return self._taken[step][1]
 
     def upload(self, step: int) -> dict[str, Tensor]:
         """Copies the buffer of `step` to the device, and returns `arrays`, which hold that step from now on.
@@ -93,12 +96,12 @@ class StepBuffers:
         if step not in self._taken:
             raise InvalidInput(f"Step {step} took no host buffer; call host_buffer({step}) and build into it first.")
         buffer = self._taken.pop(step)
-        self._device_buffer.copy_(self._pinned[buffer.ctypes.data], non_blocking=True)
+        self._device_buffer.copy_(buffer[0], non_blocking=True)
         event = None
         if self._on_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device_buffer.device))
-        self._copies[step] = event
+        self._copies[step] = buffer, event
         return self.arrays
 
 

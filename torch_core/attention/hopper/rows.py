@@ -11,8 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.attention.hopper.softmax import initial_state, row_state, softmax_step, unpack_weights
-from torch_core.attention.hopper.step import attend_tiles
+from torch_core.attention.hopper.softmax import initial_state, rescale, row_state, softmax_step, unpack_weights
 from torch_core.device.hopper_items import item_count, read_item
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
@@ -67,16 +66,16 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         weights, state = softmax_step(s, initial_state(factor, S_LAYOUT, BLOCK_N), q, True)
         step += 1
 
-        step, acc, weights, state = attend_tiles(
+        step, acc, weights, state = _attend_tiles(
             q, rings, step, acc, weights, state, span.first, span.last, span.body_end, span.own_end - 1, OWN, SHAPE,
             OVERLAP, True, LEFT, S_LAYOUT,
         )  # fmt: skip
-        step, acc, weights, state = attend_tiles(
+        step, acc, weights, state = _attend_tiles(
             q, rings, step, acc, weights, state, span.first, span.last, span.body_start, span.body_end, OWN, SHAPE,
             OVERLAP, False, LEFT, S_LAYOUT,
         )  # fmt: skip
         if LEFT:
-            step, acc, weights, state = attend_tiles(
+            step, acc, weights, state = _attend_tiles(
                 q, rings, step, acc, weights, state, span.first, span.last, span.own_start, span.body_start, OWN,
                 SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
             )  # fmt: skip
@@ -115,3 +114,51 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         mbarrier.arrive(rings.query.empty.index(slot), count=1)
     if PING_PONG and OWN == 0:
         take_turn(OWN)
+
+
+@gluon.jit
+def _attend_tiles(
+    q, rings, step, acc, weights, state, first, last, start, end, OWN: gl.constexpr, SHAPE: gl.constexpr,
+    OVERLAP: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Takes the tiles [start, end) of keys, last ones first; with MASKED, rows see the keys [first, last].
+
+    Products and softmax overlap: the scores of tile `step` are made while the values of the one before are weighed.
+
+    Returns:
+        The next (step, acc, weights, state); the values of the last tile are not in `acc` yet.
+    """
+    keys = rings.key
+    values = rings.value
+    for i in range(end - start):
+        position = (end - 1 - i) * SHAPE.BLOCK_N
+        tile_first = first - position
+        tile_last = last - position
+        stage, phase = ring_slot(keys, step)
+        before, phase_before = ring_slot(values, step - 1)
+        zeros = gl.zeros([64, SHAPE.BLOCK_N], gl.float32, S_LAYOUT)
+        p = unpack_weights(weights, q, acc)
+        mbarrier.wait(keys.full.index(stage), phase)
+        mbarrier.wait(values.full.index(before), phase_before)
+        if SHAPE.PING_PONG:
+            take_turn(OWN)
+        s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p, values.tiles.index(before), acc, is_async=True)
+        if SHAPE.PING_PONG:
+            pass_turn(OWN, SHAPE.WARPGROUPS)
+        if OVERLAP:
+            s = warpgroup_mma_wait(1, deps=(s,))
+        else:
+            s, acc = warpgroup_mma_wait(0, deps=(s, acc))
+        mbarrier.arrive(keys.empty.index(stage), count=1)
+        if not OVERLAP:
+            mbarrier.arrive(values.empty.index(before), count=1)
+        if MASKED:
+            s = mask_scores(s, tile_first, tile_last, LEFT)
+        weights, state = softmax_step(s, state, q, False)
+        if OVERLAP:
+            acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+            mbarrier.arrive(values.empty.index(before), count=1)
+        acc = rescale(acc, state)
+        step += 1
+    return step, acc, weights, state

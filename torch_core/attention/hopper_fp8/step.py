@@ -40,7 +40,7 @@ def attend_fp8_tiles(
     q, rings, step, acc, row_max, weights, keep, row_sum, scale, first, last, start, end, OWN: gl.constexpr,
     SHAPE: gl.constexpr, PROMOTE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Takes the tiles [start, end) of keys, as `attend_tiles` of the 16-bit kernel does.
+    """Takes the tiles [start, end) of keys, as `_attend_tiles` of the 16-bit kernel does.
 
     With PROMOTE, `keep` is the factor that `acc` still lacks before the values of the tile before are added.
 

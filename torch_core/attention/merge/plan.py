@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch_core.attention.merge.kernel import merge_states_kernel
 from torch_core.calls import MergeCall
-from torch_core.plan.operands import ceil_div, power_of_two, scale_pointer, scale_value, strides
-from torch_core.plan.plan import Argument, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
+from torch_core.plan.plan import Argument, OperationPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
 __all__ = ["plan_merge"]
@@ -31,21 +31,14 @@ def plan_merge(call: MergeCall[ArraySpec]) -> OperationPlan:
     }
     for name in _ARRAYS:
         known |= strides(name, ("token", "head"), specs[name])
-    launch = LaunchPlan(
-        kernel=merge_states_kernel,
-        grid=(max(1, ceil_div(num_tokens * num_heads, rows)),),
-        arguments=tuple((name, known[name]) for name in merge_states_kernel.arg_names if name in known),
-        constexprs=(
-            ("NUM_HEADS", num_heads),
-            ("HEAD_SIZE", head_size),
-            ("PADDED_HEAD_SIZE", padded),
-            ("ROWS", rows),
-            ("HAS_SCALE", call.out_scale is not None),
-        ),
-        writes=("out", "lse"),
-        num_warps=4,
-        num_stages=1,
-        hot=True,
-    )
+    constants = {
+        "NUM_HEADS": num_heads,
+        "HEAD_SIZE": head_size,
+        "PADDED_HEAD_SIZE": padded,
+        "ROWS": rows,
+        "HAS_SCALE": call.out_scale is not None,
+    }
+    grid = (max(1, ceil_div(num_tokens * num_heads, rows)),)
+    launch = named_launch(merge_states_kernel, grid, known, constants, writes=("out", "lse"), num_stages=1, hot=True)
     outputs = tuple((name, results[name]) for name in ("out", "lse"))
     return OperationPlan(name=call.name, inputs=tuple(arrays.items()), outputs=outputs, launches=(launch,))

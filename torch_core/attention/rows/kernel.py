@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.mask import Bounds, Scoring, fully_visible_keys, visible_keys
+from torch_core.device.mask import Bounds, Scoring, fully_visible_keys, tile_borders, visible_keys
 from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
 from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
@@ -164,17 +164,7 @@ def attention_rows_kernel(
     )  # fmt: skip
     low, high = visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES)
     full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, bounds)
-    # Tile borders: [start, body_start) and [body_end, high) are the edges.
-    start = low // BLOCK_N * BLOCK_N
-    end = (high + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    body_start = tl.minimum(tl.maximum((full_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N, start), end)
-    body_end = tl.maximum(full_high // BLOCK_N * BLOCK_N, body_start)
-    if NUM_RANGES > 0:
-        body_start = start
-        body_end = start
-    # Known to the compiler, multiples of the tile let it find the keys that share a block without arithmetic.
-    body_start = tl.multiple_of(body_start, BLOCK_N)
-    body_end = tl.multiple_of(body_end, BLOCK_N)
+    start, body_start, body_end, end = tile_borders(low, high, full_low, full_high, BLOCK_N, NUM_RANGES)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)

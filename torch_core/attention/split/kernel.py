@@ -61,7 +61,6 @@ def attention_split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     CHUNK: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     GROUP: tl.constexpr,
@@ -193,11 +192,9 @@ def attention_split_kernel(
         pages = page_ids(block_table, start + columns, first_key, high, BLOCK_SIZE)
     for position in tl.range(start, high, BLOCK_N, num_stages=STAGES):
         key_pos = position + columns
-        if PREFETCH:
-            current = pages
-            pages = page_ids(block_table, key_pos + BLOCK_N, first_key, high, BLOCK_SIZE)
-        else:
-            current = page_ids(block_table, key_pos, first_key, high, BLOCK_SIZE)
+        # Block ids are loaded one step ahead.
+        current = pages
+        pages = page_ids(block_table, key_pos + BLOCK_N, first_key, high, BLOCK_SIZE)
         inside = readable(key_pos, first_key, high)
         if PAIRS:
             acc_even, acc_odd, row_max, row_sum = attend_pairs(

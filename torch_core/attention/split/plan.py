@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch_core.attention.operands import cache_constexprs, count, keys, make_launch, padded, value_offset, values
 from torch_core.attention.rows.plan import block_seqs, is_hot
+from torch_core.attention.rows.tiles import Tile
 from torch_core.attention.split.combine import attention_combine_kernel
 from torch_core.attention.split.kernel import attention_split_kernel
-from torch_core.attention.split.tiles import SplitTile, chunk_size, split_tile
+from torch_core.attention.split.tiles import chunk_size, split_tile
 from torch_core.calls import PagedCall
 from torch_core.plan.operands import ceil_div, power_of_two
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, Pointer
@@ -81,7 +82,6 @@ def split_launches(
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "STAGES": tile.num_stages,
-            "PREFETCH": tile.prefetch,
             "PACK": pack,
             "NUM_KV_HEADS": call.num_kv_heads,
             "ZERO_PADDING": zero_padding,
@@ -129,7 +129,7 @@ def _max_chunks(call: PagedCall[ArraySpec], chunk: int, max_query: int) -> int:
     return max(1, chunks)
 
 
-def _reads_pairs(call: PagedCall[ArraySpec], tile: SplitTile) -> bool:
+def _reads_pairs(call: PagedCall[ArraySpec], tile: Tile) -> bool:
     """8-bit keys and values are read two at a time, but not into tall tiles, which multiply from shared memory."""
     key, value = keys(call), values(call)
     sizes = (call.head_size, call.value_head_size, value_offset(call))

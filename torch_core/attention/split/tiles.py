@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from torch_core.attention.rows.tiles import Tile
 from torch_core.plan.operands import ceil_div, power_of_two
 
-__all__ = ["SplitTile", "chunk_size", "split_tile"]
+__all__ = ["chunk_size", "split_tile"]
 
 _MIN_CHUNK = 128
 _MAX_CHUNK = 4096
@@ -21,28 +20,9 @@ _SMALL_TARGET = 128
 _MAX_PROGRAMS = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class SplitTile:
-    """Tile of attention_split_kernel.
-
-    Attributes:
-        block_m: rows, query tokens times packed heads.
-        block_n: keys of one step.
-        num_stages: depth of the software pipeline.
-        num_warps: warps of one program.
-        prefetch: block ids are loaded one step ahead.
-    """
-
-    block_m: int
-    block_n: int
-    num_stages: int
-    num_warps: int
-    prefetch: bool = True
-
-
 def split_tile(
     *, rows: int, programs: int, table_tokens: int, head_padded: int, key_bytes: int, query_bytes: int
-) -> SplitTile:
+) -> Tile:
     """Returns the tile for short queries.
 
     `rows` are the query tokens times packed heads of one program, `programs` the sequences times head programs; the
@@ -51,18 +31,18 @@ def split_tile(
     block_m = max(16, power_of_two(rows))
     if query_bytes == 4:
         block_n = 32 if head_padded <= 64 or (head_padded == 128 and block_m == 16) else 16
-        return SplitTile(block_m, block_n, 2 if block_m > 32 else 3, 8)
+        return Tile(block_m, block_n, 2 if block_m > 32 else 3, 8)
     if head_padded > 128:
-        return SplitTile(block_m, 32, 3, 4)
+        return Tile(block_m, 32, 3, 4)
     if block_m > 16:
-        return SplitTile(block_m, 64, 3, 4)
+        return Tile(block_m, 64, 3, 4)
     if programs < 512:
         # One program for each multiprocessor, or two: what is in flight must come from tall tiles.
         tall = key_bytes == 1 or programs * table_tokens <= _SMALL_WORK[key_bytes]
-        return SplitTile(16, 128 if tall else 64, 3, 4)
+        return Tile(16, 128 if tall else 64, 3, 4)
     if key_bytes == 1:
-        return SplitTile(16, 32, 3, 1) if programs >= 1024 else SplitTile(16, 64, 3, 2)
-    return SplitTile(16, 64, 2, 2)
+        return Tile(16, 32, 3, 1) if programs >= 1024 else Tile(16, 64, 3, 2)
+    return Tile(16, 64, 2, 2)
 
 
 def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_bytes: int) -> int:

@@ -6,8 +6,8 @@ import math
 
 from torch_core.blocks.copy.kernel import copy_blocks_kernel
 from torch_core.calls import CopyCall
-from torch_core.plan.operands import ceil_div, power_of_two
-from torch_core.plan.plan import LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.operands import ceil_div, named_launch, power_of_two
+from torch_core.plan.plan import Argument, OperationPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
 __all__ = ["plan_copy"]
@@ -28,20 +28,14 @@ def plan_copy(call: CopyCall[ArraySpec]) -> OperationPlan:
     inner, inner_strides = [1] * padding + inner, [0] * padding + inner_strides
     size = math.prod(inner)
     elements = min(power_of_two(size), _TILE_ELEMENTS)
-    launch = LaunchPlan(
-        kernel=copy_blocks_kernel,
-        grid=(max(1, call.block_mapping.shape[0]), max(1, ceil_div(size, elements))),
-        arguments=(
-            ("block_mapping", Pointer("block_mapping")),
-            ("kv_cache", Pointer("kv_cache")),
-            ("num_blocks", Scalar(num_blocks, "i64", specialize=False)),
-            ("block_stride", Scalar(block_stride, "i64")),
-            *((f"stride_{axis}", Scalar(stride, "i64")) for axis, stride in enumerate(inner_strides)),
-        ),
-        constexprs=(*((f"SIZE_{axis}", size) for axis, size in enumerate(inner)), ("ELEMENTS", elements)),
-        writes=("kv_cache",),
-        num_warps=4,
-        num_stages=1,
-        hot=True,
-    )
+    arguments: dict[str, Argument] = {
+        **{name: Pointer(name) for name in ("block_mapping", "kv_cache")},
+        "num_blocks": Scalar(num_blocks, "i64", specialize=False),
+        "block_stride": Scalar(block_stride, "i64"),
+        **{f"stride_{axis}": Scalar(stride, "i64") for axis, stride in enumerate(inner_strides)},
+    }
+    constants = {**{f"SIZE_{axis}": size for axis, size in enumerate(inner)}, "ELEMENTS": elements}
+    grid = (max(1, call.block_mapping.shape[0]), max(1, ceil_div(size, elements)))
+    options = {"writes": call.written, "num_stages": 1, "hot": True}
+    launch = named_launch(copy_blocks_kernel, grid, arguments, constants, **options)
     return OperationPlan(name=call.name, inputs=tuple(call.arrays().items()), in_place=call.written, launches=(launch,))

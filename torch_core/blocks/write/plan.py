@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_core.blocks.write.kernel import write_cache_kernel, write_cache_per_token_head_kernel
 from torch_core.calls import WriteCall
-from torch_core.plan.operands import ceil_div, power_of_two, scale_pointer, scale_value, strides
+from torch_core.plan.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import DTYPE_BYTES, LARGEST_CODE, ArraySpec
 
@@ -88,16 +88,7 @@ def _launch(
         "BLOCK_SIZE": call.block_size,
         **constexprs,
     }
-    return LaunchPlan(
-        kernel=kernel,
-        grid=grid,
-        arguments=tuple((name, known[name]) for name in kernel.arg_names if name in known),
-        constexprs=tuple((name, constants[name]) for name in kernel.arg_names if name in constants),
-        writes=call.written,
-        num_warps=4,
-        num_stages=1,
-        hot=True,
-    )
+    return named_launch(kernel, grid, known, constants, writes=call.written, num_stages=1, hot=True)
 
 
 def _caches(call: WriteCall[ArraySpec]) -> tuple[ArraySpec, ArraySpec, int]:

@@ -1,0 +1,147 @@
+"""A step of training through causal dense attention, backward or forward and backward, next to cuDNN and FA2."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jattn.bench import measure, peers
+from jattn.bench.batch import HEADS, packed, random_batch
+from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS
+from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.session import Column, Session, in_graph
+from torch_core import ops
+from torch_core.calls import backward_of
+from torch_core.specs import AttentionSpec
+
+__all__ = ["main", "run"]
+
+
+def run(
+    *, lengths: Sequence[int] = LENGTHS, head_size: int = 128, both: bool = False, others: bool = False
+) -> BenchReport:
+    """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads, bfloat16.
+
+    Args:
+        lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
+        head_size: elements of a head.
+        both: forward and backward together, as a training step has them.
+        others: measure cuDNN and FlashAttention-2 too.
+
+    Raises:
+        Unsupported: torch or JAX has no CUDA device.
+    """
+    session = Session("backward")
+    columns: dict[str, Column] = {
+        OURS: in_graph(lambda batch: _ours(batch, both)),
+        f"{OURS} in JAX": lambda batches: _in_jax(batches[0], both, _attend),
+    }
+    if others:
+        columns["cuDNN in JAX"] = lambda batches: _in_jax(batches[0], both, _cudnn)
+        columns["cuDNN SDPA"] = lambda batches: _sdpa("cudnn", batches[0], both)
+        columns["FA2 SDPA"] = lambda batches: _sdpa("flash", batches[0], both)
+    for length in lengths:
+        # Half of the square is masked; two products forward and five backward, of 2 operations each.
+        operations = (7 if both else 5) * 1.0 * TOTAL_TOKENS * length * HEADS * head_size
+        batches = [random_batch(((TOTAL_TOKENS // length, length, 0),), head_size=head_size)]
+        row = Row(str(length), operations / session.matmul * 1e6, {}, "TFLOP/s", operations)
+        session.add(row, columns, batches, required=(OURS,))
+    return session.report(f"{'forward and ' if both else ''}backward, causal, heads of {head_size}, TFLOP/s")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table; writes JSON and a picture where asked to. Returns 0."""
+    parser = argparse.ArgumentParser(prog="jattn bench backward", description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="cuDNN and FlashAttention-2 of JAX and torch too")
+    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
+    parser.add_argument("--both", action="store_true", help="forward and backward together")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    report = run(head_size=options.head_size, both=options.both, others=options.peers)
+    print(report.table())
+    for peer in report.columns:
+        if not peer.startswith(OURS):
+            print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
+    report.write(json_path=options.json, png_path=options.png)
+    return 0
+
+
+def _ours(batch: Any, both: bool) -> Callable[[], Any]:
+    (key, value), d_out = packed(batch), torch.randn_like(batch.query)
+    call = ops.dense_call(
+        batch.query,
+        key,
+        value,
+        batch.starts,
+        batch.starts,
+        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
+        max_query_len=batch.max_query_len,
+        max_key_len=batch.max_key_len,
+    )
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        results = ops.run(dataclasses.replace(call, with_lse=True))
+        return results["out"], results["lse"]
+
+    kept = forward()
+
+    def step() -> Any:
+        out, lse = forward() if both else kept
+        return ops.run(backward_of(call, out=out, lse=lse, d_out=d_out))
+
+    return step
+
+
+def _sdpa(backend: str, batch: Any, both: bool) -> float:
+    attend = peers.sdpa(backend)
+    rows = [x.unflatten(0, (-1, batch.max_key_len)).transpose(1, 2) for x in (batch.query, *packed(batch))]
+    rows = [x.detach().requires_grad_() for x in rows]
+    kept = attend(*rows, causal=True)
+    d_out = torch.randn_like(kept)
+
+    def step() -> Any:
+        out = attend(*rows, causal=True) if both else kept
+        return torch.autograd.grad(out, rows, d_out, retain_graph=not both)
+
+    step()
+    return measure.eager_us(step)
+
+
+def _in_jax(batch: Any, both: bool, attend: Callable[..., Any]) -> float:
+    import jax
+
+    from jattn.bridge import to_jax
+
+    rows = [to_jax(x) for x in (batch.query, *packed(batch))]
+    d_out, starts = to_jax(torch.randn_like(batch.query)), to_jax(batch.starts)
+
+    def forward(*rows: Any) -> Any:
+        return attend(*rows, starts, batch.max_query_len)
+
+    def step(rows: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(forward, *rows)
+        return out, pull(d_out)
+
+    if both:
+        return measure.jax_us(jax.jit(step), (rows, d_out), calls=1)
+    _, pull = jax.vjp(jax.jit(forward), *rows)
+    return measure.jax_us(jax.jit(lambda pull, d_out: pull(d_out)), (pull, d_out), calls=1)
+
+
+def _attend(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
+    from jattn import ops
+
+    return ops.attention(query, key, value, starts, max_query_len=length, implementation="triton")
+
+
+def _cudnn(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
+    import jax
+
+    rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
+    return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(query.shape)

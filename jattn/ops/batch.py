@@ -1,0 +1,68 @@
+"""The examples of a vmap over dense attention as more sequences of one call: no loop and no copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from torch_core.calls import DenseBackwardCall, DenseCall
+
+__all__ = ["fold", "folds"]
+
+# By what their first axis counts; the other arrays belong to all sequences.
+_ROWS = ("query", "key", "value", "out", "lse", "d_out", "d_lse")
+_SEQS = ("mm_prefix_range", "seq_causal")
+_STARTS = ("query_start_loc", "key_start_loc")
+
+
+def folds(call: DenseCall[Any], arrays: Mapping[str, jax.Array], batched: Mapping[str, bool]) -> bool:
+    """Whether the examples may become one call: what all sequences share is the same, or has no gradient."""
+    shared = [name for name in arrays if name not in (*_ROWS, *_SEQS, *_STARTS)]
+    return not any(batched[name] for name in shared) and not (isinstance(call, DenseBackwardCall) and shared)
+
+
+def fold(
+    call: DenseCall[Any], arrays: Mapping[str, jax.Array], batched: Mapping[str, bool], axis_size: int
+) -> DenseCall[jax.Array]:
+    """Returns the call of all examples, one after the other.
+
+    An example may end with padding, where the packed rows of a call may have no gap: its padding becomes two sequences
+    more, one of query rows without a key and one of keys without a query.
+
+    Args:
+        call: without its arrays.
+        arrays: of each example, those that are `batched` with the examples in front.
+        batched: which arrays differ from example to example.
+        axis_size: the examples.
+    """
+    every = {
+        name: x if batched[name] else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for name, x in arrays.items()
+        if name in (*_ROWS, *_SEQS, *_STARTS)
+    }
+    num_tokens, num_keys = every["query"].shape[1], every["key"].shape[1]
+    queries, keys = (every[name] for name in _STARTS)
+    folded = {
+        "query_start_loc": _starts(queries, jnp.full_like(queries[:, :1], num_tokens), num_tokens),
+        "key_start_loc": _starts(keys, keys[:, -1:], num_keys),
+        **{name: every[name].reshape(-1, *every[name].shape[2:]) for name in _ROWS if name in every},
+    }
+    for name in _SEQS:
+        if name in every:
+            padding = [(0, 0), (0, 2), *[(0, 0)] * (every[name].ndim - 2)]
+            folded[name] = jnp.pad(every[name], padding).reshape(-1, *every[name].shape[2:])
+    bounds = {"max_query_len": max(call.max_query_len, num_tokens)}
+    if call.max_key_len is not None:
+        bounds["max_key_len"] = max(call.max_key_len, num_keys)
+    return replace(call, **bounds).with_arrays({**arrays, **folded})
+
+
+def _starts(starts: jax.Array, more: jax.Array, rows: int) -> jax.Array:
+    """Joins offsets of examples of `rows` rows; `more` is where the second of their two last sequences starts."""
+    shifts = jnp.arange(starts.shape[0], dtype=starts.dtype)[:, None] * rows
+    joined = (jnp.concatenate([starts, more], axis=1) + shifts).reshape(-1)
+    return jnp.append(joined, jnp.asarray(starts.shape[0] * rows, starts.dtype))

@@ -1,0 +1,49 @@
+"""The benchmark of a shared prefix: its steps, on a CPU, and its verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+import torch
+
+from jattn.bench import cascade, decode
+from jattn.bench.batch import HEADS, KV_HEADS, Batch
+from jattn.bench.report import Row
+from torch_core.errors import Unsupported
+
+
+def test_both_steps_compute_the_same():
+    seqs, prefix, length = 3, 32, 45
+    tables = torch.arange(1, 3 * seqs + 1, dtype=torch.int32).view(seqs, 3)
+    tables[:, :2] = tables[0, :2]
+    batch: Any = Batch(
+        query=torch.randn(seqs, HEADS, 128),
+        kv_cache=torch.randn(10, 2, 16, KV_HEADS, 128),
+        block_tables=tables,
+        seq_lens=torch.full((seqs,), length, dtype=torch.int32),
+        starts=torch.arange(seqs + 1, dtype=torch.int32),
+        out=torch.empty(seqs, HEADS, 128),
+        max_query_len=1,
+        max_key_len=length,
+    )
+    plain = cascade._step(batch, 0)().clone()
+
+    assert (cascade._step(batch, prefix)() - plain).abs().max() < 1e-5
+    assert torch.equal(batch.kv_cache[9, 0, (length - 1) % 16], batch.query[2, :KV_HEADS])
+
+
+def test_a_wrong_choice_is_counted():
+    rows = [Row("", 1.0, {"jattn plain": plain, "jattn cascade": 10.0}) for plain in (9.0, 9.0, 12.0, 12.5, 20.0)]
+
+    assert cascade.verdicts(rows, [True, False, False, False, True]) == {
+        "cascade chosen where it lost": 1,
+        "left out where it won a fifth": 1,
+    }
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
+def test_a_shared_prefix_needs_cuda():
+    with pytest.raises(Unsupported, match="jattn bench decode measures CUDA kernels"):
+        decode.main(["--cascade"])

@@ -1,0 +1,108 @@
+"""The Hopper backward kernel on a CUDA device: random problems against autograd in float64, poison, bits, JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jattn.ops
+from jattn.bridge import to_jax
+from tests.ops.runner import keywords
+from tests.support.attention_cases import AttentionCase, dense_case
+from tests.support.backward_cases import assert_gradients_match, backward_call
+from torch_core import ops
+from torch_core.calls import DenseBackwardCall
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.run.launch import device_limits
+from torch_core.specs import AttentionSpec
+
+pytestmark = pytest.mark.gpu
+
+
+def _call(case: AttentionCase, *, with_d_lse: bool = False) -> DenseBackwardCall[torch.Tensor]:
+    call = backward_call(case, ops.run, "cuda", with_d_lse=with_d_lse)
+    plan = plan_call(call.map(array_spec), device_limits(torch.device("cuda", 0)))
+    assert "hopper_backward_kernel" in [launch.name for launch in plan.launches]
+    return call
+
+
+def _check(case: AttentionCase, *, with_d_lse: bool = False) -> None:
+    call = _call(case, with_d_lse=with_d_lse)
+    found = {name: x.cpu() for name, x in ops.run(call).items()}
+    assert_gradients_match(call.map(torch.Tensor.cpu), found, f"case {case.seed}")
+
+
+def _random_case(seed: int) -> AttentionCase:
+    rng = np.random.default_rng([seed, 17])
+    head_size = int(rng.choice([64, 128]))
+    group = int(rng.choice([1, 3, 4]))
+    num_seqs = int(rng.choice([1, 3, 40]))
+    longest = 500 if num_seqs < 9 else 100
+    key_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs - 1)] + [int(rng.integers(280, 700))]
+    query_lens = [min(n, int(rng.choice([0, 1, 70, n]))) for n in key_lens[:-1]] + [int(rng.integers(256, 600))]
+    causal = bool(rng.random() < 0.6)
+    sizes: dict[str, Any] = {
+        "num_heads": 2 * group,
+        "num_kv_heads": 2,
+        "head_size": head_size,
+        "dtype": str(rng.choice(["bfloat16", "float16"])),
+        "spec": AttentionSpec(
+            scale=head_size**-0.5,
+            causal=causal,
+            window_left=int(rng.choice([256, 319, 320, 400])) if rng.random() < 0.3 else None,
+            window_right=int(rng.choice([0, 70])) if not causal and rng.random() < 0.5 else None,
+        ),
+        "padding_tokens": int(rng.choice([0, 1, 40])),
+        "values": str(rng.choice(["gaussian", "sparse"], p=[0.8, 0.2])),
+    }
+    return dense_case(seed, key_lens=key_lens, query_lens=query_lens, **sizes)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
+    _check(_random_case(seed), with_d_lse=bool(seed % 2))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_tiles_of_keys_add_in_order_so_that_bits_never_change(head_size: int) -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16"}
+    call = _call(dense_case(0, key_lens=[300, 5000, 3000], query_lens=[300, 5000, 3000], **sizes))
+    first = ops.run(call)
+    for _ in range(10):
+        again = ops.run(call)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_padding_gets_a_gradient_of_zero() -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "padding_tokens": 300}
+    call = _call(dense_case(0, key_lens=[200, 0, 7], query_lens=[260, 0, 7], **sizes))
+    found = ops.run(call)
+    assert not found["d_query"][267:].any()
+    assert not found["d_key"][207:].any()
+    assert not found["d_value"][207:].any()
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_the_gradient_in_jax_has_the_bits_of_torch(head_size: int) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16", "padding_tokens": 3}
+    case = dense_case(1, key_lens=[300, 513], query_lens=[300, 513], **sizes)
+    call = _call(case)
+    expected = ops.run(call)
+    arguments: dict[str, Any] = {name: jnp.asarray(x) for name, x in case.operands.items()}
+    differentiated = {name: arguments[name] for name in ("query", "key", "value")}
+    arguments |= keywords(case.spec) | case.limits
+
+    def attend(inputs: dict[str, jax.Array]) -> jax.Array:
+        return jattn.ops.attention(**{**arguments, **inputs}, implementation="triton")
+
+    _, pull = jax.vjp(attend, differentiated)
+    (found,) = pull(to_jax(call.d_out))
+    for name, gradient in found.items():
+        bits = np.asarray(gradient).view(np.uint8)
+        assert np.array_equal(bits, expected[f"d_{name}"].cpu().view(torch.uint8).numpy()), name

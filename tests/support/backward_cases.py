@@ -1,0 +1,107 @@
+"""Random problems of the backward pass: a dense case with gradients of its results, poisoned where nobody may look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.attention_cases import AttentionCase, assert_as_exact, dense_case, random_dense_case
+from tests.support.kernel_cases import wide_case
+from torch_core import reference
+from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
+
+__all__ = ["assert_gradients_match", "backward_call", "random_backward_case", "wide_backward_case"]
+
+
+def backward_call(
+    case: AttentionCase, forward: Callable[[DenseCall[Any]], dict[str, Any]], device: str = "cpu", *, with_d_lse: bool
+) -> DenseBackwardCall[torch.Tensor]:
+    """Returns the backward call of a dense case after a forward pass; gradients of padding rows are NaN."""
+    call = case.call(device)
+    results = forward(replace(call, with_lse=True))
+    rng = np.random.default_rng([case.seed, 11])
+    real = int(case.operands["query_start_loc"][-1])
+    d_out = torch.from_numpy(np.clip(rng.standard_normal(results["out"].shape), -4, 4)).to(results["out"])
+    d_lse = torch.from_numpy(rng.standard_normal(results["lse"].shape)).to(results["lse"])
+    for gradient in (d_out, d_lse):
+        gradient[real:] = torch.nan
+    return backward_of(call, out=results["out"], lse=results["lse"], d_out=d_out, d_lse=d_lse if with_d_lse else None)
+
+
+def assert_gradients_match(call: DenseBackwardCall[torch.Tensor], found: dict[str, torch.Tensor], what: str) -> None:
+    """Fails unless each gradient is as exact as `assert_as_exact` demands, by autograd through the reference."""
+    exact = reference.attention_backward(call, compute_dtype=torch.float64)
+    same = reference.attention_backward(call, compute_dtype=call.query.dtype)
+    assert found.keys() == exact.keys()
+    terms, dtype = _sizes_of_terms(call), call.query.dtype
+    # Weights come from an lse in float32, whose rounding grows with it: a relative error of the whole gradient.
+    largest_lse = call.lse[call.lse.isfinite()].abs().max().item() if call.lse.isfinite().any() else 0.0
+    rounding = max(1.0, largest_lse * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps)
+    for name, gradient in found.items():
+        size = max(terms.get(name, 0.0), rounding * exact[name].abs().max().item() if exact[name].numel() else 0.0)
+        assert_as_exact(gradient, exact[name], same[name], dtype, f"{name} of {what}", size)
+
+
+def random_backward_case(seed: int, max_len: int = 100) -> AttentionCase:
+    """Draws a small dense problem with every feature that the kernels differentiate."""
+    case = random_dense_case(seed, max_len=max_len)
+    for name in ("qq_bias", "relative_bias"):
+        case.options.pop(name, None)
+    return case
+
+
+def wide_backward_case(seed: int) -> AttentionCase:
+    """Draws a dense problem with every head size and group size that the kernels claim, up to 300 tokens.
+
+    Three seeds share what kernels are compiled for: on a GPU that takes longer than all the rest.
+    """
+    drawn = wide_case(seed // 3)
+    rng = np.random.default_rng([seed, 13])
+    num_seqs = drawn.operands["query_start_loc"].shape[0] - 1
+    longest = 300 if num_seqs < 9 else 60
+    query_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs)]
+    key_lens = query_lens if rng.random() < 0.6 else [int(rng.integers(0, longest)) for _ in query_lens]
+    _, num_heads, head_size = drawn.operands["query"].shape
+    dtype = drawn.operands["query"].dtype.name
+    num_kv_heads = drawn.operands["key"].shape[1] if not drawn.paged else drawn.operands["kv_cache"].shape[3]
+    # Scores of thousands overflow in torch's fp16, and in fp32 an lse loses more digits there than a difference.
+    values = str(rng.choice(["gaussian", "sparse", "large" if dtype == "bfloat16" else "gaussian"], p=[0.7, 0.2, 0.1]))
+    options = {name: drawn.options[name] for name in ("alibi_slopes", "sinks") if name in drawn.options}
+    return dense_case(
+        seed,
+        key_lens=key_lens,
+        query_lens=query_lens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_head_size=(32, 64, 128, 192)[seed // 3 % 4] if seed // 3 % 5 == 0 else None,
+        dtype=dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16",
+        spec=drawn.spec,
+        padding_tokens=int(rng.choice([0, 1, 40])),
+        values=values,
+        **options,
+    )
+
+
+def _sizes_of_terms(call: DenseBackwardCall[torch.Tensor]) -> dict[str, float]:
+    """Returns how large the terms of the gradients are that are differences: d_out * value, and its mean over a row."""
+    real, keys = int(call.query_start_loc[-1]), int(call.key_start_loc[-1])
+    if real == 0 or keys == 0:
+        return {}
+    spread = call.value[:keys].double().square().max()
+    products = call.d_out[:real].double().square().sum(-1) * spread
+    if call.d_lse is not None:
+        products = products + call.d_lse[:real].double().square().masked_fill(call.lse[:real].isinf(), 0)
+    row, scale = products.max().sqrt().item(), abs(call.spec.scale)
+    # Over the rows of a head the errors add up as a random walk.
+    head = products.sum(0).max().sqrt().item()
+    return {
+        "d_query": scale * row * call.key[:keys].abs().max().item(),
+        "d_key": scale * row * call.query[:real].abs().max().item(),
+        "d_alibi_slopes": head * max(call.max_query_len, call.max_key_len or keys),
+        "d_sinks": head,
+    }

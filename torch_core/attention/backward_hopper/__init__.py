@@ -1,0 +1,1 @@
+"""The backward pass for Hopper, in Gluon: kernels and plan."""

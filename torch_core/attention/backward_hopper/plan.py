@@ -1,0 +1,124 @@
+"""The launches of the Hopper backward pass, where it serves a call; from shapes, dtypes and limits alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from torch_core.attention.backward_hopper.kernel import hopper_backward_kernel
+from torch_core.attention.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
+from torch_core.attention.backward_hopper.tiles import HopperBackwardTile, hopper_backward_tile
+from torch_core.attention.backward_hopper.work import BLOCK_N
+from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
+from torch_core.attention.operands import count, make_launch, operation
+from torch_core.calls import DenseBackwardCall
+from torch_core.plan.plan import Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
+from torch_core.specs import ArraySpec
+
+__all__ = ["hopper_backward_plan"]
+
+_ARRAYS = frozenset(("query", "key", "value", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc"))
+# Shorter sequences leave too much of a tile of keys without work, and narrower windows both edges in one tile.
+_MIN_LEN = 256
+_MIN_WINDOW = 256
+_ROWS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def hopper_backward_plan(
+    call: DenseBackwardCall[ArraySpec],
+    limits: DeviceLimits,
+    *,
+    tile: HopperBackwardTile | None = None,
+) -> OperationPlan | None:
+    """Plans the gradients of queries, keys and values; None where the portable kernels serve the call better.
+
+    The kernel takes bfloat16 and float16 with head sizes 64 and 128, a positive scale, causal and window masks; strides
+    and alignments that the copy engine can follow.
+
+    Args:
+        call: the call, checked and not empty.
+        limits: the device.
+        tile: another tile than the table's, for measurements.
+    """
+    tile = tile or hopper_backward_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    if tile is None or not _is_served(call, limits):
+        return None
+    block_m, heads, head_size = tile.block_m, call.num_heads, call.head_size
+    query, key, value = (array_matrix(call, name, BLOCK_N.value) for name in ("query", "key", "value"))
+    d_out = dense_matrix(call.d_out)
+    tiles = call.num_tokens // block_m + call.num_seqs + 1
+    stats = ArraySpec((heads * tiles * 2 * block_m,), "float32")
+    if query is None or key is None or value is None or d_out is None or stats.shape[0] >= 2**31:
+        return None
+    scratch = {
+        "row_stats": stats,
+        "d_query_sums": ArraySpec((heads * tiles, block_m * head_size), "float32"),
+        "turns": ArraySpec((heads * tiles,), "int32"),
+    }
+    outputs = call.outputs()
+    known: dict[str, Any] = {
+        "NUM_HEADS": heads,
+        "NUM_KV_HEADS": call.num_kv_heads,
+        "GROUP": call.group,
+        "HEAD_SIZE": head_size,
+        "BLOCK_M": block_m,
+        "QUERY_STAGES": tile.query_stages,
+        "D_OUT_STAGES": tile.d_out_stages,
+        "KEY_REGISTERS": tile.key_registers,
+        "QUERY_REGISTERS": tile.query_registers,
+        "LOAD_REGISTERS": tile.load_registers,
+        "QUERY_STRIDE": query.head_stride,
+        "D_OUT_STRIDE": d_out.head_stride,
+        "KEY_STRIDE": key.head_stride,
+        "VALUE_STRIDE": value.head_stride,
+        "OUT_STRIDES": _strides(call.out),
+        "D_OUT_STRIDES": _strides(call.d_out),
+        **{f"{name.upper()}_STRIDES": _strides(outputs[name]) for name in ("d_query", "d_key", "d_value")},
+    }
+    pointers: dict[str, Argument] = {
+        **{name: Pointer(name) for name in (*outputs, *scratch)},
+        "query_tiles": count(tiles),
+        "num_keys": count(call.key.shape[0]),
+    }
+    dtype, box = call.query.dtype, (BLOCK_N.value, head_size)
+    copies: dict[str, Argument] = {
+        "query": copy_descriptor("query", query, (block_m, head_size), dtype),
+        "key": copy_descriptor("key", key, box, dtype),
+        "value": copy_descriptor("value", value, box, dtype),
+        "d_out": copy_descriptor("d_out", d_out, (block_m, head_size), dtype),
+        "row_stats": Descriptor("row_stats", stats.shape, (1,), (2 * block_m,), _ROWS),
+    }
+    programs = (call.key.shape[0] // BLOCK_N.value + call.num_seqs + 1) * call.num_kv_heads
+    rows = (tiles, heads)
+    launches = (
+        make_launch(prepare_backward_kernel, call, rows, known, arguments=pointers, writes=tuple(scratch)),
+        # Not hot: in the steps at the mask's edge some state outside the products is spilled.
+        make_launch(
+            hopper_backward_kernel, call, (programs,), known, arguments={**pointers, **copies},
+            writes=("d_query_sums", "turns", "d_key", "d_value"), num_warps=4,
+        ),
+        make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)),
+    )  # fmt: skip
+    return operation(call, launches, tuple(scratch.items()))
+
+
+def _is_served(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> bool:
+    dtypes = {x.dtype for x in (call.query, call.key, call.value, call.out, call.d_out) if x is not None}
+    return (
+        is_copied(call, limits)
+        and call.arrays().keys() <= _ARRAYS
+        and dtypes in ({"bfloat16"}, {"float16"})
+        and call.max_query_len >= _MIN_LEN
+        and _window(call) >= _MIN_WINDOW
+    )
+
+
+def _window(call: DenseBackwardCall[ArraySpec]) -> float:
+    left, right = call.spec.window_left, 0 if call.spec.causal else call.spec.window_right
+    return math.inf if left is None or right is None else left + right
+
+
+def _strides(array: ArraySpec | None) -> tuple[int, ...]:
+    return () if array is None else array.element_strides[:2]

@@ -1,0 +1,118 @@
+"""How the warpgroups of the Hopper backward kernel hand score gradients to the one that works out d_query, and how
+programs take turns to add to it.
+
+Within a program by hardware barriers: unlike barriers in shared memory, they need no meeting of those that arrive.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_core.attention.backward_hopper.work import BLOCK_N
+
+__all__ = [
+    "await_full",
+    "await_room",
+    "await_turn",
+    "pass_turn",
+    "pass_turns",
+    "signal_full",
+    "signal_room",
+    "take_turns",
+]
+
+# Triton takes the first few of the sixteen for itself. Two slots are full; for each of two warpgroups two have room.
+_FULL = gl.constexpr(8)
+_ROOM = gl.constexpr(10)
+_TURN = gl.constexpr(14)
+
+
+@gluon.jit
+def signal_full(step):
+    """One of two warpgroups has written its half of the step's slot."""
+    _barrier(_FULL + step % 2, 1, "@p bar.arrive $1, 384;")
+
+
+@gluon.jit
+def await_full(step):
+    """Both halves of the step's slot are written."""
+    _barrier(_FULL + step % 2, 1, "@p bar.sync $1, 384;")
+
+
+@gluon.jit
+def signal_room(step, steps, OWN: gl.constexpr):
+    """The step's slot may be written again by the warpgroup OWN, if there is a step that does."""
+    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, "@p bar.arrive $1, 256;")
+
+
+@gluon.jit
+def await_room(step, OWN: gl.constexpr):
+    """The step's slot may be written by the warpgroup OWN."""
+    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, "@p bar.sync $1, 256;")
+
+
+@gluon.jit
+def await_turn():
+    """Waits until `take_turns` says that this program may add to the next tile of queries."""
+    _barrier(_TURN, 1, "@p bar.sync $1, 192;")
+
+
+@gluon.jit
+def pass_turn():
+    """This warpgroup has added to a tile of queries."""
+    _barrier(_TURN + 1, 1, "@p bar.arrive $1, 160;")
+
+
+@gluon.jit
+def take_turns(item, gradients, SHAPE: gl.constexpr):
+    """One warp: waits until all earlier tiles of keys have added to a tile of queries.
+
+    Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
+    """
+    for step in range((item.end - item.start) * SHAPE.GROUP):
+        counter, tile = _turn_counter(step, item, gradients, SHAPE)
+        turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // BLOCK_N
+        _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
+        _barrier(_TURN, 1, "@p bar.sync $1, 192;")
+
+
+@gluon.jit
+def pass_turns(item, gradients, SHAPE: gl.constexpr):
+    """One warp: counts the tiles of keys that have added to a tile of queries; it alone waits until the sums are there.
+
+    It falls at most one step behind the warpgroup that adds, which needs its word for a turn too.
+    """
+    steps = (item.end - item.start) * SHAPE.GROUP
+    _barrier(_TURN, steps, "@p bar.arrive $1, 192;")
+    for step in range(steps):
+        counter, _ = _turn_counter(step, item, gradients, SHAPE)
+        _barrier(_TURN + 1, 1, "@p bar.sync $1, 160;")
+        _barrier(_TURN, step + 1 < steps, "@p bar.arrive $1, 192;")
+        _counter(
+            counter, 1,
+            "mov.u32 v, %laneid; setp.eq.u32 p, v, 0; fence.acq_rel.gpu; @p red.release.gpu.global.add.u32 [$1], $2;",
+        )  # fmt: skip
+
+
+@gluon.jit
+def _turn_counter(step, item, gradients, SHAPE: gl.constexpr):
+    tile = item.end - 1 - step // SHAPE.GROUP
+    head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
+    return gradients.turns + head * gradients.query_tiles + item.first_tile + tile, tile
+
+
+@gluon.jit
+def _counter(counter, value, INSTRUCTIONS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .s32 v; " + INSTRUCTIONS + " mov.u32 $0, 0; }", "=r,l,r",
+        [counter.to(gl.int64, bitcast=True), gl.to_tensor(value)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _barrier(number, needed, INSTRUCTION: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; " + INSTRUCTION + " mov.u32 $0, 0; }", "=r,r,r",
+        [gl.to_tensor(number), gl.to_tensor(needed).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""The frozen tiles of the Hopper backward kernel; measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["HopperBackwardTile", "hopper_backward_tile"]
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBackwardTile:
+    """Tile of hopper_backward_kernel.
+
+    Attributes:
+        block_m: queries of one step.
+        query_stages: tiles of queries in shared memory: two or four.
+        d_out_stages: tiles of output gradients in shared memory: two or four.
+        key_registers: registers of a thread that works on the gradients of keys and values.
+        query_registers: registers of a thread that works on the gradient of queries.
+        load_registers: registers of the other threads.
+    """
+
+    block_m: int
+    query_stages: int
+    d_out_stages: int
+    key_registers: int = 208
+    query_registers: int = 72
+    load_registers: int = 24
+
+
+# By head size, the tiles from a query length on.
+_TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
+    64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2))),
+    128: ((0, HopperBackwardTile(64, 4, 2)),),
+}
+
+
+def hopper_backward_tile(*, head_size: int, max_query_len: int) -> HopperBackwardTile | None:
+    """Returns the tile for a head size, None where there is none.
+
+    Args:
+        head_size: elements of a head.
+        max_query_len: an upper bound on the query length.
+
+    Example:
+        >>> [hopper_backward_tile(head_size=64, max_query_len=n).block_m for n in (512, 8192)]
+        [64, 128]
+    """
+    tiles = [tile for length, tile in _TILES.get(head_size, ()) if length <= max_query_len]
+    return tiles[-1] if tiles else None

@@ -1,0 +1,208 @@
+"""What the warps of the Hopper backward kernel share: sizes, rings, and the tile of keys that a program takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_core.device.hopper_work import level_by_level
+
+__all__ = ["BLOCK_N", "Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "zero_padding"]
+
+#: Keys of a program: 64 for each of two warpgroups.
+BLOCK_N = gl.constexpr(128)
+_SEQS = gl.constexpr(32)
+
+
+class Sizes(NamedTuple):
+    """Sizes and strides of a call, known when compiling; rows and columns are those that the copy engine sees.
+
+    Attributes:
+        NUM_KV_HEADS, GROUP: key/value heads; query heads of each.
+        HEAD_SIZE: elements of a head.
+        BLOCK_M: queries of a tile.
+        LEFT: queries see keys of a window to the left.
+        QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
+        D_KEY_STRIDES, D_VALUE_STRIDES: elements from one token, and from one head, to the next.
+    """
+
+    NUM_KV_HEADS: Any
+    GROUP: Any
+    HEAD_SIZE: Any
+    BLOCK_M: Any
+    LEFT: Any
+    QUERY_STRIDE: Any
+    D_OUT_STRIDE: Any
+    KEY_STRIDE: Any
+    VALUE_STRIDE: Any
+    D_KEY_STRIDES: Any
+    D_VALUE_STRIDES: Any
+
+
+class Tensors(NamedTuple):
+    """What the copy engine reads: the call's operands, and log-sum-exp and delta of the queries tile by tile."""
+
+    query: Any
+    key: Any
+    value: Any
+    d_out: Any
+    row_stats: Any
+
+
+class Gradients(NamedTuple):
+    """Where gradients go.
+
+    Attributes:
+        query_sums: float32 sums of the queries' gradients, tile by tile.
+        turns: how many tiles of keys have added to each of them.
+        key, value: the gradients of keys and values.
+        scale: of the scores.
+        query_tiles: tiles of queries of a head, padding included.
+    """
+
+    query_sums: Any
+    turns: Any
+    key: Any
+    value: Any
+    scale: Any
+    query_tiles: Any
+
+
+class Rings(NamedTuple):
+    """The shared memory of a program: rings of tiles, score gradients, statistics of the rows of query tiles.
+
+    Attributes:
+        key, value, query, d_out: what the copy engine brings.
+        d_scores: two tiles, keys by rows.
+        stats: log-sum-exp and delta of the tile of queries in each slot.
+        raw: a barrier for tiles that are zeroed in part before their slot counts as full.
+    """
+
+    key: Any
+    value: Any
+    query: Any
+    d_out: Any
+    d_scores: Any
+    stats: Any
+    raw: Any
+
+
+class Item(NamedTuple):
+    """The tile of keys of a program, and the query tiles that see it.
+
+    Attributes:
+        live: there is one.
+        spare: without one, the number of this program among those of its head.
+        spares: how many those are.
+        kv_head: its head.
+        tile: its number in its sequence.
+        first_key: row of the tile's first key.
+        keys: keys of the sequence from there on.
+        first_query: row of the sequence's first query.
+        queries: queries of the sequence.
+        first_tile: the sequence's first tile among the padded tiles of queries.
+        start, end: tiles of queries, counted from the sequence's first query, that any key of the tile sees.
+        first, last: queries that see the tile's first key; those of the next key are one later.
+        lowest: the first key that the sequence's first query sees, at or below 0 without a window.
+    """
+
+    live: Any
+    spare: Any
+    spares: Any
+    kv_head: Any
+    tile: Any
+    first_key: Any
+    keys: Any
+    first_query: Any
+    queries: Any
+    first_tile: Any
+    start: Any
+    end: Any
+    first: Any
+    last: Any
+    lowest: Any
+
+
+@gluon.jit
+def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE: gl.constexpr):
+    """The work of this program: heads one after the other, so that what is added up stays in the L2 cache.
+
+    Among the tiles of a head those with the most queries under a causal mask come first, and of a sequence the first.
+    """
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lanes = gl.arange(0, _SEQS, layout=layout)
+    share = gl.num_programs(0) // SHAPE.NUM_KV_HEADS
+    rank = gl.program_id(0) % share
+    total = 0
+    chunk = 0
+    before = 0
+    for base in range(0, num_seqs, _SEQS):
+        lengths = _lengths(key_start_loc, base + lanes, num_seqs)
+        chunk = gl.where(total <= rank, base, chunk)
+        before = gl.where(total <= rank, total, before)
+        total += gl.sum((lengths + BLOCK_N - 1) // BLOCK_N, 0)
+    lengths = _lengths(key_start_loc, chunk + lanes, num_seqs)
+    lane, from_end = level_by_level(rank - before, (lengths + BLOCK_N - 1) // BLOCK_N, lengths, lanes, BLOCK_N)
+    seq = gl.minimum(chunk + lane, num_seqs - 1)
+    first_key = gl.load(key_start_loc + seq)
+    keys = gl.load(key_start_loc + seq + 1) - first_key
+    first_query = gl.load(query_start_loc + seq)
+    queries = gl.load(query_start_loc + seq + 1) - first_query
+    tile = (keys + BLOCK_N - 1) // BLOCK_N - 1 - from_end
+    position = tile * BLOCK_N
+    context = keys - queries
+    start = 0
+    end = (queries + BLOCK_M - 1) // BLOCK_M
+    first = -(2**30)
+    last = 2**30
+    lowest = -(2**30)
+    if window_right is not None:
+        first = position - window_right - context
+        start = gl.maximum(first, 0) // BLOCK_M
+    if window_left is not None:
+        last = position + window_left - context
+        lowest = context - window_left
+        end = gl.minimum(end, gl.maximum(last + BLOCK_N - 1 + BLOCK_M, 0) // BLOCK_M)
+    return Item(
+        rank < total,
+        rank - total,
+        share - total,
+        gl.program_id(0) // share,
+        tile,
+        first_key + position,
+        keys - position,
+        first_query,
+        queries,
+        first_query // BLOCK_M + seq,
+        start,
+        gl.maximum(end, start),
+        first,
+        last,
+        lowest,
+    )
+
+
+@gluon.jit
+def zero_padding(item, gradients, key_start_loc, num_keys, num_seqs, SHAPE: gl.constexpr):
+    """Programs without a tile, one for each head at least: zeros the gradients of rows past the last sequence."""
+    LANES: gl.constexpr = SHAPE.HEAD_SIZE // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    columns = gl.arange(0, SHAPE.HEAD_SIZE, layout=gl.SliceLayout(0, layout))
+    zeros = gl.zeros([32, SHAPE.HEAD_SIZE], gl.float32, layout).to(gradients.key.dtype.element_ty)
+    start = gl.load(key_start_loc + num_seqs)
+    for base in range(start + item.spare * 32, num_keys, item.spares * 32):
+        rows = base + gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+        live = (rows < num_keys)[:, None]
+        keys = rows.to(gl.int64) * SHAPE.D_KEY_STRIDES[0] + item.kv_head * SHAPE.D_KEY_STRIDES[1]
+        values = rows.to(gl.int64) * SHAPE.D_VALUE_STRIDES[0] + item.kv_head * SHAPE.D_VALUE_STRIDES[1]
+        gl.store(gradients.key + keys[:, None] + columns[None, :], zeros, mask=live)
+        gl.store(gradients.value + values[:, None] + columns[None, :], zeros, mask=live)
+
+
+@gluon.jit
+def _lengths(start_loc, seqs, num_seqs):
+    live = seqs < num_seqs
+    return gl.load(start_loc + seqs + 1, mask=live, other=0) - gl.load(start_loc + seqs, mask=live, other=0)

@@ -1,0 +1,179 @@
+"""vLLM's prefill on a cached prefix, whose caches are head-major, and its step of chunks and decodes.
+
+New keys come beside the cache, unquantised, and the cache's last axis need not be the head. So the context of the
+batch is copied, in the query's dtype, to a cache of this project's layout: code written for these names runs, and
+costs a copy that `unified_attention` does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_core.calls import PagedCall, WriteCall
+from torch_core.errors import Unsupported
+from torch_core.ops import run
+from torch_core.specs import AttentionSpec
+from torch_core.vllm.ops.scales import Scale, one_scale, sequence_of_token, stored_dtype
+
+__all__ = ["chunked_prefill_paged_decode", "context_attention_fwd"]
+
+
+def context_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor, b_loc: Tensor,
+    b_start_loc: Tensor, b_seq_len: Tensor, max_seq_len: int | None, max_input_len: int, k_scale: Scale, v_scale: Scale,
+    alibi_slopes: Tensor | None = None, sliding_window: int | None = None, sm_scale: float | None = None,
+    skip_decode: bool = False, fp8_out_scale: Scale = None, sinks: Tensor | None = None,
+    is_block_table_ptr: bool = False, causal: bool = True,
+) -> None:  # fmt: skip
+    """Attends new tokens to their cached context and to each other; writes their rows of `o` and no other.
+
+    Not used: max_seq_len.
+
+    Args:
+        q: [num_tokens, num_heads, head_size].
+        k, v: of the new tokens [num_tokens, num_kv_heads, head_size]; need not be in the cache.
+        o: like q, or fp8 with fp8_out_scale; written.
+        kv_cache_dtype: a name of `CACHE_DTYPES` but "int8".
+        k_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], or [num_blocks, num_kv_heads, block_size,
+            head_size]; uint8 memory is taken as kv_cache_dtype.
+        v_cache: [num_blocks, num_kv_heads, head_size, block_size] beside the first, like k_cache beside the second.
+        b_loc: integers [num_seqs, blocks], the blocks of each context.
+        b_start_loc: int32 [num_seqs + 1].
+        b_seq_len: int32 [num_seqs], the new tokens included.
+        max_input_len: bound on the query lengths.
+        k_scale, v_scale: what one unit of an fp8 cache is worth.
+        alibi_slopes, sinks: float [num_heads].
+        sliding_window: tokens that a query sees, its own included; 0 or None for all.
+        sm_scale: factor on the scores; head_size ** -0.5 when None.
+        skip_decode: leave the rows of single new tokens alone.
+        fp8_out_scale: what one unit of an fp8 output is worth.
+        is_block_table_ptr: must be False.
+        causal: hide keys after the query.
+
+    Raises:
+        Unsupported: tables of pointers, another kv_cache_dtype.
+    """
+    k_cache, v_cache, scales = _as_blocks(kv_cache_dtype, k_cache, v_cache, k_scale, v_scale, is_block_table_ptr)
+    if q.shape[0] == 0 or b_seq_len.shape[0] == 0:
+        return
+    starts, seq_lens = b_start_loc.to(torch.int32), b_seq_len.to(torch.int32)
+    context = seq_lens - starts.diff()
+    block_size = k_cache.shape[1]
+    room = -(-int(max_input_len) // block_size)
+    keys, values = (
+        _context(cache, b_loc, context, room, scale, q.dtype)
+        for cache, scale in zip((k_cache, v_cache), scales, strict=True)
+    )
+    tables = torch.arange(keys.shape[0], dtype=torch.int32, device=q.device).view(seq_lens.shape[0], -1)
+    tokens = torch.arange(q.shape[0], device=q.device)
+    sequence = sequence_of_token(starts, q.shape[0])
+    slots = sequence * (tables.shape[1] * block_size) + context[sequence] + tokens - starts[sequence]
+    slots = torch.where(tokens < starts[-1], slots, -1).to(torch.int32)
+    run(WriteCall(key=k, value=v, key_cache=keys, value_cache=values, slot_mapping=slots))
+    _attend(
+        q, keys, values, o, tables, starts, seq_lens, int(max_input_len), (2 if skip_decode else 1, None), (None, None),
+        sm_scale, causal, sliding_window, alibi_slopes=alibi_slopes, sinks=sinks, out_scale=fp8_out_scale,
+    )  # fmt: skip
+
+
+def chunked_prefill_paged_decode(
+    query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, kv_cache_dtype: str, key_cache: Tensor,
+    value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int,
+    max_query_len: int, k_scale: Scale, v_scale: Scale, alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None, sm_scale: float | None = None, output_scale: Scale = None,
+    sinks: Tensor | None = None, is_block_table_ptr: bool = False, causal: bool = True,
+) -> None:  # fmt: skip
+    """Attends chunks of prompts as `context_attention_fwd` does, and single new tokens to the cache, which has them.
+
+    Args as there, by the names of vLLM; key and value may be None when max_query_len is 1.
+    """
+    shared: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    if max_query_len > 1 and key is not None and value is not None:
+        context_attention_fwd(
+            query, key, value, output, kv_cache_dtype, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+            max_seq_len, max_query_len, k_scale, v_scale, sliding_window=sliding_window, sm_scale=sm_scale,
+            skip_decode=True, fp8_out_scale=output_scale, is_block_table_ptr=is_block_table_ptr, causal=causal,
+            **shared,
+        )  # fmt: skip
+    keys, values, scales = _as_blocks(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale, is_block_table_ptr)
+    if query.shape[0] == 0 or seq_lens.shape[0] == 0:
+        return
+    starts, tables = query_start_loc.to(torch.int32), block_table.to(torch.int32)
+    # Of the other sequences the cache is not read: it need not have their new tokens.
+    lens = torch.where(starts.diff() == 1, seq_lens.to(torch.int32), 0)
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        keys, values = (
+            _context(cache, block_table, lens, 0, scale, query.dtype)
+            for cache, scale in zip((keys, values), scales, strict=True)
+        )
+        scales = None, None
+        tables = torch.arange(keys.shape[0], dtype=torch.int32, device=query.device).view(lens.shape[0], -1)
+    _attend(
+        query, keys, values, output, tables, starts, lens, int(max_query_len), (1, 1), scales, sm_scale, True,
+        sliding_window, out_scale=output_scale, **shared,
+    )  # fmt: skip
+
+
+def _as_blocks(
+    kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor, k_scale: Scale, v_scale: Scale, pointers: bool
+) -> tuple[Tensor, Tensor, tuple[Scale, Scale]]:
+    """Returns views [num_blocks, block_size, num_kv_heads, head_size (k: or two axes)], and the scales in use."""
+    if pointers:
+        raise Unsupported("is_block_table_ptr: a table of addresses is not served; pass block numbers.")
+    dtype = stored_dtype(kv_cache_dtype)
+    scales: tuple[Scale, Scale] = (None, None)
+    if dtype is not None:
+        k_cache, v_cache = k_cache.view(dtype), v_cache.view(dtype)
+        scales = one_scale("k_scale", k_scale), one_scale("v_scale", v_scale)
+    if k_cache.ndim == 5:
+        return k_cache.permute(0, 3, 1, 2, 4), v_cache.permute(0, 3, 1, 2), scales
+    return k_cache.permute(0, 2, 1, 3), v_cache.permute(0, 2, 1, 3), scales
+
+
+def _context(cache: Tensor, tables: Tensor, lens: Tensor, room: int, scale: Scale, dtype: torch.dtype) -> Tensor:
+    """Copies the blocks of each sequence one after the other, as real values, with room for more behind them."""
+    num_seqs, width = tables.shape
+    block_size = cache.shape[1]
+    used = torch.arange(width, device=tables.device) * block_size < lens[:, None]
+    rows = cache[torch.where(used, tables, 0).flatten().long()].flatten(3)
+    rows = rows.to(dtype) if scale is None else (rows.float() * scale).to(dtype)
+    rows = rows.unflatten(0, (num_seqs, width))
+    return torch.cat([rows, rows.new_zeros(num_seqs, room, *rows.shape[2:])], 1).flatten(0, 1)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, tables: Tensor, starts: Tensor, seq_lens: Tensor,
+    max_query_len: int, lengths: tuple[int, int | None], scales: tuple[Scale, Scale], sm_scale: float | None,
+    causal: bool, sliding_window: int | None, *, out_scale: Scale, **options: Any,
+) -> None:  # fmt: skip
+    """Attends, and writes the rows of sequences with so many new tokens; the others of `out` stay as they are."""
+    found = run(
+        PagedCall(
+            query=q,
+            key_cache=keys,
+            value_cache=values,
+            block_tables=tables,
+            seq_lens=seq_lens,
+            query_start_loc=starts,
+            spec=AttentionSpec(
+                scale=q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale),
+                causal=causal,
+                window_left=sliding_window - 1 if sliding_window and sliding_window > 0 else None,
+            ),
+            max_query_len=max_query_len,
+            out_dtype=str(out.dtype).removeprefix("torch."),
+            k_scale=scales[0],
+            v_scale=scales[1],
+            out_scale=one_scale("out_scale", out_scale),
+            **options,
+        )
+    )["out"]
+    shortest, longest = lengths
+    new = starts.diff()
+    chosen = (new >= shortest) & (new <= (max_query_len if longest is None else longest))
+    rows = chosen[sequence_of_token(starts, q.shape[0])] & (torch.arange(q.shape[0], device=q.device) < starts[-1])
+    # As bytes: fp8 tensors have no `where`.
+    out.view(torch.uint8).copy_(torch.where(rows[:, None, None], found.view(torch.uint8), out.view(torch.uint8)))

@@ -1,0 +1,133 @@
+"""Scales as vLLM passes them: one for a tensor, one for each key/value head, one for each sequence and head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_core.calls import PagedCall
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.ops import run
+from torch_core.vllm.types import CACHE_DTYPES
+
+__all__ = ["Scale", "as_stored", "one_scale", "refuse_4_bits", "run_descaled", "sequence_of_token", "stored_dtype"]
+
+Scale = Tensor | float | None
+
+
+def one_scale(name: str, scale: Scale) -> Scale:
+    """Returns a scale of a whole tensor: a number, one element, or a view that repeats one.
+
+    Raises:
+        Unsupported: elements that may differ.
+    """
+    if isinstance(scale, Tensor) and not _is_one(scale):
+        raise Unsupported(f"{name} has shape {list(scale.shape)}; one element, or a view that repeats it, is served.")
+    return scale.as_strided((1,), (1,)).to(torch.float32) if isinstance(scale, Tensor) else scale
+
+
+def run_descaled(call: PagedCall[Tensor], out: Tensor, *, q_descale: Scale, k_descale: Scale, v_descale: Scale) -> None:
+    """Runs a call into `out`, with descales that may differ by sequence and key/value head.
+
+    The kernels know one scale for a tensor. Scores are linear in the query and results in the values, so what differs
+    is multiplied into the query (rounded once more, an fp8 one to bfloat16) and into a float32 result.
+
+    Args:
+        call: without an output and without scales of query, keys and values.
+        out: as `PagedCall.out`; written.
+        q_descale: what one unit of an fp8 query is worth: one, or float [num_seqs, num_kv_heads] or what broadcasts to
+            it.
+        k_descale: the same for stored keys.
+        v_descale: the same for stored values.
+
+    Raises:
+        InvalidInput: a shape fits neither.
+    """
+    shape = call.num_seqs, call.num_kv_heads
+    q_one, q_each = _one_or_each("q_descale", q_descale, shape)
+    k_one, k_each = _one_or_each("k_descale", k_descale, shape)
+    v_one, v_each = _one_or_each("v_descale", v_descale, shape)
+    if call.is_empty:
+        q_each = k_each = v_each = None
+    if q_each is not None or k_each is not None:
+        each = torch.ones(shape, device=out.device) * (1.0 if q_each is None else q_each)
+        each *= 1.0 if k_each is None else k_each
+        # Only ratios go into the query, so that 16 bits neither lose nor exceed them; the kernel has the rest.
+        largest = each.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+        wide = torch.bfloat16 if call.query.dtype.itemsize == 1 else call.query.dtype
+        call = replace(call, query=(call.query.float() * _rows(call, each / largest)).to(wide))
+        whole = largest * (1.0 if q_one is None else q_one) * (1.0 if k_one is None else k_one)
+        q_one, k_one = None, whole.reshape(1)
+    call = replace(call, q_scale=q_one, k_scale=k_one, v_scale=v_one)
+    if v_each is None:
+        run(replace(call, out=out))
+        return
+    found = run(replace(call, out_dtype="float32", out_scale=None))["out"] * _rows(call, v_each)
+    if call.out_scale is not None:
+        found /= call.out_scale
+    if out.dtype.itemsize == 1:
+        found.clamp_(torch.finfo(out.dtype).min, torch.finfo(out.dtype).max)
+    out.copy_(found)
+
+
+def as_stored(name: str, rows: Tensor, scale: Scale, dtype: torch.dtype) -> tuple[Tensor, Scale]:
+    """Returns rows and their scale for a write to a cache of `dtype`; a scale for each head is divided out here.
+
+    Raises:
+        Unsupported: the scale is neither one nor one for each head.
+    """
+    heads = rows.shape[1]
+    if not isinstance(scale, Tensor) or _is_one(scale) or scale.numel() != heads:
+        return rows, one_scale(name, scale)
+    # Codes of the cache's own type are stored as they are.
+    return (rows if rows.dtype == dtype else rows.float() / scale.float().reshape(heads, 1)), None
+
+
+def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
+    """Returns the fp8 type of a cache's bytes; None when its elements are the real values."""
+    names = {**CACHE_DTYPES, "half": torch.float16, "float": torch.float32}
+    del names["int8"]
+    if kv_cache_dtype not in names:
+        raise Unsupported(
+            f"kv_cache_dtype is {kv_cache_dtype!r}; use one of {', '.join(names)}, or the per-token-head operation."
+        )
+    dtype = names[kv_cache_dtype]
+    return dtype if dtype is not None and dtype.itemsize == 1 else None
+
+
+def refuse_4_bits(kv_quant_mode: Any) -> None:
+    """Raises Unsupported for vLLM's 4-bit modes."""
+    if "INT4" in str(getattr(kv_quant_mode, "name", kv_quant_mode)):
+        raise Unsupported(f"kv_quant_mode is {kv_quant_mode}; caches are 8-bit or wider: use int8 or fp8.")
+
+
+def sequence_of_token(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """Returns int64 [num_tokens]: the sequence of each token; tokens of padding count for the last one."""
+    tokens = torch.arange(num_tokens, dtype=query_start_loc.dtype, device=query_start_loc.device)
+    found = torch.searchsorted(query_start_loc[1:].contiguous(), tokens, right=True)
+    return found.clamp(max=max(query_start_loc.shape[0] - 2, 0))
+
+
+def _rows(call: PagedCall[Tensor], each: Tensor) -> Tensor:
+    """Spreads [num_seqs, num_kv_heads] over [num_tokens, num_heads, 1]."""
+    sequence = sequence_of_token(call.query_start_loc, call.num_tokens)
+    return each[sequence].repeat_interleave(call.group, dim=1).unsqueeze(-1)
+
+
+def _is_one(scale: Tensor) -> bool:
+    """Says whether all elements are one, as far as that can be seen without reading them."""
+    return not any(stride for stride, size in zip(scale.stride(), scale.shape, strict=True) if size > 1)
+
+
+def _one_or_each(name: str, scale: Scale, shape: tuple[int, int]) -> tuple[Scale, Tensor | None]:
+    if not isinstance(scale, Tensor) or _is_one(scale):
+        return one_scale(name, scale), None
+    try:
+        return None, scale.float().broadcast_to(shape)
+    except RuntimeError:
+        raise InvalidInput(
+            f"{name} has shape {list(scale.shape)}; it must be one element, or [num_seqs, num_kv_heads], {list(shape)}."
+        ) from None
