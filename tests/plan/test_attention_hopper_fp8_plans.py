@@ -79,7 +79,7 @@ def test_a_scale_is_one_float32(scale):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"limits": DeviceLimits(arch=80)},
+        {"limits": DeviceLimits(arch=89)},
         {"limits": DeviceLimits(arch=100)},
         {"max_query_len": 100},
         {"spec": AttentionSpec(scale=-0.1)},

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # The interpreter runs no Gluon kernel: plans for it choose as if this were an older device.
-_INTERPRETED = DeviceLimits(arch=80)
+_INTERPRETED = DeviceLimits(arch=89)
 
 
 def run_triton(call: Call[torch.Tensor]) -> dict[str, torch.Tensor]:
