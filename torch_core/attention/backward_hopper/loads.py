@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import zero_outside
 
@@ -40,7 +41,7 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
             2 * BLOCK_M * 4,
         )  # fmt: skip
         place = head * query_tiles + item.first_tile + tile
-        tma.async_copy_global_to_shared(tensors.row_stats, [place * 2 * BLOCK_M], full, rings.stats.index(slot))
+        async_load(tensors.row_stats, [place * 2 * BLOCK_M], full, rings.stats.index(slot))
         slot, slot_phase = ring_slot(rings.d_out, step)
         mbarrier.wait(rings.d_out.empty.index(slot), slot_phase ^ 1)
         phase = _load(
@@ -60,7 +61,7 @@ def _load(array, row, column, live, tile, full, raw, phase, MORE: gl.constexpr):
     COLUMNS: gl.constexpr = tile.shape[1]
     if live < ROWS:
         mbarrier.expect(raw, ROWS * COLUMNS * 2)
-        tma.async_copy_global_to_shared(array, [row, column], raw, tile)
+        async_load(array, [row, column], raw, tile)
         mbarrier.wait(raw, phase)
         phase ^= 1
         zero_outside(tile, 0, live, ROWS, COLUMNS)
@@ -71,5 +72,5 @@ def _load(array, row, column, live, tile, full, raw, phase, MORE: gl.constexpr):
             mbarrier.arrive(full, count=1)
     else:
         mbarrier.expect(full, ROWS * COLUMNS * 2 + MORE)
-        tma.async_copy_global_to_shared(array, [row, column], full, tile)
+        async_load(array, [row, column], full, tile)
     return phase
