@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
+from flax import nnx
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.runner import ModelRunner
@@ -53,7 +54,8 @@ def open_device(
     if kv_cache_dtype not in (None, dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
-    choose(model.layers[0].self_attn.paged_attention.implementation)
+    for _, module in nnx.iter_modules(model):
+        choose(getattr(module, "implementation", None))
     spec = KVCacheSpec(
         num_kv_heads=shape.num_key_value_heads, head_size=shape.head_dim, block_size=config.block_size, dtype=dtype
     )
