@@ -58,7 +58,7 @@ def test_equal_seeds_give_equal_text(folder, capsys) -> None:
     [
         (["generate", "--model", "/no/such/folder"], "jattn: "),
         (["generate", "--temperature", "-1"], "jattn: temperature is -1.0; it must be a finite float32 of at least 0."),
-        (["generate", "--max-tokens", "0"], "jattn: max_tokens is 0; it must be an int from 1 to 2147483647."),
+        (["generate", "--max-tokens", "0"], "jattn: max_tokens is 0; it must be from 1 to 2147483647."),
         (["generate", "--prompt", ""], "jattn: a prompt is an empty string; give it at least one character"),
         (["bench", "nothing"], "jattn: bench 'nothing' does not exist; use one of generate, "),
     ],

@@ -1,28 +1,46 @@
-"""The check of a whole number, and its words; standard library only."""
+"""Checks of plain values that users pass, with messages that can print whatever that is; standard library only."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["INT32_MAX", "check_int", "shown"]
+__all__ = ["INT32_MAX", "check_bool", "check_int", "shown"]
 
 INT32_MAX = (1 << 31) - 1
+_LONGEST_TEXT = 80
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raises InvalidInput unless `value` is an int, and no bool, from `low` to `high`; None for no upper limit."""
-    is_int = not isinstance(value, bool) and isinstance(value, int)
-    if isinstance(value, int) and is_int and low <= value and (high is None or value <= high):
+def check_int(name: str, value: Any, low: int, high: int | None = None, *, also: str = "") -> None:
+    """Raises InvalidInput unless `value` is an int, and no bool, from `low` to `high`; None for no upper limit.
+
+    The message names the argument, the value and the limits, and `also`, what else would do.
+    """
+    if _is_int(value) and low <= value and (high is None or value <= high):
         return
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-    an_int = "" if is_int and high is not None else "an int "
-    raise InvalidInput(f"{name} is {shown(value)}; it must be {an_int}{limits}.")
+    an_int = "" if _is_int(value) and high is not None else "an int "
+    raise InvalidInput(f"{name} is {shown(value)}; it must be {an_int}{limits}{also}.")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises InvalidInput for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be True or False.")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    """Returns whether a value is an int and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """Returns the value as text; Python refuses to write out an int of more than 4300 digits."""
-    if isinstance(value, int) and value.bit_length() > 1024:
+    """Returns a value's text for a message: short, and also for an int that Python refuses to print."""
+    if _is_int(value) and value.bit_length() > 256:
         return f"an int of {value.bit_length()} bits"
-    return repr(value)
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jattn.engine.checks import check_bool, check_int
+from torch_core.checks import check_bool, check_int
 from torch_core.errors import InvalidInput
 
 __all__ = ["MAX_SIZE", "EngineConfig"]

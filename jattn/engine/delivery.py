@@ -51,12 +51,17 @@ class Outbox:
         return {key: at for key, at in noted.items() if len(key.output_token_ids) > at or key.finish_reason is not None}
 
     def take(self, news: News) -> list[TokenDelta]:
-        """Returns what came, one delta for each request, and takes it out."""
+        """Returns what came, one delta for each request, and takes it out; all of it or, if interrupted, nothing."""
+        noted = self._news
         deltas = [
             TokenDelta(key.request_id, (*key.output_token_ids[at:],), key.finish_reason) for key, at in news.items()
         ]
-        self._news = {key: at for key, at in self._news.items() if key not in news} if news != self._news else {}
-        return deltas
+        try:
+            self._news = {key: at for key, at in noted.items() if key not in news} if news != noted else {}
+            return deltas
+        except BaseException:
+            self._news = noted
+            raise
 
     def put_back(self, news: News) -> None:
         """Undoes `take`, whatever came since."""

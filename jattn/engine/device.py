@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
+from flax import nnx
 
-from jattn.engine.checks import shown
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.runner import ModelRunner
 from jattn.models import Decoder
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec
 
@@ -53,7 +54,8 @@ def open_device(
     if kv_cache_dtype not in (None, dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
-    choose(model.layers[0].self_attn.paged_attention.implementation)
+    for _, module in nnx.iter_modules(model):
+        choose(getattr(module, "implementation", None))
     spec = KVCacheSpec(
         num_kv_heads=shape.num_key_value_heads, head_size=shape.head_dim, block_size=config.block_size, dtype=dtype
     )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
@@ -18,6 +17,7 @@ from jattn.engine.request import Request, SamplingParams
 from jattn.models import Decoder
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
 __all__ = ["Engine"]

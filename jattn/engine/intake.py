@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from jattn.engine.checks import shown
 from jattn.engine.delivery import Outbox
 from jattn.engine.request import Request, RequestMetrics, SamplingParams
 from jattn.models.config import ModelConfig
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput, RequestTooLong
 
 __all__ = ["AUTOMATIC", "Intake"]

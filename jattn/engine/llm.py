@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jattn.engine.checks import shown
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.engine import Engine
@@ -15,6 +14,7 @@ from jattn.engine.request import Request, RequestOutput, SamplingParams
 from jattn.engine.stream import TextStream
 from jattn.load import TextTokenizer, embedded_model_folder, load_model
 from jattn.models import Decoder
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
 __all__ = ["LLM", "generate"]

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from jattn.engine.checks import check_bool, check_int, shown
 from jattn.engine.delivery import Outbox
+from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
 
 __all__ = ["CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState", "SamplingParams"]

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -101,7 +102,7 @@ def test_split_over_heads_a_step_gives_the_same_in_place_without_a_collective(ki
     np.testing.assert_array_equal(cache, expected_cache)
 
 
-def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
+def split_call(name: str) -> tuple[Call[Any], dict[str, PartitionSpec]]:
     """A call with what a model may pass, and how the arrays with heads are split."""
     cache, query, key = arrays()
     slopes = np.linspace(0.1, 1, 8, dtype=np.float32)
@@ -116,11 +117,7 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
         "max_query_len": 4,
     }
     if name == "paged":
-        more: dict[str, Any] = {
-            "alibi_slopes": slopes,
-            "sinks": slopes,
-            "relative_bias": slopes[:, None] * np.ones(5, np.float32),
-        }
+        more = {"alibi_slopes": slopes, "sinks": slopes, "relative_bias": slopes[:, None] * np.ones(5, np.float32)}
         vector = dict.fromkeys(more, PartitionSpec("tp"))
         return PagedCall(query=query, kv_cache=cache, with_lse=True, **paged, **more), heads | vector
     if name == "pair":
@@ -138,7 +135,6 @@ def split_call(name: str) -> tuple[Call[np.ndarray], dict[str, PartitionSpec]]:
     return call, dict.fromkeys(call.arrays(), HEADS)
 
 
-@pytest.mark.parametrize("name", ["paged", "pair", "scaled", "dense", "merge"])
 def gradients(call: Call[jax.Array]) -> dict[str, jax.Array]:
     """A backward call by jnp, where the kernels and torch have one of their own."""
     assert isinstance(call, DenseBackwardCall)
@@ -158,9 +154,8 @@ def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
     sinks = np.linspace(0.1, 1, 8, dtype=np.float32)
     assert isinstance(forward, DenseCall)
     forward = dataclasses.replace(forward, sinks=sinks, with_lse=True)
-    typed: Any = forward
-    found = xla.run(typed)
-    call: Any = backward_of(typed, out=found["out"], lse=found["lse"], d_out=forward.query * 2)
+    found = xla.run(forward)
+    call = backward_of(forward, out=found["out"], lse=found["lse"], d_out=forward.query * 2)
     heads = PartitionSpec(None, "tp")
     specs |= {"out": heads, "lse": heads, "d_out": heads, "sinks": PartitionSpec("tp")}
     expected = gradients(call)
@@ -192,6 +187,7 @@ def test_torch_differentiates_on_explicit_axes() -> None:
         assert_close(found[name], expected[name])
 
 
+@pytest.mark.parametrize("name", ["paged", "pair", "scaled", "dense", "merge"])
 @each_kind
 @on_four_devices
 def test_every_call_splits_itself(kind: str, name: str) -> None:
@@ -262,13 +258,12 @@ def test_in_a_loop_the_split_cache_stays_in_place(kind: str) -> None:
 @on_four_devices
 def test_outside_jit_split_arrays_run_in_one_program(kind: str, name: str) -> None:
     on = mesh(kind)
-    placed = [place(x, on, spec) for x, spec in zip(arrays(), (CACHE, HEADS, HEADS), strict=True)]
-    named: Any = functools.partial(step, name=name)
+    cache, query, key = (place(x, on, spec) for x, spec in zip(arrays(), (CACHE, HEADS, HEADS), strict=True))
     if (kind, name) == ("auto", "torch"):
         with pytest.raises(Unsupported, match="JAX's custom_partitioning loses callbacks"):
-            named(*placed, *METADATA)
+            step(cache, query, key, *METADATA, name=name)
         return
-    out, _ = named(*placed, *METADATA)
+    out, _ = step(cache, query, key, *METADATA, name=name)
 
     assert out.sharding.is_equivalent_to(NamedSharding(on, HEADS), 3)
 
@@ -283,8 +278,8 @@ def test_a_program_of_one_device_runs_callbacks_as_ever() -> None:
 @on_four_devices
 def test_along_explicit_axes_jnp_has_its_derivative() -> None:
     def loss(query: jax.Array, cache: jax.Array) -> jax.Array:
-        tables: Any = (TABLES, SEQ_LENS, STARTS)
-        return ops.paged_attention(query, cache, *tables, max_query_len=4, implementation="xla").sum()
+        tables, lens, starts = map(jnp.asarray, (TABLES, SEQ_LENS, STARTS))
+        return ops.paged_attention(query, cache, tables, lens, starts, max_query_len=4, implementation="xla").sum()
 
     cache, query, _ = arrays()
     expected = jax.jit(jax.grad(loss))(query, cache)

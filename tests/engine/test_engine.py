@@ -374,8 +374,8 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"block_size": 0}, "block_size is 0; it must be an int from 1 to 2147483647."),
-        ({"num_blocks": 1}, "num_blocks is 1; it must be an int from 2 to 2147483647, or None."),
+        ({"block_size": 0}, "block_size is 0; it must be from 1 to 2147483647."),
+        ({"num_blocks": 1}, "num_blocks is 1; it must be from 2 to 2147483647, or None."),
         (
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},
             (
@@ -397,10 +397,10 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
                 "sequence may get in one step."
             ),
         ),
-        ({"seed": -1}, "seed is -1; it must be an int from 0 to 4294967295."),
+        ({"seed": -1}, "seed is -1; it must be from 0 to 4294967295."),
         (
             {"max_num_seqs": 10**5000},
-            "max_num_seqs is an int of 16610 bits; it must be an int from 1 to 65536.",
+            "max_num_seqs is an int of 16610 bits; it must be from 1 to 65536.",
         ),
         ({"scrub_on_free": "no"}, "scrub_on_free is 'no'; it must be True or False."),
     ],

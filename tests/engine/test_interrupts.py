@@ -239,8 +239,7 @@ def test_prefix_keys_do_not_outlive_a_pool_that_was_renewed_between_two_steps(de
 @pytest.fixture
 def released(decoder) -> tuple[Engine, InterruptAtRelease]:
     engine = Engine(decoder, EngineConfig(**SIZES))
-    lock: Any = InterruptAtRelease()
-    engine._lock = lock
+    engine._lock = lock = InterruptAtRelease()  # pyright: ignore[reportAttributeAccessIssue]
     return engine, lock
 
 

@@ -21,15 +21,20 @@ from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 BATCH, LENGTH, FEATURES, BLOCK_SIZE = 2, 7, 16, 4
 
 
-def build(**options: Any) -> Any:
+def build(**options: Any) -> MultiHeadAttention:
     options = {"num_heads": 4, "num_kv_heads": 2, "decode": False, **options}
     return MultiHeadAttention(in_features=FEATURES, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(0), **options)
 
 
-def holding(max_length: int = 12, **options: Any) -> Any:
+def holding(max_length: int = 12, **options: Any) -> MultiHeadAttention:
     module = build(**options)
     module.init_cache((BATCH, max_length, FEATURES), block_size=BLOCK_SIZE)
     return module
+
+
+def lengths_of(module: MultiHeadAttention) -> list[int]:
+    assert module.cache_index is not None
+    return module.cache_index[...].tolist()
 
 
 def inputs(seed: int, *shape: int) -> jax.Array:
@@ -66,7 +71,7 @@ def test_decode_in_any_pieces_gives_what_training_gives(options: dict[str, Any],
     cuts = np.cumsum([0, *pieces])
     found = [module(x[:, a:b], decode=True) for a, b in itertools.pairwise(cuts)]
     assert close(jnp.concatenate(found, 1), expected)
-    assert module.cache_index[...].tolist() == [LENGTH] * BATCH
+    assert lengths_of(module) == [LENGTH] * BATCH
 
 
 def test_each_sequence_of_a_batch_has_a_length_of_its_own(seed: int) -> None:
@@ -78,8 +83,9 @@ def test_each_sequence_of_a_batch_has_a_length_of_its_own(seed: int) -> None:
     assert close(found[0, :5], expected[0, :5])
     assert close(found[1, :2], expected[1, :2])
     # Padding is zeros before the output projection.
+    assert module.out.bias is not None
     assert close(found[1, 2:], module.out.bias[...])
-    assert module.cache_index[...].tolist() == [5, 2]
+    assert lengths_of(module) == [5, 2]
     assert close(module(token, decode=True)[:, 0], expected[rows, lengths])
 
 
@@ -155,7 +161,7 @@ def test_every_way_to_carry_the_cache_keeps_it_without_a_warning(way: str, seed:
         module, y = WAYS[way](holding(decode=True), x)
         gc.collect()
     assert close(y, expected)
-    assert module.cache_index[...].tolist() == [3, 3]
+    assert lengths_of(module) == [3, 3]
 
 
 # T1 of the traps that users meet.
@@ -168,7 +174,7 @@ def test_a_jitted_function_that_drops_the_module_is_found_out(seed: int) -> None
     # Not to wait for the garbage collector: nothing of the trace is in a cycle.
     with pytest.warns(RuntimeWarning, match=r"dropped it: the update is lost\. Return the module"):
         jax.jit(step)(module, inputs(seed, BATCH, 1, FEATURES))
-    assert module.cache_index[...].tolist() == [0, 0]
+    assert lengths_of(module) == [0, 0]
 
 
 def test_a_module_that_a_jitted_function_closes_over_is_refused_by_flax(seed: int) -> None:
@@ -203,6 +209,7 @@ def test_the_cache_has_the_dtype_of_the_computation_and_not_float32(
 ) -> None:
     module = build(**options)
     module.init_cache((BATCH, 12, FEATURES), argument)
+    assert module.cached_key is not None
     assert module.cached_key.get_value().dtype.name == expected
 
 
@@ -217,7 +224,7 @@ def test_a_view_gets_a_cache_of_its_own(seed: int) -> None:
     module = build()
     view = nnx.view(module, decode=True, batch_size=BATCH, max_length=8)
     view(inputs(seed))
-    assert view.cache_index[...].tolist() == [LENGTH] * BATCH
+    assert lengths_of(view) == [LENGTH] * BATCH
     assert module.cached_key is None
     assert view.query.kernel is module.query.kernel
 
@@ -227,7 +234,7 @@ def test_what_does_not_fit_is_refused_outside_jit_and_is_nan_inside(seed: int) -
     module(x[:, :6], decode=True, lengths=jnp.array([6, 2]))
     with pytest.raises(RequestTooLong, match=r"sequence 0 would hold 9 tokens and the module's cache holds 8 of each"):
         module(x[:, :3], decode=True)
-    assert module.cache_index[...].tolist() == [6, 2]
+    assert lengths_of(module) == [6, 2]
     y = nnx.jit(lambda m, x: m(x, decode=True))(module, x[:, :3])
     assert np.isnan(y[0]).all()
     assert np.isfinite(y[1]).all()

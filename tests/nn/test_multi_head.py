@@ -42,9 +42,12 @@ RARELY = ("dropout of its own for each head", "bfloat16 parameters")
 def twins(seed: int, **options: Any) -> tuple[nnx.MultiHeadAttention, MultiHeadAttention]:
     """Flax's module and ours, built alike from different seeds."""
     options = {"num_heads": 4, "in_features": FEATURES, "decode": False, **options}
-    options |= {"bias_init": nnx.initializers.normal(0.5)}
-    theirs = nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(seed))
-    return theirs, MultiHeadAttention(**options, rngs=nnx.Rngs(seed + 1))
+    kinds: tuple[Any, ...] = (nnx.MultiHeadAttention, MultiHeadAttention)
+    theirs, ours = (
+        kind(**options, bias_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(seed + index))
+        for index, kind in enumerate(kinds)
+    )
+    return theirs, ours
 
 
 def inputs(seed: int, *shape: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jattn import ops
 from jattn.ops.choose import choose
 from torch_core.errors import InvalidInput, Unsupported
 
-# The package has a function of this name, too.
+# An import would bind the function of that name.
 choose_module: Any = sys.modules["jattn.ops.choose"]
 
 

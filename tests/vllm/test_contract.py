@@ -201,7 +201,9 @@ def test_a_builder_that_was_written_for_vllm_captures_and_drafts():
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
-        def build(self, common_prefix_len, common_attn_metadata, fast_build=False, **options):
+        def build(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, common_prefix_len, common_attn_metadata, fast_build=False
+        ):
             return common_prefix_len, common_attn_metadata, fast_build
 
     config = BuilderConfig(num_heads=4, num_speculative_tokens=2)

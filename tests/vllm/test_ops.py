@@ -459,24 +459,12 @@ def test_decode_attention_fwd_reads_one_query_of_each_sequence(flat, dtype, seed
     keys, values = torch.randn(2, 13, BLOCK_SIZE, KV_HEADS, SIZE, generator=generator).to(dtype)
     tables = torch.randperm(12, generator=generator).reshape(3, 4) + 1
     out, lse = torch.full_like(query, torch.nan), torch.full((3, HEADS), torch.nan)
-    caches = [x.flatten(0, 1) if flat else x for x in (keys, values)]
+    k_buffer, v_buffer = (x.flatten(0, 1) if flat else x for x in (keys, values))
     scales = (0.5, torch.tensor(2.0))
     vllm_compat.decode_attention_fwd(
-        query,
-        caches[0],
-        caches[1],
-        out,
-        lse,
-        tables,
-        lens,
-        torch.empty(3, HEADS, 4, SIZE),
-        4,
-        0.3,
-        BLOCK_SIZE,
-        5.0,
-        scales[0],
-        scales[1],
-    )
+        query, k_buffer, v_buffer, out, lse, tables, lens, torch.empty(3, HEADS, 4, SIZE), 4, 0.3, BLOCK_SIZE, 5.0,
+        *scales,
+    )  # fmt: skip
     starts, spec = torch.arange(4, dtype=torch.int32), AttentionSpec(scale=0.3, logits_soft_cap=5.0)
     factors = {} if dtype == torch.float32 else {"k_scale": 0.5, "v_scale": 2.0}
     expected, expected_lse = reference.paged_attention_with_lse(

@@ -141,10 +141,10 @@ def test_a_step_of_chunks_and_decodes_reads_a_single_tokens_key_from_the_cache(b
     stored = FP8 if dtype == "fp8" else torch.float32
     full = batch._replace(caches=(keys.to(stored), values.to(stored)))
     out = torch.full_like(batch.q, torch.nan)
-    fresh = [torch.cat([x[:3], torch.full_like(x[3:4], torch.nan), x[4:]]) for x in (batch.k, batch.v)]
+    new_k, new_v = (torch.cat([x[:3], torch.full_like(x[3:4], torch.nan), x[4:]]) for x in (batch.k, batch.v))
     chunked_prefill_paged_decode(
-        batch.q, fresh[0], fresh[1], out, dtype, *head_major(full, split), batch.tables, batch.starts, batch.seq_lens,
-        14, 5, torch.ones(1), torch.ones(1), sliding_window=6,
+        batch.q, new_k, new_v, out, dtype, *head_major(full, split), batch.tables, batch.starts, batch.seq_lens, 14, 5,
+        torch.ones(1), torch.ones(1), sliding_window=6,
     )  # fmt: skip
     if dtype == "fp8":
         k, v = batch.k.clone(), batch.v.clone()

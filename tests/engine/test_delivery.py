@@ -1,0 +1,33 @@
+"""An outbox loses nothing, whatever interrupts its taking."""
+
+from __future__ import annotations
+
+import itertools
+
+from jattn.engine.delivery import Outbox, TokenDelta
+from jattn.engine.request import Request, RequestMetrics, SamplingParams
+from tests.engine.interrupts import InterruptAt
+
+
+def test_an_interrupt_at_any_line_of_take_loses_no_news() -> None:
+    lines = 0
+    for line in itertools.count(1):
+        outbox = Outbox()
+        for name in ("a", "b"):
+            request = Request(name, (1,), SamplingParams(), 0, frozenset(), RequestMetrics(0.0))
+            outbox.note(request)
+            request.output_token_ids.append(7)
+        news = outbox.news()
+        interrupt = InterruptAt(line, KeyboardInterrupt())
+
+        try:
+            with interrupt:
+                taken = outbox.take(news)
+        except KeyboardInterrupt:
+            taken = outbox.take(outbox.news())
+
+        assert taken == [TokenDelta("a", (7,), None), TokenDelta("b", (7,), None)], interrupt.place
+        if interrupt.place is None:
+            break
+        lines = line
+    assert lines >= 5
