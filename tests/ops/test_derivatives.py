@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from jattn import ops
-from jattn.ops import choose, transforms
+from jattn.ops import transforms
 from tests.ops.runner import QUICK_COMPILE, keywords
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case
 from tests.support.backward_cases import random_backward_case
@@ -26,7 +27,8 @@ BIAS = np.tril(np.ones((5, 5), np.float32))
 @pytest.fixture
 def torch_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of this machine is an implementation with few derivatives, as on CUDA."""
-    monkeypatch.setattr(choose, "_CPU_DEFAULT", "torch")
+    # Not by import, which would bind the function of that name.
+    monkeypatch.setattr(sys.modules["jattn.ops.choose"], "_CPU_DEFAULT", "torch")
 
 
 def _loss(case: AttentionCase, implementation: str | None, **changes: Any) -> Callable[[dict[str, Any]], jax.Array]:
