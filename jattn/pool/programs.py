@@ -42,7 +42,7 @@ def pad_blocks(blocks: np.ndarray, *, fill: int = 0) -> np.ndarray:
 @functools.partial(jax.jit, donate_argnums=0)
 def copy_blocks(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
     """Copies blocks in plain jnp; every source is read before any target is written."""
-    return None, tuple(cache.at[pairs[:, 1]].set(cache[pairs[:, 0]]) for cache in kv_caches)
+    return None, tuple(_stored(cache, pairs[:, 1], cache[pairs[:, 0]]) for cache in kv_caches)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -57,16 +57,22 @@ def copy_blocks_native(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Cac
 @functools.partial(jax.jit, donate_argnums=0)
 def scrub_blocks(kv_caches: _Caches, blocks: jax.Array) -> tuple[None, _Caches]:
     """Fills blocks with zeros."""
-    return None, tuple(cache.at[blocks].set(0) for cache in kv_caches)
+    return None, tuple(_stored(cache, blocks, 0) for cache in kv_caches)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_blocks(kv_caches: _Caches, blocks: jax.Array, contents: list[jax.Array]) -> tuple[None, _Caches]:
     """Writes blocks from arrays, one for each layer."""
-    return None, tuple(cache.at[blocks].set(new) for cache, new in zip(kv_caches, contents, strict=True))
+    return None, tuple(_stored(cache, blocks, new) for cache, new in zip(kv_caches, contents, strict=True))
 
 
 @jax.jit
 def read_blocks(kv_caches: _Caches, blocks: jax.Array) -> list[jax.Array]:
     """Gathers blocks of each layer."""
     return [cache[blocks] for cache in kv_caches]
+
+
+def _stored(cache: jax.Array, blocks: jax.Array, new: jax.Array | int) -> jax.Array:
+    # Along Explicit axes JAX 0.12 wants to be told that the result lies as the cache does.
+    sharding = jax.typeof(cache).sharding
+    return cache.at[blocks].set(new, out_sharding=sharding if sharding.mesh.explicit_axes else None)
