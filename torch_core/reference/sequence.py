@@ -56,7 +56,7 @@ def attend_sequence(
         causal: overrides `spec.causal`.
         sinks: float `[num_heads]`.
         mm_prefix_range: int `[ranges, 2]`; see `visible_keys`.
-        **bias_arrays: alibi_slopes, qq_bias and what else `score_bias` takes.
+        **bias_arrays: what `score_bias` takes.
 
     Returns:
         The output `[query_len, num_heads, value_head_size]` in the dtype of `query`, and the natural logarithm of

@@ -79,8 +79,12 @@ def run_operation(
     device = tensors[plan.inputs[0][0]].device
     for name, spec in (*plan.outputs, *plan.scratch):
         given = None if out is None else out.get(name)
-        buffers[name] = _empty(spec, device) if given is None else _checked_output(plan.name, name, given, spec)
-    for name, spec in plan.specs.items():
+        if given is None:
+            given = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+        else:
+            _check_output(plan.name, name, array_spec(given), spec)
+        buffers[name] = given
+    for name, spec in (*plan.inputs, *plan.outputs, *plan.scratch):
         _check_address(plan.name, name, buffers[name], spec, device)
     _launch(_prepared(plan, device.index), buffers, device)
     return {name: buffers[name] for name, _ in plan.outputs}
@@ -216,15 +220,6 @@ def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
 
     shape, strides, box = list(descriptor.shape), list(descriptor.strides), list(descriptor.box)
     return TensorDescriptor(tensor, shape, strides, box, descriptor.layout)
-
-
-def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-
-
-def _checked_output(operation: str, name: str, tensor: torch.Tensor, spec: ArraySpec) -> torch.Tensor:
-    _check_output(operation, name, array_spec(tensor), spec)
-    return tensor
 
 
 def _check_output(operation: str, name: str, found: ArraySpec, spec: ArraySpec) -> None:
