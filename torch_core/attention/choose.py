@@ -9,7 +9,7 @@ from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.attention.operands import operation
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.attention.split.plan import short_query_len, split_launches
-from torch_core.calls import AttentionCall, DenseBackwardCall, PagedCall
+from torch_core.calls import AttentionCall, DenseBackwardCall, DenseCall, PagedCall
 from torch_core.plan.plan import DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.specs import ArraySpec
 
@@ -31,7 +31,9 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
     if not isinstance(call, PagedCall) or short < call.max_query_len:
         long = short + 1
-        hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
+        hopper = None
+        if not _drops(call):
+            hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
         launches.append(hopper or rows_launch(call, min_query=long))
     if isinstance(call, PagedCall) and short:
         split, scratch = split_launches(call, max_query=short, zero_padding=not launches)
@@ -41,4 +43,10 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
 
 def plan_attention_backward(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked backward call that is not empty. Outputs: the gradients, see `DenseBackwardCall.outputs`."""
-    return hopper_backward_plan(call, limits) or backward_plan(call, limits)
+    hopper = None if _drops(call) else hopper_backward_plan(call, limits)
+    return hopper or backward_plan(call, limits)
+
+
+def _drops(call: AttentionCall[ArraySpec]) -> bool:
+    """Whether weights are dropped, for which there are portable kernels alone."""
+    return isinstance(call, DenseCall) and call.dropout_seeds is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_core.calls import AttentionCall, DenseBackwardCall, DenseCall, PagedCall
+from torch_core.calls import AttentionCall, DenseBackwardCall, DenseCall, PagedCall, dropout_limit, keep_factor
 from torch_core.calls.call import array_fields
 from torch_core.plan.operands import named_launch, power_of_two, scale_number
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
@@ -84,7 +84,7 @@ def is_plain(call: AttentionCall[ArraySpec]) -> bool:
 
 
 # Fields that do more to a score than that.
-_EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache"))
+_EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache", "dropout_seeds"))
 
 
 def make_launch(
@@ -148,6 +148,7 @@ def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
         "VALUE_OFFSET": value_offset(call),
         "OUT_STRIDES": out.element_strides[:2],
         "LSE_STRIDES": (call.num_heads, 1),
+        "DROPOUT_SEEDS_STRIDES": (2 * call.num_heads, 2),
         "SCALE_STRIDES": (0, 0, 0) if scales is None else scales.element_strides,
     }
 
@@ -180,13 +181,17 @@ def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
         right = 0
     tables = getattr(call, "block_tables", None)
     numbers = {name: scale_number(getattr(call, name, None)) for name in ("q_scale", "k_scale", "v_scale", "out_scale")}
+    drops = isinstance(call, DenseCall) and call.dropout_seeds is not None
+    kept = keep_factor(call.dropout_rate) if drops else 1.0
     return {
         "num_tokens": count(call.num_tokens),
         "num_seqs": count(call.num_seqs),
         "table_stride": count(0 if tables is None else tables.element_strides[0]),
         "table_tokens": count(min(table_tokens(call), _NO_BOUND)),
         "scale": Scalar(abs(spec.scale) * numbers["q_scale"] * numbers["k_scale"], "fp32"),
-        "out_factor": Scalar(numbers["v_scale"] / numbers["out_scale"], "fp32"),
+        "out_factor": Scalar(numbers["v_scale"] / numbers["out_scale"] * kept, "fp32"),
+        "dropout_limit": count(dropout_limit(call.dropout_rate)) if drops else ABSENT,
+        "keep_factor": Scalar(kept, "fp32"),
         "soft_cap": ABSENT if spec.logits_soft_cap is None else Scalar(spec.logits_soft_cap, "fp32"),
         "window_left": _bound(spec.window_left),
         "window_right": _bound(right),

@@ -10,6 +10,7 @@ from torch_core.calls.backward import DenseBackwardCall, backward_of, forward_of
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, shared_prefix
+from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 from torch_core.calls.values import check_values
@@ -31,8 +32,11 @@ __all__ = [
     "cascade_attention",
     "cascade_calls",
     "check_values",
+    "dropout_limit",
     "dtype_name",
     "forward_of",
+    "keep_factor",
+    "keep_mask",
     "refuse_unserved",
     "serves_table",
     "shared_prefix",

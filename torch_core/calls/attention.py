@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from torch_core.calls.call import A, Call, dtype_name
+from torch_core.calls.dropout import check_rate
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 
@@ -260,7 +261,10 @@ class DenseCall(AttentionCall[A]):
         key: packed like the queries.
         value: their head size may differ.
         key_start_loc: running sum of the key lengths, starting with 0.
+        dropout_seeds: for each sequence and head what decides which weights go; see `torch_core.calls.dropout`. The lse
+            knows nothing of it.
         max_key_len: an upper bound on the key lengths; None for what the arrays allow.
+        dropout_rate: the share of weights that go, to a multiple of 2^-16; above 0 with `dropout_seeds`.
     """
 
     name: ClassVar[str] = "attention"
@@ -268,17 +272,26 @@ class DenseCall(AttentionCall[A]):
     key: Float[A, "num_keys num_kv_heads head_size"]
     value: Float[A, "num_keys num_kv_heads value_head_size"]
     key_start_loc: Int32[A, "num_seqs+1"]
+    dropout_seeds: Int32[A, "num_seqs num_heads 2"] | None = None
     max_key_len: int | None = None
+    dropout_rate: float = 0.0
 
     def check_statics(self) -> None:
-        """Checks that the bounds on the lengths are ints."""
+        """Checks that the bounds on the lengths are ints, and the rate of dropout a number."""
         super().check_statics()
+        check_rate(self.dropout_rate)
         if self.max_key_len is not None:
             check_static("max_key_len", self.max_key_len)
 
     def check_options(self) -> None:
-        """Checks what all attention checks, and that keys have the query's dtype."""
+        """Checks what all attention checks, that keys have the query's dtype, and that dropout has seeds."""
         super().check_options()
+        if (self.dropout_rate > 0) != (self.dropout_seeds is not None):
+            given = "missing" if self.dropout_seeds is None else "given"
+            raise InvalidInput(
+                f"dropout_rate is {self.dropout_rate} and dropout_seeds {given}; a rate above 0 needs seeds, and seeds "
+                "need one."
+            )
         if self.key_dtype != dtype_name(self.query):
             raise InvalidInput(
                 f"query is {dtype_name(self.query)} and key {self.key_dtype}; they must be equal: 8-bit keys need a "

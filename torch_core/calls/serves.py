@@ -20,7 +20,7 @@ _MAX_HEAD_SIZE = 256
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
     "alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "relative_bias", "seq_causal", "slot_mapping",
-    "block_mapping",
+    "block_mapping", "dropout_seeds",
 )  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
@@ -163,6 +163,7 @@ SERVES: tuple[Served, ...] = (
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
     Served("biases by distance (ALiBi, its root form, relative_bias) and between new tokens (qq_bias)", _ALL),
     Served("logits_soft_cap, sinks, together too", _ALL),
+    Served("dropout of dense attention, forward and backward, the same weights in all", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),
     Served(

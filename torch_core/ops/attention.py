@@ -145,6 +145,8 @@ def dense_call(
     relative_bias: Tensor | None = None,
     qq_bias: Tensor | None = None,
     seq_causal: Tensor | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seeds: Tensor | None = None,
 ) -> DenseCall[Tensor]:
     """Attends packed sequences of unequal length: encoders, cross attention, prefill without a cache.
 
@@ -168,6 +170,8 @@ def dense_call(
         relative_bias: float `[num_heads, 2 * D + 1]`, added by the distance `clip(key - query, -D, D)`.
         qq_bias: float `[rows, rows]`, added to the scores between queries and the last keys.
         seq_causal: bool `[num_seqs]`, overrides `spec.causal`.
+        dropout_rate: the share of softmax weights that go; the others are divided by what stays.
+        dropout_seeds: int32 `[num_seqs, num_heads, 2]`, any numbers; see `torch_core.calls.dropout`.
 
     Returns:
         The output, and the log-sum-exp where it is asked for; see `paged_attention`.
@@ -193,6 +197,8 @@ def dense_call(
         relative_bias=relative_bias,
         qq_bias=qq_bias,
         seq_causal=seq_causal,
+        dropout_rate=dropout_rate,
+        dropout_seeds=dropout_seeds,
     )
 
 

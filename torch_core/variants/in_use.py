@@ -32,6 +32,7 @@ _SCALE = ArraySpec((1,), "float32")
 _TOKEN_SCALES = ArraySpec((_NUM_BLOCKS, 16, 8), "float32")
 _OUT, _LSE = ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"), ArraySpec((_PREFILL_TOKENS, 32), "float32")
 _SCALED: dict[str, Any] = {"k_scale": _SCALE, "v_scale": _SCALE}
+_DROPOUT: dict[str, Any] = {"dropout_rate": 0.1, "dropout_seeds": ArraySpec((1, 32, 2), "int32")}
 _WINDOW_SINKS: dict[str, Any] = {"spec": _WINDOW, "sinks": ArraySpec((32,), "float32")}
 
 
@@ -85,7 +86,9 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
+        "dense dropout": _dense(**_DROPOUT),
         "backward": _backward(_dense()),
+        "backward dropout": _backward(_dense(**_DROPOUT)),
         "backward short sequences": _backward(_dense(max_query_len=200)),
         "backward head 64": _backward(_dense(head_size=64)),
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),

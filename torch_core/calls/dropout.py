@@ -1,0 +1,90 @@
+"""Dropout of attention weights by a counter: which weights go is a function of seed, query and key, whoever asks.
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; `tl.philox`). Its
+key is the seed of a sequence and head, its counter (key // 8, query, 0, 0) with positions in their sequence. Of the four
+words each is two numbers of 16 bits, the lower one first, for eight keys in order. A weight goes where its number is
+below `dropout_limit`; tiles, neighbours and devices have no part in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torch_core.errors import InvalidInput
+
+__all__ = ["check_rate", "dropout_limit", "keep_factor", "keep_mask"]
+
+_KEYS_PER_DRAW = 8
+_RANGE = 1 << 16
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def check_rate(rate: float) -> None:
+    """Raises InvalidInput unless a rate is a number from 0 up to 1 that leaves something."""
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not (0 <= rate and dropout_limit(rate) < _RANGE):
+        raise InvalidInput(f"dropout_rate is {rate!r}; it must be a static number, at least 0 and less than 1.")
+
+
+def dropout_limit(rate: float) -> int:
+    """Returns below which of 2^16 numbers a weight goes: a rate is rounded to a multiple of 2^-16."""
+    return round(rate * _RANGE)
+
+
+def keep_factor(rate: float) -> float:
+    """Returns what the weights that stay are multiplied with, so that their mean stays what it was.
+
+    Example:
+        >>> keep_factor(0.5)
+        2.0
+    """
+    return _RANGE / (_RANGE - dropout_limit(rate))
+
+
+def keep_mask(seeds: Any, queries: Any, keys: tuple[int, int], rate: float, library: Any = np) -> Any:
+    """Returns which weights stay.
+
+    Args:
+        seeds: int32 `[..., 2]`, of sequences and heads.
+        queries: int32 `[..., rows]`, positions; the leading axes fit those of `seeds`.
+        keys: first and last-plus-one key.
+        rate: of those that go.
+        library: `numpy` or `jax.numpy`, whose arrays they are.
+
+    Returns:
+        bool `[..., rows, keys]`.
+
+    Example:
+        >>> keep_mask(np.array([1, 2], np.int32), np.arange(2), (0, 6), 0.5).astype(int).tolist()
+        [[1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]]
+    """
+    first = keys[0] // _KEYS_PER_DRAW
+    counters = library.arange(first, -(-keys[1] // _KEYS_PER_DRAW), dtype=np.uint32)
+    low, high = (seeds[..., word, None, None].astype(np.uint32) for word in range(2))
+    words = _philox(counters, queries[..., None].astype(np.uint32), low, high)
+    numbers = library.stack([number for word in words for number in (word & 0xFFFF, word >> 16)], axis=-1)
+    kept = (numbers >= dropout_limit(rate)).reshape(*numbers.shape[:-2], -1)
+    skipped = keys[0] - first * _KEYS_PER_DRAW
+    return kept[..., skipped : skipped + keys[1] - keys[0]]
+
+
+def _philox(c0: Any, c1: Any, k0: Any, k1: Any) -> tuple[Any, ...]:
+    """Returns the four words of counter (c0, c1, 0, 0) and key (k0, k1), uint32 arrays that broadcast."""
+    c2 = c3 = (c0 ^ c1) & np.uint32(0)
+    for _ in range(_ROUNDS):
+        (low_a, high_a), (low_b, high_b) = _product(c0, _MULTIPLIERS[0]), _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        k0, k1 = k0 + np.uint32(_KEY_STEPS[0]), k1 + np.uint32(_KEY_STEPS[1])
+    return c0, c1, c2, c3
+
+
+def _product(x: Any, constant: int) -> tuple[Any, Any]:
+    """Returns the lower and upper 32 bits of x * constant; by halves, since JAX has no 64-bit integers by default."""
+    low, high = np.uint32(constant & 0xFFFF), np.uint32(constant >> 16)
+    x_low, x_high = x & 0xFFFF, x >> 16
+    middle = x_high * low + (x_low * low >> 16)
+    cross = x_low * high + (middle & 0xFFFF)
+    return x * np.uint32(constant), x_high * high + (middle >> 16) + (cross >> 16)
