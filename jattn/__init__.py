@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jattn.nn import attention_fn as attention_fn
     from jattn.ops import attention as attention
     from jattn.ops import attention_with_lse as attention_with_lse
+    from jattn.ops import dropout_seeds as dropout_seeds
     from jattn.ops import merge_states as merge_states
     from jattn.ops import paged_attention as paged_attention
     from jattn.ops import paged_attention_with_lse as paged_attention_with_lse
@@ -49,7 +50,10 @@ _HOMES = {
     "jattn.load": "load_model save_model",
     "jattn.metadata": "AttentionMetadata",
     "jattn.nn": "MultiHeadAttention PagedAttention attention_fn",
-    "jattn.ops": ("attention attention_with_lse merge_states paged_attention paged_attention_with_lse write_kv_cache"),
+    "jattn.ops": (
+        "attention attention_with_lse dropout_seeds merge_states paged_attention paged_attention_with_lse "
+        "write_kv_cache"
+    ),
     "jattn.pool": "KVPool",
     "torch_core.errors": ("CacheCorruption InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"),
     "torch_core.metadata": "SequenceRow",

@@ -135,7 +135,7 @@ def decode_held(
         cache: see `HeldCache`.
         lengths: int32[batch...], real tokens of each row of queries; None for all.
         key_lengths: the same of keys; `lengths` for self-attention.
-        **options: sinks, alibi_slopes, k_scale, v_scale.
+        **options: what the core takes with each call.
 
     Returns:
         [batch..., length, num_heads, head_dim] and the cache. Rows of padding are 0; rows that no longer fit into

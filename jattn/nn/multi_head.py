@@ -49,7 +49,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         head_dim: elements of a head, in place of qkv_features = num_heads * head_dim.
         rope: `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied after norms.
         sinks: each head learns a sink logit, the parameter `sinks`; zeros at first.
-        alibi_slopes: a number for each head; they are not trained.
         attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (its cache is written with an
             encoder's keys whenever `inputs_k` is given, and else read).
         kv_sharing: no `key` and `value` parameters: the layer takes `shared_kv=other.keys_and_values(x)`, or reads that
@@ -58,8 +57,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         k_scale, v_scale: what a unit of an 8-bit cache is worth.
         attention_fn: refused unless it is flax's default or `jattn.attention_fn`.
         rngs: source of the initial values, and of dropout.
-        **options: flax's other arguments; scale, sliding_window, attention_chunk, logits_soft_cap, use_alibi_sqrt and
-            implementation of `PagedAttention`.
+        **options: flax's other arguments; how scores are masked, scaled and biased and `implementation`, as in
+            `PagedAttention`.
 
     Raises:
         InvalidInput: options that do not go together; the message names them.
@@ -87,7 +86,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         head_dim: int | None = None,
         rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         sinks: bool = False,
-        alibi_slopes: Sequence[float] | None = None,
         attention_type: str = "decoder",
         kv_sharing: bool = False,
         kv_cache_dtype: Any = None,
@@ -101,7 +99,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             num_heads,
             qkv_features,
             head_dim,
-            alibi_slopes=alibi_slopes,
             attention_fn=attention_fn,
             own_fn=nnx.dot_product_attention,
         )
@@ -114,7 +111,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.core = PagedAttention(num_heads, self.head_dim, num_kv_heads=self.num_kv_heads, causal=causal, **of_core)
         self.rope = rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
-        self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))
         self.attention_type = attention_type
         self.kv_sharing = kv_sharing
         self.kv_cache_dtype = kv_cache_dtype
@@ -189,10 +185,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             new = self.keys_and_values(
                 inputs_k, inputs_v, input_positions=input_positions if alike else None, qkv_sharding=qkv_sharding
             )
-        scores: dict[str, Any] = {
-            "sinks": None if self.sinks is None else self.sinks[...],
-            "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
-        }
+        scores: dict[str, Any] = {"sinks": None if self.sinks is None else self.sinks[...]}
         scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         if held is not None:
             lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}

@@ -14,12 +14,24 @@ from jattn.ops.arguments import MASK_OPTIONS, attention_spec
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
 
-__all__ = ["PagedOptions", "attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
+__all__ = [
+    "POSITIONAL",
+    "PagedOptions",
+    "attention",
+    "attention_with_lse",
+    "dense_call",
+    "paged_attention",
+    "paged_attention_with_lse",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 #: A call, and who shall run it.
 _Request: TypeAlias = tuple[AttentionCall[jax.Array], str | None]
+
+
+#: The options beside the causal mask that ask for the positions of keys.
+POSITIONAL = ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
 
 
 class PagedOptions(TypedDict, total=False):
@@ -140,6 +152,8 @@ def _dense(
     relative_bias: jax.Array | None = None,
     qq_bias: jax.Array | None = None,
     seq_causal: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seeds: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     out_scale: float | jax.Array | None = None,
     implementation: str | None = None,
@@ -157,6 +171,10 @@ def _dense(
         max_query_len, max_key_len: static upper bounds; max_key_len is max_query_len by default.
         scale, causal, sliding_window, logits_soft_cap, attention_chunk, alibi_slopes, use_alibi_sqrt, sinks,
             mm_prefix_range, qq_bias, seq_causal, out_dtype, out_scale, implementation: as in `paged_attention`.
+        dropout_rate: static, the share of softmax weights that go, to a multiple of 2^-16; the others are divided by
+            the share that stays. The LSE is without it.
+        dropout_seeds: int32[num_seqs, num_heads, 2], any numbers; `jattn.dropout_seeds` draws them. Which weights go is
+            a function of seed, query and key position (`torch_core.calls.dropout`), the same by every implementation.
 
     Returns:
         float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with
@@ -200,6 +218,11 @@ def _output(results: dict[str, jax.Array]) -> jax.Array:
 
 def _output_and_lse(results: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return results["out"], results["lse"]
+
+
+def dense_call(*args: Any, **options: Any) -> DenseCall[jax.Array]:
+    """Returns the call that `attention` would run."""
+    return _dense(*args, **options)[0]  # type: ignore[return-value]
 
 
 # One list of keywords for each operation: the functions differ in what they return.

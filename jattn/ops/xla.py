@@ -25,6 +25,8 @@ from torch_core.calls import (
     PagedCall,
     WriteCall,
     forward_of,
+    keep_factor,
+    keep_mask,
 )
 from torch_core.errors import Unsupported
 from torch_core.specs import LARGEST_CODE, SMALLEST_SCALE
@@ -129,7 +131,12 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
     mask, bias = softmax.visible(call, positions, key_positions, key_lens, context)
     scores = jnp.einsum("sqhgd,skhd->shgqk", _queries(call, dtype), keys)
     scores = softmax.modified_scores(call, scores, positions, key_positions, mask, bias)
-    return _results(call, softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values))
+    dropout = None
+    if call.dropout_seeds is not None:
+        dropout = keep_mask(call.dropout_seeds, positions[:, None], (0, max_key_len), call.dropout_rate, jnp)
+        dropout = dropout.reshape(scores.shape) * jnp.asarray(keep_factor(call.dropout_rate), dtype)
+    state = softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values, dropout)
+    return _results(call, state)
 
 
 @_one_program

@@ -37,7 +37,9 @@ def test_the_share_of_weights_that_go_is_the_rate(rate: float, seed: int) -> Non
 
 def test_a_mask_of_some_keys_is_that_part_of_the_mask_of_all() -> None:
     seeds = np.array([5, -7], np.int32)
-    assert (keep_mask(seeds, np.arange(3, 9), (5, 21), 0.3) == keep_mask(seeds, np.arange(9), (0, 40), 0.3)[3:, 5:21]).all()
+    assert (
+        keep_mask(seeds, np.arange(3, 9), (5, 21), 0.3) == keep_mask(seeds, np.arange(9), (0, 40), 0.3)[3:, 5:21]
+    ).all()
 
 
 @pytest.mark.parametrize("seed", [3, 8, 16, 31])

@@ -1,9 +1,9 @@
 """Dropout of attention weights by a counter: which weights go is a function of seed, query and key, whoever asks.
 
-The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; `tl.philox`). Its
-key is the seed of a sequence and head, its counter (key // 8, query, 0, 0) with positions in their sequence. Of the four
-words each is two numbers of 16 bits, the lower one first, for eight keys in order. A weight goes where its number is
-below `dropout_limit`; tiles, neighbours and devices have no part in it.
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; `tl.philox`).
+Its key is the seed of a sequence and head, its counter (key // 8, query, 0, 0) with positions in their sequence. The
+four words are eight numbers of 16 bits, lower halves first, for eight keys in order. A weight goes where its number
+is below `dropout_limit`; tiles, neighbours and devices have no part in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _ROUNDS = 10
 
 def check_rate(rate: float) -> None:
     """Raises InvalidInput unless a rate is a number from 0 up to 1 that leaves something."""
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not (0 <= rate and dropout_limit(rate) < _RANGE):
+    number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    if not (number and 0 <= rate < 1 and dropout_limit(rate) < _RANGE):
         raise InvalidInput(f"dropout_rate is {rate!r}; it must be a static number, at least 0 and less than 1.")
 
 

@@ -1,4 +1,4 @@
-"""Which softmax weights of a tile dropout leaves: the generator and its counters are those of torch_core.calls.dropout."""
+"""Which softmax weights of a tile dropout leaves; generator and counters are those of torch_core.calls.dropout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,12 @@ def kept_weights(weights, query_pos, first_key, dropout, TRANSPOSED: tl.constexp
         counters, rows = draws[None, :], query_pos[:, None]
         low, high = dropout.low[:, None], dropout.high[:, None]
     zeros = counters * 0 + rows * 0
-    counters, rows, low, high = _words(counters + zeros), _words(rows + zeros), _words(low + zeros), _words(high + zeros)
+    counters, rows, low, high = (
+        _words(counters + zeros),
+        _words(rows + zeros),
+        _words(low + zeros),
+        _words(high + zeros),
+    )
     a, b, c, d = tl.philox_impl(counters, rows, _words(zeros), _words(zeros), low, high)
     # A bit for each of the eight keys of a draw: one number is spread out and not eight.
     bits = _kept_bits(a, dropout.limit, 0) | _kept_bits(b, dropout.limit, 2)

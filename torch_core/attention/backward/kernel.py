@@ -438,9 +438,7 @@ def _key_step(
     # Both before the exponentials: 2 to 11% faster here, and slower in the queries' kernel.
     d_weights = row_products(v, gradient, EXACT)
     query_pos = context + position + columns
-    weights = tile_weights(
-        products, query_pos, key_pos, logsum, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, True
-    )
+    weights = tile_weights(products, query_pos, key_pos, logsum, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, True)
     kept = weights
     if dropout_seeds is not None:
         dropout = dropout_of(dropout_seeds, 0, head, dropout_limit, DROPOUT_SEEDS_STRIDES)
