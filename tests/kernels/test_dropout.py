@@ -42,6 +42,14 @@ def test_a_mask_of_some_keys_is_that_part_of_the_mask_of_all() -> None:
     ).all()
 
 
+def test_sequences_without_queries_or_keys_are_nothing_to_drop_from(seed: int) -> None:
+    case = with_dropout(dense_case(seed, key_lens=[0, 4, 3], query_lens=[2, 0, 3]), 0.3)
+    assert_matches_reference(case, *case.run(triton_ops.attention_with_lse))
+    for run in (ops.run, triton_ops.run_triton):
+        call = backward_call(case, run, with_d_lse=True)
+        assert_gradients_match(call, run(call), f"case {seed}")
+
+
 @pytest.mark.parametrize("seed", [3, 8, 16, 31])
 def test_a_random_problem_is_as_exact_as_torch_in_its_dtype(seed: int) -> None:
     case = with_dropout(random_dense_case(seed, max_len=20), 0.3)

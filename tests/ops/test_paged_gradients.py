@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,15 @@ from tests.support.attention_cases import AttentionCase, paged_case
 from torch_core.specs import AttentionSpec
 
 jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """On a GPU JAX rounds float32 operands of its own products to TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 # Both sequences have their first block in common.
 ROWS = [SequenceRow([3, 1, 4], 6, 3), SequenceRow([3, 2], 4, 2)]
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 4

@@ -67,7 +67,7 @@ def keep_mask(seeds: Any, queries: Any, keys: tuple[int, int], rate: float, libr
     low, high = (seeds[..., word, None, None].astype(np.uint32) for word in range(2))
     words = _philox(counters, queries[..., None].astype(np.uint32), low, high)
     numbers = library.stack([number for word in words for number in (word & 0xFFFF, word >> 16)], axis=-1)
-    kept = (numbers >= dropout_limit(rate)).reshape(*numbers.shape[:-2], -1)
+    kept = (numbers >= dropout_limit(rate)).reshape(*numbers.shape[:-2], len(counters) * _KEYS_PER_DRAW)
     skipped = keys[0] - first * _KEYS_PER_DRAW
     return kept[..., skipped : skipped + keys[1] - keys[0]]
 

@@ -173,7 +173,7 @@ SERVES: tuple[Served, ...] = (
     Served(
         "reverse derivatives",
         {
-            "triton": "dense, of query, key, value, ALiBi slopes and sinks; not beside other biases",
+            "triton": "of queries, keys, values, ALiBi slopes and sinks, dense and paged; not beside other biases",
             "torch": "the same",
             "xla": "of everything, forward ones too",
         },
