@@ -8,6 +8,7 @@ from dataclasses import fields
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.softmax import first_visible
 from torch_core.calls import AttentionCall, DenseCall, PagedCall
 
 __all__ = ["gathered", "gathered_with_pullback"]
@@ -19,7 +20,8 @@ _DIFFERENTIATED = ("query", "key", "value", "alibi_slopes", "sinks")
 def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
     """Returns the dense call with the same results, whose keys and values are read from the cache, scales applied.
 
-    It has a key for each slot of the block tables, packed as those of a dense call: the sequences', then padding.
+    It has a key for each slot of the block tables, packed as those of a dense call: the sequences', then padding. Keys
+    before the first that a sequence's queries see may lie in a block that was given back: they are zeros.
     """
     num_keys = call.num_seqs * call.table_tokens
     starts = jnp.pad(jnp.cumsum(call.seq_lens, dtype=jnp.int32), (1, 0))
@@ -28,12 +30,14 @@ def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
     seq = jnp.where(real, jnp.searchsorted(starts, rows, side="right") - 1, 0)
     position = jnp.where(real, rows - starts[seq], 0)
     blocks = jnp.where(real, call.block_tables[seq, position // call.block_size], 0)
+    read_from = first_visible(call, call.seq_lens - jnp.diff(call.query_start_loc))
+    wanted = real & (position >= read_from[seq])
     offsets = position % call.block_size
 
     def read(index: int, scale: jax.Array | float | None, scale_cache: jax.Array | None) -> jax.Array:
         cache = call.caches[index] if call.kv_cache is None else call.kv_cache
         found = cache[blocks, offsets] if call.kv_cache is None else cache[blocks, index, offsets]
-        found = jnp.where(real[:, None, None], found, 0)
+        found = jnp.where(wanted[:, None, None], found, 0)
         if scale is not None or scale_cache is not None:
             found = found.astype(jnp.float32) * (1.0 if scale is None else scale)
         if scale_cache is not None:

@@ -83,8 +83,7 @@ def test_the_kernels_drop_by_seeds_from_the_key(broadcast: bool, seed: int) -> N
     rng, options = jax.random.key(seed), {"dropout_rate": 0.4, "broadcast_dropout": broadcast}
     found = attention_fn(query, key, value, dropout_rng=rng, **options, implementation="torch")
     seeds = dropout_seeds(rng, BATCH, HEADS, broadcast=broadcast)
-    positions = jnp.arange(KEYS - LENGTH, KEYS)
-    factors = keep_mask(seeds, positions, (0, KEYS), 0.4, jnp) * keep_factor(0.4)
+    factors = keep_mask(seeds, jnp.arange(LENGTH), (0, KEYS), 0.4, jnp) * keep_factor(0.4)
     assert (factors == factors[:1, :1]).all() == broadcast
     weights = linen.dot_product_attention_weights(query, key.repeat(HEADS // KV_HEADS, 2))
     expected = jnp.einsum("bhqk,bkhd->bqhd", weights * factors, value.repeat(HEADS // KV_HEADS, 2))

@@ -1,9 +1,11 @@
 """Dropout of attention weights by a counter: which weights go is a function of seed, query and key, whoever asks.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; `tl.philox`).
-Its key is the seed of a sequence and head, its counter (key // 8, query, 0, 0) with positions in their sequence. The
-four words are eight numbers of 16 bits, lower halves first, for eight keys in order. A weight goes where its number
-is below `dropout_limit`; tiles, neighbours and devices have no part in it.
+Its key is the seed of a sequence and head. A draw serves eight weights, those of four keys and two queries that are 8
+apart: with key and query counted from 0 in their sequence, its counter is (key // 32 * 8 + key % 8,
+query // 16 * 8 + query % 8, 0, 0), word key // 8 % 4 is that of the key, and its half query // 8 % 2, the lower one
+first, that of the query. A weight goes where these 16 bits are below `dropout_limit`; tiles, neighbours and devices
+have no part in it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from torch_core.errors import InvalidInput
 
 __all__ = ["check_rate", "dropout_limit", "keep_factor", "keep_mask"]
 
-_KEYS_PER_DRAW = 8
 _RANGE = 1 << 16
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -50,7 +51,7 @@ def keep_mask(seeds: Any, queries: Any, keys: tuple[int, int], rate: float, libr
 
     Args:
         seeds: int32 `[..., 2]`, of sequences and heads.
-        queries: int32 `[..., rows]`, positions; the leading axes fit those of `seeds`.
+        queries: int32 `[rows]`, rows of the sequence.
         keys: first and last-plus-one key.
         rate: of those that go.
         library: `numpy` or `jax.numpy`, whose arrays they are.
@@ -60,16 +61,16 @@ def keep_mask(seeds: Any, queries: Any, keys: tuple[int, int], rate: float, libr
 
     Example:
         >>> keep_mask(np.array([1, 2], np.int32), np.arange(2), (0, 6), 0.5).astype(int).tolist()
-        [[1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]]
+        [[1, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1]]
     """
-    first = keys[0] // _KEYS_PER_DRAW
-    counters = library.arange(first, -(-keys[1] // _KEYS_PER_DRAW), dtype=np.uint32)
-    low, high = (seeds[..., word, None, None].astype(np.uint32) for word in range(2))
-    words = _philox(counters, queries[..., None].astype(np.uint32), low, high)
-    numbers = library.stack([number for word in words for number in (word & 0xFFFF, word >> 16)], axis=-1)
-    kept = (numbers >= dropout_limit(rate)).reshape(*numbers.shape[:-2], len(counters) * _KEYS_PER_DRAW)
-    skipped = keys[0] - first * _KEYS_PER_DRAW
-    return kept[..., skipped : skipped + keys[1] - keys[0]]
+    first = keys[0] // 32
+    blocks = library.arange(first, -(-keys[1] // 32), dtype=np.uint32)
+    queries = queries.astype(np.uint32)[:, None, None]
+    counters = (blocks[:, None] * 8 + library.arange(8, dtype=np.uint32), queries // 16 * 8 + queries % 8)
+    words = _philox(*counters, *(seeds[..., word, None, None, None].astype(np.uint32) for word in range(2)))
+    numbers = library.stack(words, axis=-2) >> (queries // 8 % 2 * 16)[..., None] & 0xFFFF
+    kept = (numbers >= dropout_limit(rate)).reshape(*seeds.shape[:-1], queries.shape[0], len(blocks) * 32)
+    return kept[..., keys[0] - first * 32 : keys[1] - first * 32]
 
 
 def _philox(c0: Any, c1: Any, k0: Any, k1: Any) -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ def attention_backward(call: DenseBackwardCall[Tensor]) -> dict[str, Tensor]:
             key, value = (x[keys].float().masked_fill(unseen, 0) for x in (call.key, call.value))
             weights, scores_by = _weights(call, query[rows], key, mask, row_lse)
             d_scores = torch.einsum("qhgd,khd->hgqk", row_d_out, value)
-            kept, dropout = weights, extras.dropped(positions, near)
+            kept, dropout = weights, extras.dropped((first, first + rows.stop - rows.start), near)
             if dropout is not None:
                 dropout = dropout.unflatten(0, heads)
                 kept, d_scores = weights * dropout, d_scores * dropout

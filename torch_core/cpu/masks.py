@@ -92,12 +92,12 @@ class Extras:
         """The keys of a row are no range, or their scores differ by more than their distance."""
         return self.mm_ranges is not None or self.bias is not None
 
-    def dropped(self, positions: tuple[int, int], keys: tuple[int, int]) -> Tensor | None:
+    def dropped(self, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor | None:
         """Returns what weights are multiplied with, float32 `[num_heads, rows, keys]`; None without dropout."""
         if self.dropout is None:
             return None
         seeds, rate = self.dropout
-        return torch.from_numpy(keep_mask(seeds, np.arange(*positions), keys, rate)).float().mul_(keep_factor(rate))
+        return torch.from_numpy(keep_mask(seeds, np.arange(*rows), keys, rate)).float().mul_(keep_factor(rate))
 
     def is_causal(self, spec: AttentionSpec) -> bool:
         """Whether this sequence has a causal mask."""

@@ -81,7 +81,7 @@ def attend_rows(
                 near_key, near_value = near_key.masked_fill(unseen, 0), near_value.masked_fill(unseen, 0)
             bias = torch.from_numpy(mask)
             bias = bias.view(*heads, *mask.shape[1:]) if mask.shape[0] > 1 else bias[None]
-        dropout = extras.dropped(positions, keys)
+        dropout = extras.dropped((start, end), keys)
         output, lse = attend(
             query[:, :, start:end],
             near_key,

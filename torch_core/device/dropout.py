@@ -11,58 +11,66 @@ __all__ = ["Dropout", "dropout_of", "kept_weights"]
 
 
 class Dropout(NamedTuple):
-    """The seeds of rows, and what decides.
+    """The seed of a sequence and head, and what decides.
 
     Attributes:
-        low, high: the two words of the seed: of each row, or of all.
+        low, high: the two words of the seed.
         limit: a weight goes whose number is below it.
+        first_query: of the tile, a row of the sequence; a multiple of 16.
     """
 
     low: Any
     high: Any
     limit: Any
+    first_query: Any
 
 
 @triton.jit
-def dropout_of(seeds, seq, heads, limit, STRIDES: tl.constexpr):
-    """The Dropout of a sequence and of heads."""
-    places = seeds + seq * STRIDES[0] + heads * STRIDES[1]
-    return Dropout(tl.load(places), tl.load(places + 1), limit)
+def dropout_of(seeds, seq, head, limit, first_query, STRIDES: tl.constexpr):
+    """The Dropout of a sequence, a head and a tile of rows."""
+    place = seeds + seq * STRIDES[0] + head * STRIDES[1]
+    return Dropout(_words(tl.load(place)), _words(tl.load(place + 1)), limit, first_query)
 
 
 @triton.jit
-def kept_weights(weights, query_pos, first_key, dropout, TRANSPOSED: tl.constexpr = False):
-    """The weights [rows, keys] with 0 where dropout takes them; of keys from first_key on, a multiple of eight.
+def kept_weights(weights, first_key, dropout, TRANSPOSED: tl.constexpr = False):
+    """The weights [rows, keys] with 0 where dropout takes them; [keys, rows] with TRANSPOSED.
 
-    With TRANSPOSED they are [keys, rows], and the seed is one for all rows.
+    `first_key` is a multiple of the tile's keys, of which there are 16 or a multiple of 32.
+
+    A draw serves the weights of four keys and two rows that are 8 apart: those the matrix units leave in one thread's
+    registers, so that no thread draws for another.
     """
-    KEYS: tl.constexpr = weights.shape[0] if TRANSPOSED else weights.shape[1]
-    draws = first_key // 8 + tl.arange(0, KEYS // 8)
+    KEY_AXIS: tl.constexpr = 0 if TRANSPOSED else 1
+    KEYS: tl.constexpr = weights.shape[KEY_AXIS]
+    ROWS: tl.constexpr = weights.shape[1 - KEY_AXIS]
+    KEY_BLOCKS: tl.constexpr = max(1, KEYS // 32)
+    key_draws = (first_key // 32 + tl.arange(0, KEY_BLOCKS)[:, None]) * 8 + tl.arange(0, 8)[None, :]
+    row_draws = (dropout.first_query // 16 + tl.arange(0, ROWS // 16)[:, None]) * 8 + tl.arange(0, 8)[None, :]
+    key_bits = (first_key + tl.arange(0, KEYS)) // 8 % 4
+    row_bits = tl.arange(0, ROWS) // 8 % 2 * 4
     if TRANSPOSED:
-        counters, rows = draws[:, None], query_pos[None, :]
-        low, high = dropout.low, dropout.high
+        bits = _kept_bits(key_draws[:, :, None, None], row_draws[None, None, :, :], dropout)
+        spread = tl.broadcast_to(
+            bits[:, None, :, :, None, :], [KEY_BLOCKS, KEYS // KEY_BLOCKS // 8, 8, ROWS // 16, 2, 8]
+        )
+        bit = key_bits[:, None] + row_bits[None, :]
     else:
-        counters, rows = draws[None, :], query_pos[:, None]
-        low, high = dropout.low[:, None], dropout.high[:, None]
-    zeros = counters * 0 + rows * 0
-    counters, rows, low, high = (
-        _words(counters + zeros),
-        _words(rows + zeros),
-        _words(low + zeros),
-        _words(high + zeros),
-    )
-    a, b, c, d = tl.philox_impl(counters, rows, _words(zeros), _words(zeros), low, high)
-    # A bit for each of the eight keys of a draw: one number is spread out and not eight.
-    bits = _kept_bits(a, dropout.limit, 0) | _kept_bits(b, dropout.limit, 2)
-    bits |= _kept_bits(c, dropout.limit, 4) | _kept_bits(d, dropout.limit, 6)
-    places = tl.arange(0, KEYS) % 8
-    if TRANSPOSED:
-        spread = tl.broadcast_to(bits[:, None, :], [KEYS // 8, 8, weights.shape[1]])
-        kept = tl.reshape(spread, weights.shape) >> places[:, None]
-    else:
-        spread = tl.broadcast_to(bits[:, :, None], [weights.shape[0], KEYS // 8, 8])
-        kept = tl.reshape(spread, weights.shape) >> places[None, :]
-    return tl.where((kept & 1) != 0, weights, 0.0)
+        bits = _kept_bits(key_draws[None, None, :, :], row_draws[:, :, None, None], dropout)
+        spread = tl.broadcast_to(
+            bits[:, None, :, :, None, :], [ROWS // 16, 2, 8, KEY_BLOCKS, KEYS // KEY_BLOCKS // 8, 8]
+        )
+        bit = row_bits[:, None] + key_bits[None, :]
+    return tl.where((tl.reshape(spread, weights.shape) >> bit) & 1 != 0, weights, 0.0)
+
+
+@triton.jit
+def _kept_bits(key_draws, row_draws, dropout):
+    """For each draw which of its eight weights stay: bit a + 4 * b for the keys 8 * a and the rows 8 * b further."""
+    keys, rows = _words(key_draws), _words(row_draws)
+    a, b, c, d = tl.philox_impl(keys, rows, keys * 0, rows * 0, dropout.low, dropout.high)
+    bits = _halves(a, dropout.limit, 0) | _halves(b, dropout.limit, 1)
+    return bits | _halves(c, dropout.limit, 2) | _halves(d, dropout.limit, 3)
 
 
 @triton.jit
@@ -71,8 +79,7 @@ def _words(numbers):
 
 
 @triton.jit
-def _kept_bits(word, limit, FIRST: tl.constexpr):
-    """The bits FIRST and FIRST + 1: whether the halves of a word reach the limit."""
+def _halves(word, limit, KEY: tl.constexpr):
     low = ((word & 0xFFFF).to(tl.int32) >= limit).to(tl.int32)
     high = ((word >> 16).to(tl.int32) >= limit).to(tl.int32)
-    return (low << FIRST) | (high << (FIRST + 1))
+    return (low << KEY) | (high << (KEY + 4))

@@ -68,7 +68,7 @@ def attend_tile(
     )
     weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, EXACT)
     if dropout is not None:
-        weights = kept_weights(weights, query_pos, position, dropout)
+        weights = kept_weights(weights, position, dropout)
     if keys.value_scales is not None:
         factors = token_head_scales(keys.value_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
         weights = weights * factors[None, :]

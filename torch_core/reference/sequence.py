@@ -21,9 +21,9 @@ def attend(call: AttentionCall[Tensor], seq: int, query: Tensor, key: Tensor, va
     """Attends sequence number `seq` of a call over its own keys and values; see `attend_sequence`."""
     dropout = None
     if isinstance(call, DenseCall) and call.dropout_seeds is not None:
-        positions = np.arange(key.shape[0] - query.shape[0], key.shape[0])
         seeds, rate = call.dropout_seeds[seq].cpu().numpy(), call.dropout_rate
-        dropout = torch.from_numpy(keep_mask(seeds, positions, (0, key.shape[0]), rate)) * keep_factor(rate)
+        kept = keep_mask(seeds, np.arange(query.shape[0]), (0, key.shape[0]), rate)
+        dropout = torch.from_numpy(kept) * keep_factor(rate)
     return attend_sequence(
         query,
         key,

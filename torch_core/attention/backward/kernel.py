@@ -157,7 +157,7 @@ def backward_queries_kernel(
     scoring = Scoring(scale, soft_cap, slopes, None, None, None, None, context, bounds, ranges, num_keys)
     dropout = None
     if dropout_seeds is not None:
-        dropout = dropout_of(dropout_seeds, seq, head + rows * 0, dropout_limit, DROPOUT_SEEDS_STRIDES)
+        dropout = dropout_of(dropout_seeds, seq, head, dropout_limit, first_token, DROPOUT_SEEDS_STRIDES)
     first_pos = context + first_token
     last_pos = context + tl.minimum(first_token + BLOCK_M, query_len) - 1
     low, high = visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES)
@@ -368,7 +368,7 @@ def _query_step(
     weights = tile_weights(products, query_pos, key_pos, row_lse, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, False)
     d_weights = row_products(gradient, v, EXACT)
     if dropout is not None:
-        d_weights = kept_weights(d_weights * keep_factor, query_pos, first_key, dropout)
+        d_weights = kept_weights(d_weights * keep_factor, first_key, dropout)
     d_scores = weights * (d_weights - row_delta[:, None])
     if scoring.slopes is not None:
         slope_sum += tl.sum(d_scores * alibi_distance(query_pos[:, None], key_pos[None, :], ALIBI_SQRT), 1)
@@ -441,11 +441,14 @@ def _key_step(
     weights = tile_weights(products, query_pos, key_pos, logsum, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, True)
     kept = weights
     if dropout_seeds is not None:
-        dropout = dropout_of(dropout_seeds, 0, head, dropout_limit, DROPOUT_SEEDS_STRIDES)
-        kept = kept_weights(weights, query_pos, first_key, dropout, TRANSPOSED=True)
+        dropout = dropout_of(dropout_seeds, 0, head, dropout_limit, position, DROPOUT_SEEDS_STRIDES)
+        kept = kept_weights(weights, first_key, dropout, TRANSPOSED=True)
         d_weights = tl.where(kept > 0, d_weights * keep_factor, 0.0)
     acc_value = add_product(kept.to(k.dtype), gradient, acc_value, EXACT)
     d_scores = score_slope(weights * (d_weights - row_delta[None, :]), products, scoring)
+    if MASKED:
+        # A key that no row sees may hold NaN.
+        d_scores = tl.where(weights > 0, d_scores, 0.0)
     return add_product(d_scores.to(k.dtype), q, acc_key, EXACT), acc_value
 
 

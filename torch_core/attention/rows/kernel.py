@@ -154,7 +154,10 @@ def attention_rows_kernel(
 
     dropout = None
     if dropout_seeds is not None:
-        dropout = dropout_of(dropout_seeds, seq, tl.where(live_rows, heads, 0), dropout_limit, DROPOUT_SEEDS_STRIDES)
+        # Rows are those of one head then, in order.
+        tl.static_assert(PACK == 1)
+        head = kv_head * GROUP + head_program % HEAD_GROUPS
+        dropout = dropout_of(dropout_seeds, seq, head, dropout_limit, first_token, DROPOUT_SEEDS_STRIDES)
 
     if k_scale_cache is not None:
         k_scale_cache += kv_head * SCALE_STRIDES[2]
