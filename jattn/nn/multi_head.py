@@ -96,11 +96,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         **options: Any,
     ) -> None:
         qkv_features = checked_features(
-            num_heads,
-            qkv_features,
-            head_dim,
-            attention_fn=attention_fn,
-            own_fn=nnx.dot_product_attention,
+            num_heads, qkv_features, head_dim, attention_fn=attention_fn, own_fn=nnx.dot_product_attention
         )
         check_attention_type(attention_type, rope)
         check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
@@ -112,10 +108,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.rope = rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.attention_type = attention_type
-        self.kv_sharing = kv_sharing
-        self.kv_cache_dtype = kv_cache_dtype
-        self.k_scale = k_scale
-        self.v_scale = v_scale
+        self.kv_sharing, self.kv_cache_dtype = kv_sharing, kv_cache_dtype
+        self.k_scale, self.v_scale = k_scale, v_scale
         if kv_sharing:
             self.key, self.value, self.key_ln = nnx.data(None), nnx.data(None), nnx.data(None)
 
@@ -186,15 +180,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 inputs_k, inputs_v, input_positions=input_positions if alike else None, qkv_sharding=qkv_sharding
             )
         scores: dict[str, Any] = {"sinks": None if self.sinks is None else self.sinks[...]}
-        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
+        of_cache = {**scores, "k_scale": self.k_scale, "v_scale": self.v_scale}
         if held is not None:
-            lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
-            x, held = decode_held(self.core, query, new, held, **lens, **scores, **scales)
+            x, held = decode_held(self.core, query, new, held, **lens, **of_cache)
             for variable, array in zip(self._cache_variables(), held, strict=True):
                 variable.put(array)
         elif cache is not None and metadata is not None:
             key, value = (None, None) if new is None else (_packed(array) for array in new)
-            x, cache = self.core(_packed(query), key, value, cache, metadata, **scores, **scales)
+            x, cache = self.core(_packed(query), key, value, cache, metadata, **of_cache)
             x = x.reshape(query.shape)
         elif new is not None:
             x = dense.attention_fn(
@@ -209,8 +203,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 precision=self.precision,
                 module=self if sow_weights else None,
                 is_causal=is_causal,
-                lengths=lengths,
-                key_lengths=key_lengths,
+                **lens,
                 **self.core.options,
                 **scores,
             )
@@ -300,12 +293,7 @@ def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMeta
     """Returns the positions of queries behind a cache; None where they count from 0."""
     if held is not None:
         return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
-    if metadata is None:
-        return None
-    starts, tokens = metadata.query_start_loc, jnp.arange(query[..., 0, 0].size)
-    sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
-    first = metadata.seq_lens - jnp.diff(starts)
-    return (first[sequence] + tokens - starts[sequence]).reshape(query.shape[:-2])
+    return None if metadata is None else metadata.positions(query[..., 0, 0].size).reshape(query.shape[:-2])
 
 
 def _packed(array: jax.Array) -> jax.Array:

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 
 from jattn.ops.softmax import first_visible
 from torch_core.calls import AttentionCall, DenseCall, PagedCall
+from torch_core.calls.backward import DIFFERENTIATED
 
 __all__ = ["gathered", "gathered_with_pullback"]
-
-# What a backward pass of dense attention has gradients of.
-_DIFFERENTIATED = ("query", "key", "value", "alibi_slopes", "sinks")
 
 
 def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
@@ -61,7 +59,7 @@ def gathered_with_pullback(
 
     def gather(arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], DenseCall[jax.Array]]:
         dense = gathered(call.with_arrays(arrays))
-        return {name: x for name, x in dense.arrays().items() if name in _DIFFERENTIATED}, dense
+        return {name: x for name, x in dense.arrays().items() if name in DIFFERENTIATED}, dense
 
     floats = {name: x for name, x in call.arrays().items() if jnp.issubdtype(x.dtype, jnp.floating)}
     _, pull, dense = jax.vjp(gather, floats, has_aux=True)
