@@ -12,7 +12,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jattn import ops
-from jattn.nn.padded import Packing, real_tokens
+from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["attention_fn", "dense_attention"]
@@ -127,7 +127,8 @@ def attention_fn(
     size = math.prod(batch_dims)
     if key_lengths is None and key.shape[-3] == query.shape[-3]:
         key_lengths = lengths
-    lengths, key_lengths = (None if x is None else jnp.asarray(x).reshape(size) for x in (lengths, key_lengths))
+    lengths = flat_lengths("lengths", lengths, batch_dims)
+    key_lengths = flat_lengths("key_lengths", key_lengths, batch_dims)
     out = dense_attention(
         *(x.reshape(size, *x.shape[-3:]) for x in (query, key, value)),
         mask=None if mask is None else _scores_like("mask", mask, query, key).astype(bool),
