@@ -153,11 +153,12 @@ def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
     forward, specs = split_call("dense")
     sinks = np.linspace(0.1, 1, 8, dtype=np.float32)
     assert isinstance(forward, DenseCall)
-    forward = dataclasses.replace(forward, sinks=sinks, with_lse=True)
+    seeds = np.arange(2 * 8 * 2, dtype=np.int32).reshape(2, 8, 2)
+    forward = dataclasses.replace(forward, sinks=sinks, with_lse=True, dropout_rate=0.3, dropout_seeds=seeds)
     found = xla.run(forward)
     call = backward_of(forward, out=found["out"], lse=found["lse"], d_out=forward.query * 2)
     heads = PartitionSpec(None, "tp")
-    specs |= {"out": heads, "lse": heads, "d_out": heads, "sinks": PartitionSpec("tp")}
+    specs |= {"out": heads, "lse": heads, "d_out": heads, "dropout_seeds": heads, "sinks": PartitionSpec("tp")}
     expected = gradients(call)
     split = jax.jit(partitioned(gradients))
     on = mesh(kind, dp=2, tp=2)
@@ -169,10 +170,11 @@ def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
         assert_close(found, expected[key])
 
 
+@pytest.mark.parametrize(("name", "names"), [("dense", ("query", "key", "value")), ("paged", ("query", "kv_cache"))])
 @on_four_devices
-def test_torch_differentiates_on_explicit_axes() -> None:
-    call, specs = split_call("dense")
-    names = ("query", "key", "value")
+def test_torch_differentiates_on_explicit_axes(name: str, names: tuple[str, ...]) -> None:
+    call, specs = split_call(name)
+    call = dataclasses.replace(call, relative_bias=None)
 
     def loss(arrays: dict[str, jax.Array], implementation: str) -> jax.Array:
         return (ops.run(call.with_arrays(arrays), implementation)["out"] ** 2).sum()
