@@ -255,4 +255,8 @@ def _scores_like(name: str, array: jax.Array, query: jax.Array, key: jax.Array) 
 
 def _sow(module: Any, batch_dims: tuple[int, ...]) -> Callable[[jax.Array], None]:
     collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    return lambda weights: module.sow(collection, "attention_weights", weights.reshape(*batch_dims, *weights.shape[1:]))
+
+    def sow(weights: jax.Array) -> None:
+        module.sow(collection, "attention_weights", weights.reshape(*batch_dims, *weights.shape[1:]))
+
+    return sow

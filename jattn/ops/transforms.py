@@ -71,6 +71,7 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
         names: of the arrays, in the order in which the function takes them.
         way: how it is computed.
     """
+    # Not a backward call, which is a dense one too.
     attends = type(call) in (DenseCall, PagedCall)
     function = _attention(call, names, way) if attends else _opaque(call, names, way)
 
@@ -122,7 +123,7 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
     return differentiable
 
 
-def _attention(call: AttentionCall[Any], names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+def _attention(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
     @jax.custom_vjp
     def attend(*operands: jax.Array) -> dict[str, jax.Array]:
         return _opaque(call, names, way)(*operands)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -93,7 +95,8 @@ def test_a_sequence_drops_the_same_weights_beside_any_neighbours(seed: int) -> N
     given = case.tensors()
     second = {name: given[name][130:] for name in ("query",)} | {name: given[name][150:] for name in ("key", "value")}
     starts = {"query_start_loc": torch.tensor([0, 5]).int(), "key_start_loc": torch.tensor([0, 3]).int()}
-    again = case.run(ops.attention, **second, **starts, dropout_seeds=given["dropout_seeds"][1:])
+    changes: dict[str, Any] = {**second, **starts, "dropout_seeds": given["dropout_seeds"][1:]}
+    again = case.run(ops.attention, **changes)
     assert torch.equal(again, alone)
 
 
@@ -108,7 +111,7 @@ def test_a_sequence_drops_the_same_weights_beside_any_neighbours(seed: int) -> N
 )
 def test_a_rate_and_seeds_that_do_not_go_together_are_refused(rate: float, seeds: bool, text: str) -> None:
     case = dense_case(0, key_lens=[3], query_lens=[3])
-    given = {"dropout_seeds": torch.zeros(1, 6, 2, dtype=torch.int32)} if seeds else {}
+    given: dict[str, Any] = {"dropout_seeds": torch.zeros(1, 6, 2, dtype=torch.int32)} if seeds else {}
     with pytest.raises(InvalidInput) as error:
         case.run(ops.attention, dropout_rate=rate, **given)
     assert str(error.value) == text

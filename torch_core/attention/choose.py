@@ -9,7 +9,7 @@ from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.attention.operands import operation
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.attention.split.plan import short_query_len, split_launches
-from torch_core.calls import AttentionCall, DenseBackwardCall, DenseCall, PagedCall
+from torch_core.calls import AttentionCall, DenseBackwardCall, PagedCall
 from torch_core.plan.plan import DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.specs import ArraySpec
 
@@ -20,9 +20,9 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     """Plans a checked call that is not empty; the semantics are those of `torch_core.reference`.
 
     Short queries of a paged call (decode, speculative rows) go to the split kernel, long ones to a kernel of query
-    tiles: a Hopper one where it serves the call, else the portable one. A batch that may hold both runs both, and each
-    skips the other's sequences. The choice, and the chunk size of the split kernel, follow from shapes and
-    max_query_len alone: within one plan a sequence's bits do not depend on its neighbours.
+    tiles: a Hopper one where it serves the call, else the portable one, which alone drops weights. A batch that may
+    hold both runs both, and each skips the other's sequences. The choice, and the chunk size of the split kernel,
+    follow from shapes and max_query_len alone: within one plan a sequence's bits do not depend on its neighbours.
 
     Buffers are named as the fields of the call. Outputs: out, and lse with `with_lse`.
     """
@@ -32,7 +32,7 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     if not isinstance(call, PagedCall) or short < call.max_query_len:
         long = short + 1
         hopper = None
-        if not _drops(call):
+        if not call.drops:
             hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
         launches.append(hopper or rows_launch(call, min_query=long))
     if isinstance(call, PagedCall) and short:
@@ -43,10 +43,5 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
 
 def plan_attention_backward(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked backward call that is not empty. Outputs: the gradients, see `DenseBackwardCall.outputs`."""
-    hopper = None if _drops(call) else hopper_backward_plan(call, limits)
+    hopper = None if call.drops else hopper_backward_plan(call, limits)
     return hopper or backward_plan(call, limits)
-
-
-def _drops(call: AttentionCall[ArraySpec]) -> bool:
-    """Whether weights are dropped, for which there are portable kernels alone."""
-    return isinstance(call, DenseCall) and call.dropout_seeds is not None

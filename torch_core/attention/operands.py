@@ -181,8 +181,8 @@ def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
         right = 0
     tables = getattr(call, "block_tables", None)
     numbers = {name: scale_number(getattr(call, name, None)) for name in ("q_scale", "k_scale", "v_scale", "out_scale")}
-    drops = isinstance(call, DenseCall) and call.dropout_seeds is not None
-    kept = keep_factor(call.dropout_rate) if drops else 1.0
+    rate = call.dropout_rate if isinstance(call, DenseCall) else 0.0
+    kept = keep_factor(rate)
     return {
         "num_tokens": count(call.num_tokens),
         "num_seqs": count(call.num_seqs),
@@ -190,7 +190,7 @@ def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
         "table_tokens": count(min(table_tokens(call), _NO_BOUND)),
         "scale": Scalar(abs(spec.scale) * numbers["q_scale"] * numbers["k_scale"], "fp32"),
         "out_factor": Scalar(numbers["v_scale"] / numbers["out_scale"] * kept, "fp32"),
-        "dropout_limit": count(dropout_limit(call.dropout_rate)) if drops else ABSENT,
+        "dropout_limit": count(dropout_limit(rate)) if rate else ABSENT,
         "keep_factor": Scalar(kept, "fp32"),
         "soft_cap": ABSENT if spec.logits_soft_cap is None else Scalar(spec.logits_soft_cap, "fp32"),
         "window_left": _bound(spec.window_left),

@@ -103,6 +103,11 @@ class AttentionCall(Call[A]):
         return self.out_dtype or ("bfloat16" if query in FP8_DTYPES else query)
 
     @property
+    def drops(self) -> bool:
+        """Softmax weights are dropped."""
+        return False
+
+    @property
     def is_empty(self) -> bool:
         """There is no query row or no sequence."""
         return self.num_tokens == 0 or self.num_seqs == 0
@@ -276,6 +281,11 @@ class DenseCall(AttentionCall[A]):
     max_key_len: int | None = None
     dropout_rate: float = 0.0
 
+    @property
+    def drops(self) -> bool:
+        """There are seeds to drop by."""
+        return self.dropout_seeds is not None
+
     def check_statics(self) -> None:
         """Checks that the bounds on the lengths are ints, and the rate of dropout a number."""
         super().check_statics()
@@ -286,8 +296,8 @@ class DenseCall(AttentionCall[A]):
     def check_options(self) -> None:
         """Checks what all attention checks, that keys have the query's dtype, and that dropout has seeds."""
         super().check_options()
-        if (self.dropout_rate > 0) != (self.dropout_seeds is not None):
-            given = "missing" if self.dropout_seeds is None else "given"
+        if (self.dropout_rate > 0) != self.drops:
+            given = "given" if self.drops else "missing"
             raise InvalidInput(
                 f"dropout_rate is {self.dropout_rate} and dropout_seeds {given}; a rate above 0 needs seeds, and seeds "
                 "need one."

@@ -38,7 +38,7 @@ def backward_plan(
         "element_bytes": DTYPE_BYTES[call.query.dtype],
         "max_len": call.max_query_len,
         "shared_memory": limits.shared_memory,
-        "drops": call.dropout_seeds is not None,
+        "drops": call.drops,
     }
     queries, keys = queries or queries_tile(**shape), keys or keys_tile(**shape)
     arrays, outputs = call.arrays(), call.outputs()
