@@ -83,7 +83,7 @@ def _paged(
     The new tokens' keys and values must be in the cache already (`write_kv_cache`); their queries are packed one
     sequence after the other. The mask is aligned bottom-right: the last query of a sequence stands at
     `seq_len - 1`. Under jit the values of metadata arrays are trusted; `torch_core.metadata` checks them on the host
-    when it builds them.
+    when it builds them. It has a gradient with every implementation, that of the cache included.
 
     Args:
         query: float[num_tokens, num_heads, head_size], or fp8 with q_scale. Rows past `query_start_loc[-1]` are
