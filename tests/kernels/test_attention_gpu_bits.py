@@ -17,6 +17,7 @@ _SHAPES = {
     "decode": {"seq_lens": [1, 700, 129, 64, 5000, 17], "query_lens": [1] * 6},
     "speculative": {"seq_lens": [9, 700, 129, 64, 3000, 17], "query_lens": [5, 5, 1, 2, 5, 3]},
     "prefill": {"seq_lens": [300, 700, 129, 64], "query_lens": [300, 520, 129, 33]},
+    "chunks": {"seq_lens": [2100, 300, 1500, 7], "query_lens": [90, 60, 100, 7]},
     "mixed": {"seq_lens": [300, 700, 129, 64, 2000], "query_lens": [300, 1, 100, 1, 1]},
 }
 
