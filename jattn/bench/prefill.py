@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from jattn.bench import chunks, measure, mixed, peers
-from jattn.bench.batch import HEADS, Batch, fa3, ours, packed, random_batch, vllm_triton
+from jattn.bench.batch import HEADS, Batch, dense_call, fa3, ours, packed, random_batch, vllm_triton
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
-from torch_core.specs import AttentionSpec
 
 __all__ = ["HEAD_SIZES", "LENGTHS", "main", "run"]
 
@@ -112,18 +112,8 @@ def _columns(found: Any, jax_columns: bool) -> dict[str, Column]:
 
 
 def _dense(batch: Batch) -> Callable[[], Any]:
-    key, value = packed(batch)
-    return lambda: ops.attention(
-        batch.query,
-        key,
-        value,
-        batch.starts,
-        batch.starts,
-        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
-        max_query_len=batch.max_query_len,
-        max_key_len=batch.max_key_len,
-        out=batch.out,
-    )
+    call = replace(dense_call(batch), out=batch.out)
+    return lambda: ops.run(call)
 
 
 def _sdpa(backend: str, batch: Batch) -> Callable[[], Any]:

@@ -34,9 +34,8 @@ def _call(case: AttentionCase, *, with_d_lse: bool = False) -> DenseBackwardCall
 
 def _check(case: AttentionCase, *, with_d_lse: bool = False) -> None:
     call = _call(case, with_d_lse=with_d_lse)
-    # The reference on the device too: 300 problems in float64 would take a CPU minutes.
-    with torch.device("cuda"):
-        assert_gradients_match(call, ops.run(call), f"case {case.seed}")
+    found = {name: x.cpu() for name, x in ops.run(call).items()}
+    assert_gradients_match(call.map(torch.Tensor.cpu), found, f"case {case.seed}")
 
 
 def _random_case(seed: int) -> AttentionCase:
@@ -67,7 +66,7 @@ def _random_case(seed: int) -> AttentionCase:
     return dense_case(seed, key_lens=key_lens, query_lens=query_lens, **sizes)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(120))
 def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
     _check(_random_case(seed), with_d_lse=bool(seed % 2))
 

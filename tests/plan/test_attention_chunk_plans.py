@@ -34,7 +34,7 @@ def _names(plan: OperationPlan) -> list[str]:
 def _size(plan: OperationPlan) -> int:
     """Keys of a chunk; 0 where rows are taken whole."""
     size = dict(plan.launches[0].arguments).get("chunk")
-    return size.value if isinstance(size, Scalar) else 0
+    return int(size.value) if isinstance(size, Scalar) else 0
 
 
 @pytest.mark.parametrize(
