@@ -62,16 +62,15 @@ def test_what_the_hopper_kernel_does_not_serve_is_not_cut():
     assert _names(_chunk(1, 128, spec=AttentionSpec(scale=0.1, logits_soft_cap=30.0))) == ["attention_rows_kernel"]
 
 
-@pytest.mark.parametrize(("seqs", "new"), [(1, 16), (8, 16), (64, 8), (300, 16)])
+@pytest.mark.parametrize(("seqs", "new"), [(1, 16), (8, 16), (40, 16), (64, 8)])
 def test_short_queries_stay_on_the_split_kernel(seqs, new):
     assert _names(_chunk(seqs, new))[0] == "attention_split_kernel"
 
 
-@pytest.mark.parametrize(("seqs", "new"), [(16, 16), (64, 16), (64, 9)])
-def test_short_queries_that_fill_half_a_tile_and_the_device_go_to_the_hopper_kernel(seqs, new):
-    plan = _chunk(seqs, new)
-    assert _names(plan) == ["hopper_prefill_kernel"]
-    assert dict(plan.launches[0].constexprs)["MIN_QUERY"] == 1
+@pytest.mark.parametrize("changes", [{"kv_chunk_size": 1024}, {"tokens": 2048}, {"tokens": 16384}])
+def test_tall_tiles_of_many_short_queries_are_taken_whole_where_they_would_be_cut(changes):
+    assert _names(_chunk(64, 16)) == ["attention_rows_kernel"]
+    assert _names(_chunk(64, 16, **changes))[0] == "attention_split_kernel"
 
 
 def test_a_window_is_cut_by_what_rows_see_and_not_by_the_table():

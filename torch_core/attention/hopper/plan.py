@@ -14,11 +14,8 @@ from torch_core.plan.operands import ceil_div, power_of_two
 from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import ArraySpec
 
-__all__ = ["hopper_launch", "hopper_launches"]
+__all__ = ["hopper_launch", "split_hopper_launches"]
 
-# Tiles for each multiprocessor from which on short queries are served here: with 0.97 of one, at 16 x 16 on 8k, the
-# kernel took 0.78 of the split kernel's time on an H200.
-_FULL = 0.9
 _PACKED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
@@ -71,38 +68,28 @@ def hopper_launch(
     )
 
 
-def hopper_launches(
-    call: PagedCall[ArraySpec], limits: DeviceLimits, *, short: int
+def split_hopper_launches(
+    call: PagedCall[ArraySpec], limits: DeviceLimits
 ) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
-    """Plans a call of which the Hopper kernel takes all sequences, long and short ones.
-
-    These are calls with few query tiles over many keys, which are cut into chunks, and short queries that fill half a
-    tile, with a tile for each multiprocessor.
-
-    Args:
-        call: the call.
-        limits: the device.
-        short: query rows up to which the split kernel would serve a sequence.
+    """Plans a call with few query tiles over many keys, in chunks: `hopper_launch` for all sequences, and the merge.
 
     Returns:
-        The launches and the scratch that they share; None for other calls. A call with a `kv_chunk_size` asks for bits
-        that do not follow from the number of tiles.
+        The launches and the scratch that they share; None where keys are not split. A call with a `kv_chunk_size`
+        asks for bits that do not follow from the number of tiles.
     """
     tile = hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
-    is_short = call.max_query_len <= short
-    # Where the portable kernel would be better at whole rows of long queries, a tile holds tokens of one head.
-    pack = _pack(call, least_rows=33) if is_short else _pack(call) or 1
-    if tile is None or pack == 0 or call.kv_chunk_size is not None:
+    if tile is None or call.kv_chunk_size is not None:
         return None
+    # Where the portable kernel would be better at whole rows, a tile holds tokens of one head.
+    pack = _pack(call) or 1
     query_len, left = ceil_div(call.num_tokens, call.num_seqs), call.spec.window_left
-    tiles = call.num_seqs * ceil_div(query_len * pack, tile.rows) * (call.num_heads // pack)
-    if is_short and tiles < _FULL * limits.num_sms:
-        return None
-    seen = call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len)
-    size = hopper_chunk(tiles=tiles, keys=seen, num_sms=limits.num_sms)
+    size = hopper_chunk(
+        tiles=call.num_seqs * ceil_div(query_len * pack, tile.rows) * (call.num_heads // pack),
+        keys=call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len),
+        num_sms=limits.num_sms,
+    )
     if size == 0:
-        launch = hopper_launch(call, limits, min_query=1, tile=tile, pack=pack) if is_short else None
-        return ((launch,), ()) if launch else None
+        return None
     # A power of two: few variants of the merge for the query lengths of a server's steps.
     chunks = Chunks.of(call, size, power_of_two(call.max_query_len))
     rows = call.num_seqs * chunks.max_query * chunks.number
@@ -112,11 +99,9 @@ def hopper_launches(
     return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
 
 
-def _pack(call: AttentionCall[ArraySpec], **options: int) -> int:
+def _pack(call: AttentionCall[ArraySpec]) -> int:
     width = call.table_tokens if isinstance(call, PagedCall) else keys(call).shape[0] // call.num_seqs
-    return hopper_pack(
-        group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width, **options
-    )
+    return hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width)
 
 
 def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:

@@ -17,6 +17,11 @@ __all__ = ["short_query_len", "split_launches"]
 
 # Query tokens times packed heads that one program of the split kernel takes at most.
 _MAX_ROWS = 64
+# Rows and programs from which on whole rows are better than chunks of 16-bit keys: 64 rows and 512 programs over 8k
+# took 493 us on an H200 and 565 in chunks. Up to so many keys: one long sequence among short ones is better in chunks.
+_TALL_ROWS = 32
+_MANY_PROGRAMS = 400
+_WHOLE_KEYS = 12288
 # What a mixed batch gives to the split kernel: the rows that its smallest tile holds anyway.
 _MIXED_ROWS = 16
 
@@ -27,7 +32,7 @@ def short_query_len(call: PagedCall[ArraySpec]) -> int:
         return 0
     pack = _pack(call)
     if call.max_query_len * pack <= _MAX_ROWS:
-        return max(1, call.max_query_len)
+        return 0 if _fills_device(call) else max(1, call.max_query_len)
     if call.num_seqs == 1:
         return 0
     return max(1, _MIXED_ROWS // pack)
@@ -47,7 +52,7 @@ def split_launches(
         The launches, and the scratch that they share.
     """
     pack = _pack(call)
-    head_programs = call.num_kv_heads * ceil_div(call.group, pack)
+    head_programs = _head_programs(call)
     key_bytes = DTYPE_BYTES[keys(call).dtype]
     tile = split_tile(
         rows=max_query * pack,
@@ -57,9 +62,7 @@ def split_launches(
         key_bytes=key_bytes,
         query_bytes=DTYPE_BYTES[call.query.dtype],
     )
-    chunk = call.kv_chunk_size or chunk_size(
-        num_seqs=call.num_seqs, table_tokens=max(1, call.table_tokens), head_programs=head_programs, key_bytes=key_bytes
-    )
+    chunk = _chunk_size(call)
     chunks = Chunks.of(call, chunk, max_query)
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
@@ -90,6 +93,30 @@ def split_launches(
     if chunks.number == 1:
         return [split], ()
     return [split, combine_launch(call, chunks, min_chunks=2)], chunks.scratch(call)
+
+
+def _fills_device(call: PagedCall[ArraySpec]) -> bool:
+    """Whether there are so many tall tiles that to write and merge their chunks costs more than it balances."""
+    return (
+        call.kv_chunk_size is None
+        and call.max_query_len * _pack(call) > _TALL_ROWS
+        and call.num_seqs * _head_programs(call) >= _MANY_PROGRAMS
+        and DTYPE_BYTES[keys(call).dtype] == 2
+        and _chunk_size(call) < call.table_tokens <= _WHOLE_KEYS
+    )
+
+
+def _chunk_size(call: PagedCall[ArraySpec]) -> int:
+    return call.kv_chunk_size or chunk_size(
+        num_seqs=call.num_seqs,
+        table_tokens=max(1, call.table_tokens),
+        head_programs=_head_programs(call),
+        key_bytes=DTYPE_BYTES[keys(call).dtype],
+    )
+
+
+def _head_programs(call: PagedCall[ArraySpec]) -> int:
+    return call.num_kv_heads * ceil_div(call.group, _pack(call))
 
 
 def _pack(call: PagedCall[ArraySpec]) -> int:
