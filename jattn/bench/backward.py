@@ -130,7 +130,5 @@ def _attend(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
 
 
 def _cudnn(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
-    import jax
-
     rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
-    return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(query.shape)
+    return peers.cudnn(*rows).reshape(query.shape)

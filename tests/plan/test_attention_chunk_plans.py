@@ -73,6 +73,12 @@ def test_tall_tiles_of_many_short_queries_are_taken_whole_where_they_would_be_cu
     assert _names(_chunk(64, 16, **changes))[0] == "attention_split_kernel"
 
 
+def test_chunks_are_no_more_than_64_mib_hold():
+    plan = _chunk(1, 640, 131072)
+    assert dict(plan.scratch)["partial_out"] == ArraySpec((1024, 4, 32, 128), "float32")
+    assert _names(_chunk(1, 4096, 131072)) == ["hopper_prefill_kernel"]
+
+
 def test_a_window_is_cut_by_what_rows_see_and_not_by_the_table():
     plan = _chunk(1, 128, 65536, spec=AttentionSpec(scale=0.1, window_left=2047))
     assert _size(plan) == _size(_chunk(1, 128, 2048 + 127))
@@ -94,6 +100,6 @@ def test_partials_have_a_row_for_each_query_chunk_and_head_up_to_a_power_of_two_
 def test_a_chunk_is_whole_tiles_and_cuts_no_further_than_it_gains():
     for tiles in range(1, 200, 7):
         for keys in range(128, 40000, 977):
-            size = hopper_chunk(tiles=tiles, keys=keys, num_sms=132)
+            size = hopper_chunk(tiles=tiles, keys=keys, num_sms=132, max_chunks=9)
             assert size % 128 == 0
-            assert size == 0 or 256 <= size < keys
+            assert size == 0 or (256 <= size < keys <= 9 * size)

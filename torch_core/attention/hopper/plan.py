@@ -16,6 +16,8 @@ from torch_core.specs import ArraySpec
 
 __all__ = ["hopper_launch", "split_hopper_launches"]
 
+# Bytes that chunks may leave: servers leave little room beside their caches.
+_MAX_SCRATCH = 1 << 26
 _PACKED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
@@ -83,18 +85,19 @@ def split_hopper_launches(
     # Where the portable kernel would be better at whole rows, a tile holds tokens of one head.
     pack = _pack(call) or 1
     query_len, left = ceil_div(call.num_tokens, call.num_seqs), call.spec.window_left
+    # A power of two: few variants of the merge for the query lengths of a server's steps.
+    max_query = power_of_two(call.max_query_len)
     size = hopper_chunk(
         tiles=call.num_seqs * ceil_div(query_len * pack, tile.rows) * (call.num_heads // pack),
         keys=call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len),
         num_sms=limits.num_sms,
+        max_chunks=_MAX_SCRATCH // (4 * call.num_seqs * max_query * call.num_heads * call.head_size),
     )
     if size == 0:
         return None
-    # A power of two: few variants of the merge for the query lengths of a server's steps.
-    chunks = Chunks.of(call, size, power_of_two(call.max_query_len))
-    rows = call.num_seqs * chunks.max_query * chunks.number
+    chunks = Chunks.of(call, size, max_query)
     launch = hopper_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
-    if chunks.number == 1 or rows >= 2**31 or launch is None:
+    if launch is None or chunks.number == 1:
         return None
     return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
 

@@ -114,7 +114,7 @@ def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> 
     return pack if pack > 1 and group & (group - 1) == 0 and worth else 0
 
 
-def hopper_chunk(*, tiles: int, keys: int, num_sms: int) -> int:
+def hopper_chunk(*, tiles: int, keys: int, num_sms: int, max_chunks: int) -> int:
     """Returns the keys of a chunk where few tiles leave multiprocessors idle; 0 where keys are not split.
 
     Programs work through items one after the other, so that the time is that of the program with the most: waves of
@@ -125,9 +125,10 @@ def hopper_chunk(*, tiles: int, keys: int, num_sms: int) -> int:
         tiles: tiles of query rows of the batch, times heads.
         keys: keys of a sequence, at most: the width of the block table.
         num_sms: multiprocessors of the device.
+        max_chunks: chunks that there may be.
 
     Example:
-        >>> [hopper_chunk(tiles=n, keys=8192, num_sms=132) for n in (16, 32, 160, 256)]
+        >>> [hopper_chunk(tiles=n, keys=8192, num_sms=132, max_chunks=16) for n in (16, 32, 160, 256)]
         [1024, 2048, 2048, 0]
     """
 
@@ -135,9 +136,9 @@ def hopper_chunk(*, tiles: int, keys: int, num_sms: int) -> int:
         waves = ceil_div(tiles * ceil_div(keys, chunk), num_sms)
         return waves * (chunk + _START_KEYS) + (_MERGE_KEYS if chunk < keys else 0)
 
-    if tiles == 0 or keys < 2 * _MIN_CHUNK:
+    parts = range(2, min(keys // _MIN_CHUNK, max_chunks) + 1)
+    if tiles == 0 or not parts:
         return 0
-    parts = range(2, min(keys // _MIN_CHUNK, 2 * num_sms) + 1)
     sizes = {ceil_div(ceil_div(keys, n), _CHUNK_STEP) * _CHUNK_STEP for n in parts}
     best = min(sizes, key=lambda size: (cost(size), -size))
     return best if cost(best) <= _MIN_GAIN * cost(keys) else 0
