@@ -123,9 +123,7 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
 
 
 @gluon.jit
-def _store_partial(
-    acc, row_sum, row_max, split, first, tokens, head, OWN: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
+def _store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.constexpr, SHAPE: gl.constexpr):
     """Stores what a chunk of keys leaves of rows: the running softmax, in float32, as `attention_split_kernel` does."""
     PACK: gl.constexpr = SHAPE.PACK
     O_LAYOUT: gl.constexpr = acc.type.layout
