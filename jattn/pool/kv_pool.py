@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jattn.bridge import to_jax, to_torch, typed_errors
+from jattn.bridge import to_jax, to_torch
 from jattn.pool import programs
+from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, PoolLost, Unsupported
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec
 
 __all__ = ["BlockMoves", "KVPool"]
@@ -200,8 +202,7 @@ class KVPool:
         self._arrays = after
         return result
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Turns a step's failure into the callback's own error, or into `PoolLost` where the caches went with it.
 
         JAX reports a failure when somebody waits for a result, which may be after `run` has returned: wait for a
@@ -210,21 +211,7 @@ class KVPool:
         Raises:
             PoolLost: the caches were consumed; the pool is allocated anew. An interrupt stays an interrupt.
         """
-        try:
-            with typed_errors():
-                yield
-        except BaseException as error:
-            if not self.is_lost():
-                raise
-            lost = self._generation
-            self.renew()
-            if not isinstance(error, Exception):
-                raise
-            raise PoolLost(
-                f"a step failed after it had consumed the KV pool of generation {lost} ({type(error).__name__}: "
-                f"{error}). The pool is now generation {self._generation} and empty: compute every sequence again.",
-                generation=lost,
-            ) from error
+        return Guard(self)
 
     def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
         """Executes what a committed step does to whole blocks, in its order: scrubs, swaps, copies.

@@ -195,7 +195,8 @@ class PagedCall(AttentionCall[A]):
         k_scale_cache: the same for each token and head, in place of `k_scale`.
         v_scale_cache: the same for values.
         kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128; None for the tile table's. With
-            a number, a sequence has the same bits in all tables and batches whose plans have the same tile.
+            a number, a sequence has the same bits in all tables and batches whose plans have the same tile, and long
+            queries are not split.
     """
 
     name: ClassVar[str] = "paged_attention"

@@ -71,6 +71,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "prefill head 256": _prefill(head_size=256, heads=(8, 4)),
         "prefill float16 window sinks lse": _prefill(dtype="float16", with_lse=True, **_WINDOW_SINKS),
         "prefill chunks": _prefill(max_query_len=64),
+        "prefill few chunks": _paged(128, 1, 8320, max_query_len=128),
         "prefill chunks head 64": _prefill(head_size=64, max_query_len=64),
         "prefill chunks head 256": _prefill(head_size=256, heads=(16, 4), max_query_len=64),
         "prefill chunks group 8 window sinks lse": _prefill(
@@ -91,6 +92,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "backward dropout": _backward(_dense(**_DROPOUT)),
         "backward short sequences": _backward(_dense(max_query_len=200)),
         "backward head 64": _backward(_dense(head_size=64)),
+        "backward sinks": _backward(_dense(sinks=ArraySpec((32,), "float32"))),
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
         "backward window": _backward(_dense(_WINDOW)),
         "backward head 64 ALiBi sinks": _backward(
