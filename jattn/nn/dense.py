@@ -209,7 +209,7 @@ def dense_attention(
         keys.start_loc,
         max_query_len=length,
         max_key_len=key_length,
-        implementation=chosen,
+        implementation=implementation,
         **options,
     )
     return queries.unpack(out).reshape(batch, length, *out.shape[1:])

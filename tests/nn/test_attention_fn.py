@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -110,6 +111,20 @@ def test_the_kernels_gradient_drops_what_they_dropped(seed: int) -> None:
     mapped = jax.jit(jax.vmap(jax.grad(functools.partial(loss, "torch"), argnums=(0, 1, 2))))
     folded = mapped(*(jnp.stack([x, 2 * x]) for x in arguments))
     assert all(close(x[0], y) for x, y in zip(folded, found, strict=True))
+
+
+def test_the_default_differentiates_what_its_kernels_do_not(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The default of this machine is an implementation with kernels, as on CUDA.
+    monkeypatch.setattr(sys.modules["jattn.ops.choose"], "_CPU_DEFAULT", "torch")
+    query, key, value = arrays(seed)
+    bias = jnp.linspace(-1, 1, HEADS * 5).reshape(HEADS, 5)
+
+    def loss(bias: jax.Array, implementation: str | None) -> jax.Array:
+        return (attention_fn(query, key, value, relative_bias=bias, implementation=implementation) ** 2).sum()
+
+    assert close(jax.grad(loss)(bias, None), jax.grad(loss)(bias, "xla"))
+    with pytest.raises(Unsupported, match="relative_bias has a derivative, which implementation 'torch' does not"):
+        jax.grad(loss)(bias, "torch")
 
 
 def test_padding_holds_anything_and_gives_zeros(seed: int) -> None:
