@@ -10,6 +10,7 @@ from jattn.ops.attention import (
 from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose
+from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
 from jattn.ops.transforms import RESIDUAL_NAMES
@@ -26,10 +27,13 @@ __all__ = [
     "choose",
     "masked_attention",
     "merge_states",
+    "mla_attention",
+    "mla_attention_with_lse",
     "paged_attention",
     "paged_attention_with_lse",
     "run",
     "shared_prefix",
     "write_kv_cache",
     "write_kv_cache_per_token_head",
+    "write_latent_cache",
 ]
