@@ -15,6 +15,7 @@ from tests.support.attention_cases import assert_matches_reference
 from tests.support.latent_cases import latent_case, random_latent_case
 from torch_core import ops, reference
 from torch_core.calls import LatentWriteCall
+from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +30,7 @@ def _check(case) -> None:
     assert_matches_reference(case, out, lse)
 
 
-@pytest.mark.parametrize(("heads", "lengths"), itertools.product(HEADS, LENGTHS))
+@pytest.mark.parametrize(("heads", "lengths"), list(itertools.product(HEADS, LENGTHS)))
 def test_deepseeks_shapes_are_as_exact_as_torch(heads, lengths, seed):
     query_len, context = lengths
     _check(
@@ -44,6 +45,20 @@ def test_deepseeks_shapes_are_as_exact_as_torch(heads, lengths, seed):
 @pytest.mark.parametrize("heads", [5, 64])
 def test_other_dtypes_are_as_exact_as_torch(dtype, heads, seed):
     _check(latent_case(seed, seq_lens=[700, 64], query_lens=[2, 1], num_heads=heads, dtype=dtype, **DEEPSEEK))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 48, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_of_any_size_are_followed(block_size, causal, seed):
+    """Short queries whose rows fill several tiles, in one chunk and in many, with sinks."""
+    sizes = {**DEEPSEEK, "block_size": block_size}
+    case = latent_case(
+        seed, seq_lens=[333, 1, 70], query_lens=[3, 1, 2], num_heads=40, dtype="float16",
+        spec=AttentionSpec(scale=0.07, causal=causal), sinks=np.linspace(-2, 2, 40, dtype=np.float32), **sizes,
+    )  # fmt: skip
+    for chunk in (None, 128, 1024):
+        results = ops.run(case.call("cuda", with_lse=True, kv_chunk_size=chunk))
+        assert_matches_reference(case, results["out"], results["lse"])
 
 
 @pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])

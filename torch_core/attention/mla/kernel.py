@@ -140,7 +140,8 @@ def latent_attention_kernel(
         if ROPE_SIZE > 0:
             rotary = load_tile(pointers + VALUE_SIZE, inside, ROPE_SIZE, ROPE_PADDED, True).to(q.dtype)
             if EXACT:
-                products += row_products(q_rope, rotary, True)
+                one = tl.full(products.shape, 1.0, tl.float32)
+                products = tl.math.fma(products, one, row_products(q_rope, rotary, True))
             else:
                 products = tl.dot(q_rope, tl.trans(rotary), products)
         scores, factor = tile_scores(products, query_pos, key_pos, None, scoring, False, 0, True, EXACT)
@@ -171,7 +172,10 @@ def _products(q, latents, EXACT: tl.constexpr):
         half: tl.constexpr = q.shape[1] // 2
         q_even, q_odd = tl.split(tl.reshape(q, [q.shape[0], half, 2]))
         even, odd = tl.split(tl.reshape(latents, [latents.shape[0], half, 2]))
-        products = row_products(q_even, even, True) + row_products(q_odd, odd, True)
+        products = row_products(q_even, even, True)
+        # Fused, here and below, or the compiler makes one chain of two products.
+        one = tl.full(products.shape, 1.0, tl.float32)
+        products = tl.math.fma(products, one, row_products(q_odd, odd, True))
     else:
         products = row_products(q, latents, EXACT)
     return products

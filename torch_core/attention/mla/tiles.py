@@ -9,7 +9,7 @@ from torch_core.plan.plan import DeviceLimits
 __all__ = ["latent_chunk", "latent_tile"]
 
 _MIN_CHUNK = 128
-_MAX_CHUNK = 8192
+_MAX_CHUNK = 4096
 
 
 def latent_tile(*, rows: int, padded: int, query_bytes: int, limits: DeviceLimits) -> Tile:
@@ -17,24 +17,25 @@ def latent_tile(*, rows: int, padded: int, query_bytes: int, limits: DeviceLimit
     block_m = max(16, min(64, power_of_two(rows)))
     if query_bytes == 4:
         return Tile(16, 16, 1, 8)
+    if block_m == 16:
+        return Tile(16, 32, 3, 4)
     # Two stages of latents beside the query.
     fits = limits.shared_memory >= (block_m + 2 * 64) * padded * query_bytes
-    if block_m == 64:
-        return Tile(64, 64 if fits else 32, 2, 8)
-    return Tile(block_m, 64 if fits else 32, 2, 4)
+    return Tile(block_m, 64 if fits else 32, 2, 8 if block_m == 64 else 4)
 
 
-def latent_chunk(*, num_seqs: int, table_tokens: int, row_tiles: int, num_sms: int) -> int:
+def latent_chunk(*, num_seqs: int, table_tokens: int, row_tiles: int, slots: int) -> int:
     """Returns the tokens of a chunk, a multiple of 128: from the padded batch and the table's width alone.
 
+    As many chunks as run at a time on the device's `slots`: a few programs more would double the time.
+
     Example:
-        >>> latent_chunk(num_seqs=1, table_tokens=8192, row_tiles=1, num_sms=132)
+        >>> latent_chunk(num_seqs=1, table_tokens=8192, row_tiles=1, slots=264)
         128
-        >>> latent_chunk(num_seqs=128, table_tokens=4096, row_tiles=2, num_sms=132)
-        4096
+        >>> latent_chunk(num_seqs=128, table_tokens=4096, row_tiles=1, slots=264)
+        2048
     """
-    wanted = ceil_div(num_seqs * table_tokens * row_tiles, num_sms)
-    chunk = max(_MIN_CHUNK, min(_MAX_CHUNK, wanted, power_of_two(max(1, table_tokens))))
-    chunk = ceil_div(table_tokens, ceil_div(table_tokens, chunk)) if table_tokens else chunk
+    chunks = max(1, slots // (num_seqs * row_tiles), ceil_div(table_tokens, _MAX_CHUNK))
+    chunk = ceil_div(max(1, table_tokens), chunks)
     step = max(_MIN_CHUNK, power_of_two(chunk) // 8)
-    return ceil_div(max(chunk, 1), step) * step
+    return ceil_div(chunk, step) * step
