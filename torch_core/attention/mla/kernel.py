@@ -11,7 +11,6 @@ import triton.language as tl
 
 from torch_core.device.mask import Bounds, Scoring, tile_scores, visible_keys
 from torch_core.device.softmax import finish_rows, softmax_step
-from torch_core.device.step import row_products
 from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
 from torch_core.device.tiles import key_rows, load_tile, page_ids, readable
 from torch_core.device.work import chunk_span, locate_chunk
@@ -140,8 +139,7 @@ def latent_attention_kernel(
         if ROPE_SIZE > 0:
             rotary = load_tile(pointers + VALUE_SIZE, inside, ROPE_SIZE, ROPE_PADDED, True).to(q.dtype)
             if EXACT:
-                one = tl.full(products.shape, 1.0, tl.float32)
-                products = tl.math.fma(products, one, row_products(q_rope, rotary, True))
+                products = _sum(products, _products(q_rope, rotary, True))
             else:
                 products = tl.dot(q_rope, tl.trans(rotary), products)
         scores, factor = tile_scores(products, query_pos, key_pos, None, scoring, False, 0, True, EXACT)
@@ -167,15 +165,18 @@ def latent_attention_kernel(
 
 @triton.jit
 def _products(q, latents, EXACT: tl.constexpr):
-    """q @ latents^T; in fp32 in chains of at most 128 additions, as step.row_products has them up to 256 columns."""
-    if EXACT and q.shape[1] > 256:
+    """q @ latents^T in fp32; EXACT ones in chains of at most 64 additions, which lose few digits."""
+    if EXACT and q.shape[1] > 64:
         half: tl.constexpr = q.shape[1] // 2
         q_even, q_odd = tl.split(tl.reshape(q, [q.shape[0], half, 2]))
         even, odd = tl.split(tl.reshape(latents, [latents.shape[0], half, 2]))
-        products = row_products(q_even, even, True)
-        # Fused, here and below, or the compiler makes one chain of two products.
-        one = tl.full(products.shape, 1.0, tl.float32)
-        products = tl.math.fma(products, one, row_products(q_odd, odd, True))
+        products = _sum(_products(q_even, even, True), _products(q_odd, odd, True))
     else:
-        products = row_products(q, latents, EXACT)
+        products = tl.dot(q, tl.trans(latents), input_precision="ieee")
     return products
+
+
+@triton.jit
+def _sum(a, b):
+    # Fused, or the compiler makes one chain of two products.
+    return tl.math.fma(a, tl.full(a.shape, 1.0, tl.float32), b)

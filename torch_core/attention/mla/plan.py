@@ -70,7 +70,9 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
         arguments["window_right"] = ABSENT
     if hopper:
         given, sizes = {**arguments, **hopper[0]}, {**constexprs, **hopper[1]}
-        launch = make_launch(hopper_latent_kernel, call, grid, sizes, arguments=given, writes=chunks.buffers, num_warps=4)
+        launch = make_launch(
+            hopper_latent_kernel, call, grid, sizes, arguments=given, writes=chunks.buffers, num_warps=4
+        )
     else:
         launch = make_launch(
             latent_attention_kernel,

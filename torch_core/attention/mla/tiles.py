@@ -9,7 +9,10 @@ from torch_core.plan.plan import DeviceLimits
 __all__ = ["latent_chunk", "latent_tile"]
 
 _MIN_CHUNK = 128
-_MAX_CHUNK = 4096
+_LONG_CHUNK = 4096
+# Programs that a launch may have by its static bound, beyond what runs at a time: their partial results take memory
+# even where sequences are much shorter than the table is wide.
+_MAX_PROGRAMS = 1024
 
 
 def latent_tile(*, rows: int, padded: int, query_bytes: int, limits: DeviceLimits) -> Tile:
@@ -19,9 +22,11 @@ def latent_tile(*, rows: int, padded: int, query_bytes: int, limits: DeviceLimit
         return Tile(16, 16, 1, 8)
     if block_m == 16:
         return Tile(16, 32, 3, 4)
+    if block_m == 32:
+        return Tile(32, 32, 2, 4)
     # Two stages of latents beside the query.
     fits = limits.shared_memory >= (block_m + 2 * 64) * padded * query_bytes
-    return Tile(block_m, 64 if fits else 32, 2, 8 if block_m == 64 else 4)
+    return Tile(64, 64 if fits else 32, 2, 8)
 
 
 def latent_chunk(*, num_seqs: int, table_tokens: int, row_tiles: int, slots: int) -> int:
@@ -35,7 +40,8 @@ def latent_chunk(*, num_seqs: int, table_tokens: int, row_tiles: int, slots: int
         >>> latent_chunk(num_seqs=128, table_tokens=4096, row_tiles=1, slots=264)
         2048
     """
-    chunks = max(1, slots // (num_seqs * row_tiles), ceil_div(table_tokens, _MAX_CHUNK))
+    programs = num_seqs * row_tiles
+    chunks = max(1, slots // programs, min(ceil_div(table_tokens, _LONG_CHUNK), _MAX_PROGRAMS // programs))
     chunk = ceil_div(max(1, table_tokens), chunks)
     step = max(_MIN_CHUNK, power_of_two(chunk) // 8)
     return ceil_div(chunk, step) * step

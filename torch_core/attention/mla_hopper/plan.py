@@ -26,8 +26,8 @@ def hopper_latent_operands(
     """Returns what hopper_latent_kernel takes besides what the portable kernel does: arguments and constexprs.
 
     None where it does not serve a call. It takes bfloat16 and float16 with latents of 512 and rotary keys of 64
-    elements (DeepSeek's), a positive scale, the causal mask or none, sinks, scales that are numbers; strides, blocks and
-    alignments that the copy engine can follow.
+    elements (DeepSeek's), a positive scale, the causal mask or none, sinks, scales that are numbers; strides, blocks
+    and alignments that the copy engine can follow.
     """
     query, latents = _rows(call), array_matrix(call, "key", BLOCK_N.value)
     if query is None or latents is None or not _is_served(call, limits):
