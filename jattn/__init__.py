@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jattn.load import save_model as save_model
     from jattn.metadata import AttentionMetadata as AttentionMetadata
     from jattn.nn import MultiHeadAttention as MultiHeadAttention
+    from jattn.nn import MultiHeadLatentAttention as MultiHeadLatentAttention
     from jattn.nn import PagedAttention as PagedAttention
     from jattn.nn import attention_fn as attention_fn
     from jattn.ops import attention as attention
@@ -52,7 +53,7 @@ _HOMES = {
     "jattn.engine": "LLM EngineConfig RequestOutput SamplingParams generate",
     "jattn.load": "load_model save_model",
     "jattn.metadata": "AttentionMetadata",
-    "jattn.nn": "MultiHeadAttention PagedAttention attention_fn",
+    "jattn.nn": "MultiHeadAttention MultiHeadLatentAttention PagedAttention attention_fn",
     "jattn.ops": (
         "attention attention_with_lse merge_states mla_attention mla_attention_with_lse paged_attention "
         "paged_attention_with_lse write_kv_cache write_latent_cache"

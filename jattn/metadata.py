@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import jax
+import jax.numpy as jnp
 
 from torch_core.metadata import CommonAttentionMetadata, SequenceRowLike, build_common_metadata
 
@@ -85,3 +86,10 @@ class AttentionMetadata:
         names = [each.name for each in fields(cls) if each.name != "max_query_len"]
         arrays = jax.device_put({name: getattr(common, name) for name in names})
         return cls(**arrays, max_query_len=common.max_query_len)
+
+    def positions(self, num_tokens: int) -> jax.Array:
+        """Returns int32[num_tokens]: the position of each packed token in its sequence; padding's mean nothing."""
+        starts, tokens = self.query_start_loc, jnp.arange(num_tokens)
+        sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
+        first = self.seq_lens - jnp.diff(starts)
+        return first[sequence] + tokens - starts[sequence]

@@ -309,10 +309,7 @@ def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMeta
         return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
     if metadata is None:
         return None
-    starts, tokens = metadata.query_start_loc, jnp.arange(query[..., 0, 0].size)
-    sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
-    first = metadata.seq_lens - jnp.diff(starts)
-    return (first[sequence] + tokens - starts[sequence]).reshape(query.shape[:-2])
+    return metadata.positions(query[..., 0, 0].size).reshape(query.shape[:-2])
 
 
 def _packed(array: jax.Array) -> jax.Array:
