@@ -16,6 +16,7 @@ from jattn.bench.session import Column, Session, in_graph
 from torch_core.calls import LatentCall
 from torch_core.run import run as run_call
 from torch_core.specs import AttentionSpec
+from torch_core.vllm.mla import compute_num_kv_splits
 
 __all__ = ["SHAPES", "main", "run"]
 
@@ -24,7 +25,6 @@ SHAPES = ((1, 8192), (8, 8192), (64, 2048), (128, 4096))
 HEADS = (16, 128)
 _RANK, _ROPE, _BLOCK = 512, 64, 64
 _SCALE = 192**-0.5
-_VLLM_SPLIT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,8 @@ def _flash_mla(found: Any, batch: Latents) -> Callable[[], Any]:
 
 def _vllm(found: Any, batch: Latents) -> Callable[[], Any]:
     num_seqs, num_heads, _ = batch.query.shape
-    # As vLLM's TritonMLAImpl chooses them.
-    tokens = int(batch.seq_lens[0])
-    splits = max(1, min(1 << max(0, tokens // _VLLM_SPLIT_TOKENS - 1).bit_length(), 264))
+    num_sms = torch.cuda.get_device_properties(batch.query.device).multi_processor_count
+    splits = compute_num_kv_splits(int(batch.seq_lens[0]), num_sms)
     logits = torch.empty(num_seqs, num_heads, splits, _RANK + 1, device="cuda", dtype=torch.float32)
     lse, one = torch.empty(num_seqs, num_heads, device="cuda"), torch.ones(1, device="cuda")
     cache = batch.latent_cache[:, :, None]

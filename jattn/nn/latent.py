@@ -96,9 +96,8 @@ class MultiHeadLatentAttention(nnx.Module):
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
         self.rope = rope
-        self.scale = scale
-        if scale is None:
-            self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * getattr(rope, "score_factor", 1.0)
+        default = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * getattr(rope, "score_factor", 1.0)
+        self.scale: float = default if scale is None else scale
         self.dtype = dtype
         self.k_scale = k_scale
         self.kv_chunk_size = kv_chunk_size

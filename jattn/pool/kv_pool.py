@@ -330,13 +330,13 @@ class KVPool:
         if not tensors:
             raise InvalidInput("tensors is empty; give one cache tensor per layer.")
         first = tensors[0]
-        shape = tuple(first.shape)
-        if kv_lora_rank is None and (len(shape) != 5 or shape[1] != 2):
+        shape: tuple[int, ...] = tuple(first.shape)
+        if kv_lora_rank is None and (first.ndim != 5 or shape[1] != 2):
             raise InvalidInput(
                 f"tensors[0] has shape {shape}; it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or "
                 "latents of three axes with kv_lora_rank."
             )
-        if kv_lora_rank is not None and (len(shape) != 3 or not 0 < kv_lora_rank < shape[2]):
+        if kv_lora_rank is not None and (first.ndim != 3 or not 0 < kv_lora_rank < shape[2]):
             raise InvalidInput(
                 f"tensors[0] has shape {shape} and kv_lora_rank is {kv_lora_rank}; latents are (num_blocks, "
                 "block_size, kv_lora_rank + rope_dim)."
@@ -356,10 +356,12 @@ class KVPool:
         dtype = arrays[0].dtype.name
         spec: KVCacheSpec | LatentCacheSpec
         if kv_lora_rank is None:
-            spec = KVCacheSpec(block_size=shape[2], num_kv_heads=shape[3], head_size=shape[4], dtype=dtype)
+            block_size, num_kv_heads, head_size = shape[2:]
+            spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype)
         else:
+            block_size, size = shape[1:]
             spec = LatentCacheSpec(
-                block_size=shape[1], kv_lora_rank=kv_lora_rank, rope_dim=shape[2] - kv_lora_rank, dtype=dtype
+                kv_lora_rank=kv_lora_rank, rope_dim=size - kv_lora_rank, block_size=block_size, dtype=dtype
             )
         pool = cls(spec, num_layers=len(tensors), num_blocks=shape[0], device=arrays[0].device, _arrays=arrays)
         pool._owners = tuple(tensors)

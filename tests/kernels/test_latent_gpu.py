@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.gpu
 HEADS = (1, 3, 9, 16, 63, 126, 128)
 #: (query length, context of each sequence); the second has one sequence that is empty.
 LENGTHS = ((1, (20, 140, 4096)), (2, (140, 0, 20)), (4, (4096, 20)), (8, (300,)))
-DEEPSEEK = {"kv_lora_rank": 512, "rope_dim": 64, "block_size": 64}
+DEEPSEEK: dict[str, Any] = {"kv_lora_rank": 512, "rope_dim": 64, "block_size": 64}
 
 
 def _check(case) -> None:
@@ -92,10 +93,9 @@ def test_batches_of_64_find_their_chunks(seed):
 def test_jax_gives_torchs_bits(heads, seed):
     case = latent_case(seed, seq_lens=[900, 64, 0], query_lens=[2, 1, 0], num_heads=heads, dtype="bfloat16", **DEEPSEEK)
     arrays = {name: jnp.asarray(array) for name, array in case.operands.items()}
+    limits: dict[str, Any] = case.limits
     found = jax.jit(
-        lambda arrays: jattn.mla_attention_with_lse(
-            **arrays, **case.limits, scale=case.spec.scale, implementation="triton"
-        )
+        lambda arrays: jattn.mla_attention_with_lse(**arrays, **limits, scale=case.spec.scale, implementation="triton")
     )(arrays)
     expected = case.run(ops.mla_attention_with_lse, device="cuda")
     for ours, theirs in zip(found, expected, strict=True):

@@ -20,7 +20,7 @@ from tests.ops.runner import QUICK_COMPILE
 from torch_core.errors import InvalidInput
 from torch_core.metadata import SequenceRow
 
-SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+SIZES: dict[str, Any] = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 SPEC = LatentCacheSpec(kv_lora_rank=16, rope_dim=4, block_size=4, dtype="float32")
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
@@ -45,9 +45,10 @@ def of_transformers(ours: MultiHeadLatentAttention, rope: dict[str, Any], **chan
     theirs = DeepseekV3Attention(config, 0).eval()
     state = {}
     for path, value in nnx.to_flat_state(nnx.state(ours, nnx.Param)):
-        name = {"kernel": "weight", "scale": "weight"}.get(path[-1], path[-1])
+        layer, kind = map(str, path)
         array = np.array(value[...])
-        state[f"{path[0]}.{name}"] = torch.from_numpy(array.T.copy() if path[-1] == "kernel" else array)
+        name = "bias" if kind == "bias" else "weight"
+        state[f"{layer}.{name}"] = torch.from_numpy(array.T.copy() if kind == "kernel" else array)
     theirs.load_state_dict(state)
     angles = DeepseekV3RotaryEmbedding(config)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import jax.test_util
@@ -20,8 +22,10 @@ each_implementation = pytest.mark.parametrize(
 
 
 def _run(case: LatentCase, implementation: str):
-    static = {name: x for name, x in keywords(case.spec).items() if name not in ("attention_chunk", "use_alibi_sqrt")}
-    limits = {**case.limits, "max_query_len": max(1, case.limits["max_query_len"])}
+    static: dict[str, Any] = {
+        name: x for name, x in keywords(case.spec).items() if name not in ("attention_chunk", "use_alibi_sqrt")
+    }
+    limits: dict[str, Any] = {**case.limits, "max_query_len": max(1, case.limits["max_query_len"])}
     function = jax.jit(
         lambda operands, options: ops.mla_attention_with_lse(
             **operands, **options, **static, **limits, implementation=implementation
@@ -57,11 +61,13 @@ def test_a_write_goes_to_its_slots_and_nowhere_else(implementation, dtype):
 def test_a_call_has_a_gradient():
     """That of query and latents, by jnp, against differences."""
     case = latent_case(3, seq_lens=[5, 3], query_lens=[2, 1], num_heads=2, kv_lora_rank=4, rope_dim=2, poison=0.0)
-    given = arrays(case)
-    indices = {name: x for name, x in given.items() if name not in ("query", "latent_cache")}
+    given: dict[str, Any] = arrays(case)
+    indices: dict[str, Any] = {name: x for name, x in given.items() if name not in ("query", "latent_cache")}
+
+    limits: dict[str, Any] = case.limits
 
     def total(query, latents):
-        out = jattn.mla_attention(query, latents, **indices, **case.limits, scale=0.4)
+        out = jattn.mla_attention(query, latents, **indices, **limits, scale=0.4)
         return (out * jnp.arange(out.size).reshape(out.shape)).sum()
 
     jax.test_util.check_grads(total, (given["query"], given["latent_cache"]), order=1, modes=["rev"], rtol=2e-2)
@@ -69,4 +75,4 @@ def test_a_call_has_a_gradient():
 
 def test_the_scale_has_no_default():
     with pytest.raises(TypeError, match="scale"):
-        jattn.mla_attention(*arrays(latent_case(1, seq_lens=[3], query_lens=[1])).values(), max_query_len=1)
+        jattn.mla_attention(*arrays(latent_case(1, seq_lens=[3], query_lens=[1])).values(), max_query_len=1)  # type: ignore[call-arg]

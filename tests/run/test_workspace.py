@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch_core.vllm import WorkspaceManager
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, torch.Tensor]]]:
     """The buffers of each launch."""
     found: list[dict[str, torch.Tensor]] = []
     monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits())

@@ -113,11 +113,12 @@ class Step:
 
     def expected(self, impl: TritonMLAImpl, dtype: torch.dtype) -> torch.Tensor:
         """The plain form: all latents expanded to keys and values of every head, as the paper writes it."""
+        weight: Any = impl.kv_b_proj.weight
         starts, found = self.common.query_start_loc.tolist(), torch.zeros(self.common.num_tokens, HEADS, 6, dtype=dtype)
         for seq, context in enumerate(self.contexts):
             new = slice(starts[seq], starts[seq + 1])
             latents = torch.cat([context, torch.cat([self.kv_c[new], self.k_pe[new]], -1)]).to(dtype)
-            expanded = latents[:, :16] @ impl.kv_b_proj.weight.to(dtype).T
+            expanded = latents[:, :16] @ weight.to(dtype).T
             k_nope, value = expanded.view(-1, HEADS, 14).split([8, 6], -1)
             key = torch.cat([k_nope, latents[:, None, 16:].expand(-1, HEADS, -1)], -1)
             lens = [torch.tensor([0, n]).int() for n in (new.stop - new.start, len(latents))]
@@ -141,6 +142,7 @@ def test_a_mixed_batch_equals_the_plain_form(kind, workspace_size, rng, within_b
 def test_context_is_expanded_in_parts_that_fit_the_workspace(rng):
     metadata = make_builder(chunked_prefill_workspace_size=12).build(0, Step(rng).common)
 
+    assert metadata.prefill is not None
     chunks = metadata.prefill.context
     assert [chunk.key_start_loc.tolist() for chunk in chunks] == [[0, 4, 4, 7], [0, 4, 4, 4], [0, 1, 1, 1]]
     assert chunks[0].slots.tolist() == [44, 45, 46, 47, 68, 69, 70]
@@ -217,6 +219,7 @@ def test_a_captured_step_is_one_of_empty_decodes(rng):
     rows = [SequenceRow([5, 6, 7], 8, 1), SequenceRow([9], 3, 1)]
     metadata = make_builder().build_for_cudagraph_capture(Step(rng, rows).common)
     assert metadata.slot_mapping.tolist() == [-1, -1]
+    assert metadata.decode is not None
     assert metadata.decode.seq_lens.tolist() == [0, 0]
     assert TritonMLAMetadataBuilder.get_cudagraph_support() is AttentionCGSupport.UNIFORM_BATCH
     with refuses("max_query_len is 7; graphs hold decodes of at most 1 tokens. Run prefills without one."):

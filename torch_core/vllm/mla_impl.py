@@ -102,7 +102,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         Raises:
             InvalidInput: the weight has another shape.
         """
-        weight = self.kv_b_proj.weight
+        weight: Any = self.kv_b_proj.weight
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         expected = (self.num_heads * sum(sizes), self.kv_lora_rank)
         if tuple(weight.shape) != expected:
