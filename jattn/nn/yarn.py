@@ -31,8 +31,8 @@ class DeepSeekRoPE:
 
     Example:
         >>> rope = DeepSeekRoPE(dim=4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
-        >>> rope(jnp.ones((1, 2, 4)), jnp.array([0, 1])).round(2)[0, 1].tolist()
-        [-0.30000001192092896, 0.9900000095367432, 1.3799999952316284, 1.0099999904632568]
+        >>> np.asarray(rope(jnp.ones((1, 2, 4)), jnp.array([0, 1]))[0, 1]).round(2)
+        array([-0.3 ,  0.99,  1.38,  1.01], dtype=float32)
         >>> round(rope.score_factor, 4)
         1.874
     """
