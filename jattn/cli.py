@@ -19,13 +19,13 @@ _BENCHMARKS = (
     "generate",
     "allocator",
     "decode",
-    "mla",
     "prefill",
     "backward",
     "overhead",
     "module",
     "tune",
     "compilers",
+    "mla",
 )
 
 

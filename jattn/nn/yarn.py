@@ -34,7 +34,7 @@ class DeepSeekRoPE:
         >>> np.asarray(rope(jnp.ones((1, 2, 4)), jnp.array([0, 1]))[0, 1]).round(2)
         array([-0.3 ,  0.99,  1.38,  1.01], dtype=float32)
         >>> round(rope.score_factor, 4)
-        1.874
+        1.8739
     """
 
     dim: int
