@@ -88,7 +88,15 @@ class AttentionMetadata:
         return cls(**arrays, max_query_len=common.max_query_len)
 
     def positions(self, num_tokens: int) -> jax.Array:
-        """Returns int32[num_tokens]: the position of each packed token in its sequence; padding's mean nothing."""
+        """Returns int32[num_tokens], where each new token stands in its sequence; that of padding means nothing.
+
+        Example:
+            >>> from torch_core.metadata import SequenceRow
+            >>> rows = [SequenceRow([5], 2, 2), SequenceRow([9], 3, 1)]
+            >>> step = AttentionMetadata.build(rows, block_size=4, num_blocks=16)
+            >>> step.positions(3).tolist()
+            [2, 3, 3]
+        """
         starts, tokens = self.query_start_loc, jnp.arange(num_tokens)
         sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
         first = self.seq_lens - jnp.diff(starts)

@@ -307,9 +307,7 @@ def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMeta
     """Returns the positions of queries behind a cache; None where they count from 0."""
     if held is not None:
         return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
-    if metadata is None:
-        return None
-    return metadata.positions(query[..., 0, 0].size).reshape(query.shape[:-2])
+    return None if metadata is None else metadata.positions(query[..., 0, 0].size).reshape(query.shape[:-2])
 
 
 def _packed(array: jax.Array) -> jax.Array:
