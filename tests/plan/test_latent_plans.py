@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import latent_call
-from torch_core.attention.mla.tiles import latent_chunk
+from torch_core.attention.mla.tiles import latent_chunk, latent_tile
 from torch_core.plan.plan import Descriptor, DeviceLimits, OperationPlan
 from torch_core.planner import plan_call
 from torch_core.specs import ArraySpec
@@ -80,6 +80,23 @@ def _box(block_size: int) -> int:
 def test_a_batch_is_cut_into_what_runs_at_a_time(num_seqs, table_tokens, row_tiles, slots, chunk):
     found = latent_chunk(num_seqs=num_seqs, table_tokens=table_tokens, row_tiles=row_tiles, slots=slots)
     assert found == chunk
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "shared_memory", "tile"),
+    [
+        (16, 89, 101376, (16, 32)),
+        (17, 90, 232448, (32, 32)),
+        (128, 80, 166912, (64, 32)),
+        (128, 89, 101376, (32, 32)),
+        (128, 90, 232448, (64, 64)),
+        (128, 100, 232448, (64, 32)),
+    ],
+)
+def test_a_tile_fits_its_device(rows, arch, shared_memory, tile):
+    limits = DeviceLimits(arch=arch, shared_memory=shared_memory)
+    found = latent_tile(rows=rows, padded=576, query_bytes=2, limits=limits)
+    assert (found.block_m, found.block_n) == tile
 
 
 def test_partial_results_are_planned_and_nothing_else_is_made():

@@ -17,16 +17,16 @@ _MAX_PROGRAMS = 1024
 
 def latent_tile(*, rows: int, padded: int, query_bytes: int, limits: DeviceLimits) -> Tile:
     """Returns the tile for `rows` query tokens times heads, whose padded latents and rotary keys are `padded` long."""
-    block_m = max(16, min(64, power_of_two(rows)))
     if query_bytes == 4:
         return Tile(16, 16, 1, 8)
-    if block_m == 16:
+    if rows <= 16:
         return Tile(16, 32, 3, 4)
-    if block_m == 32:
+    # The query and two stages of latents share what a device has: a hundred kilobytes on some.
+    room = limits.shared_memory // (padded * query_bytes)
+    if rows <= 32 or room < 64 + 2 * 32:
         return Tile(32, 32, 2, 4)
-    # Two stages of latents beside the query.
-    fits = limits.shared_memory >= (block_m + 2 * 64) * padded * query_bytes
-    return Tile(64, 64 if fits else 32, 2, 8)
+    # From Blackwell on the compiler keeps more copies of a tile.
+    return Tile(64, 64 if room >= 64 + 2 * 64 and limits.arch < 100 else 32, 2, 8)
 
 
 def latent_chunk(*, num_seqs: int, table_tokens: int, row_tiles: int, slots: int) -> int:
