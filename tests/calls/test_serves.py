@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.support.attention_plans import backward_call, dense_call, latent_call, paged_call
-from torch_core.calls import IMPLEMENTATIONS, SERVES, MergeCall, WriteCall, refuse_unserved, serves_table
+from torch_core.calls import (
+    IMPLEMENTATIONS,
+    SERVES,
+    LatentWriteCall,
+    MergeCall,
+    WriteCall,
+    refuse_unserved,
+    serves_table,
+)
 from torch_core.errors import Unsupported
 from torch_core.specs import ArraySpec
 
@@ -61,6 +69,13 @@ BEYOND = [
         {"torch", "xla"},
     ),
     ("key/value dtype", latent_call("float64"), {"xla"}),
+    (
+        "key/value dtype",
+        LatentWriteCall(
+            kv_c=_wide(3, 6), k_pe=_wide(3, 2), slot_mapping=ArraySpec((3,), "int32"), latent_cache=_wide(4, 4, 8)
+        ),
+        {"xla"},
+    ),
     ("block size", latent_call(block_size=512), {"torch", "xla"}),
     ("block size", _paged("bfloat16", "bfloat16", block_size=512), {"torch", "xla"}),
     ("strides", paged_call(query=ArraySpec((4, 8, 128), "bfloat16", (1, 4, 32))), {"torch", "xla"}),

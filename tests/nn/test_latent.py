@@ -13,7 +13,7 @@ from flax import nnx
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from jattn import LatentCacheSpec, MultiHeadLatentAttention
+from jattn import KVPool, LatentCacheSpec, MultiHeadLatentAttention
 from jattn.metadata import AttentionMetadata
 from jattn.nn import DeepSeekRoPE
 from tests.ops.runner import QUICK_COMPILE
@@ -126,3 +126,22 @@ def test_bad_sizes_are_refused():
         DeepSeekRoPE(dim=3)
     with pytest.raises(InvalidInput, match=r"factor is 0\.5; it must be at least 1"):
         DeepSeekRoPE(dim=4, factor=0.5)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "xla"])
+def test_a_pool_of_latents_is_updated_in_place(implementation):
+    graph, params = nnx.split(module(implementation=implementation))
+    pool = KVPool(SPEC, num_layers=1, num_blocks=4)
+    before = pool.addresses()
+
+    def step(caches: Any, params: Any, x: jax.Array, metadata: AttentionMetadata) -> Any:
+        y, cache = nnx.merge(graph, params)(x, cache=caches[0], metadata=metadata)
+        return y, [cache]
+
+    metadata = AttentionMetadata.build([SequenceRow([2, 3], 0, 6)], block_size=4, num_blocks=4)
+    jitted_step = jax.jit(step, donate_argnums=0, compiler_options=QUICK_COMPILE)
+    pool.run(jitted_step, params, jnp.ones((6, 12)), metadata)
+
+    assert pool.addresses() == before
+    written = np.abs(pool.read_blocks([2, 3])[0]).sum(-1) > 0
+    assert written.tolist() == [[True] * 4, [True, True, False, False]]

@@ -20,6 +20,8 @@ IMPLEMENTATIONS = ("triton", "torch", "xla")
 _MAX_HEAD_SIZE = 256
 _MAX_LORA_RANK = 512
 _MAX_ROPE_DIM = 128
+# Caches, and what is written to them.
+_STORED = ("kv_cache", "key_cache", "value_cache", "latent_cache", "key", "kv_c", "k_pe")
 _LATENT_BIASES = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "seq_causal")
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
@@ -81,11 +83,9 @@ def _query_dtype(call: Call[Any], implementation: str) -> str | None:
 
 
 def _cache_dtype(call: Call[Any], implementation: str) -> str | None:
-    arrays = call.arrays()
-    caches = [name for name in arrays if name.endswith(("kv_cache", "key_cache", "value_cache", "latent_cache"))]
-    if call.name in ("write_kv_cache", "write_latent_cache"):
-        caches += [name for name in ("key", "kv_c", "k_pe") if name in arrays]
-    wide = next((name for name in caches if dtype_name(arrays[name]) == "float64"), None)
+    stores = isinstance(call, TableCall) or call.name in ("write_kv_cache", "write_latent_cache")
+    arrays = call.arrays() if stores else {}
+    wide = next((name for name in _STORED if name in arrays and dtype_name(arrays[name]) == "float64"), None)
     if implementation != "xla" and wide is not None:
         return f"{wide} is float64"
     mixed = isinstance(call, TableCall) and dtype_name(call.query) in FP8_DTYPES and call.key_dtype == "float32"
