@@ -13,6 +13,7 @@ from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_tok
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose
 from jattn.ops.dropout import dropout_seeds
+from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
 from jattn.ops.transforms import RESIDUAL_NAMES
@@ -32,10 +33,13 @@ __all__ = [
     "dropout_seeds",
     "masked_attention",
     "merge_states",
+    "mla_attention",
+    "mla_attention_with_lse",
     "paged_attention",
     "paged_attention_with_lse",
     "run",
     "shared_prefix",
     "write_kv_cache",
     "write_kv_cache_per_token_head",
+    "write_latent_cache",
 ]

@@ -17,17 +17,22 @@ from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
 __all__ = [
     "POSITIONAL",
     "PagedOptions",
+    "Request",
     "attention",
     "attention_with_lse",
     "dense_call",
+    "operation",
+    "output",
+    "output_and_lse",
     "paged_attention",
     "paged_attention_with_lse",
+    "request_of",
 ]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 #: A call, and who shall run it.
-_Request: TypeAlias = tuple[AttentionCall[jax.Array], str | None]
+Request: TypeAlias = tuple[AttentionCall[jax.Array], str | None]
 
 
 #: The options beside the causal mask that ask for the positions of keys.
@@ -77,7 +82,7 @@ def _paged(
     out_scale: float | jax.Array | None = None,
     kv_chunk_size: int | None = None,
     implementation: str | None = None,
-) -> _Request:
+) -> Request:
     """Attends any mix of prefill, chunked prefill and decode rows to a paged KV cache.
 
     The new tokens' keys and values must be in the cache already (`write_kv_cache`); their queries are packed one
@@ -128,7 +133,7 @@ def _paged(
         Unsupported: the implementation cannot run here or does not serve the combination.
     """
     given = locals()
-    return _request(PagedCall, **cache_fields(given.pop("kv_cache")), **given)
+    return request_of(PagedCall, **cache_fields(given.pop("kv_cache")), **given)
 
 
 def _dense(
@@ -157,7 +162,7 @@ def _dense(
     out_dtype: jax.typing.DTypeLike | None = None,
     out_scale: float | jax.Array | None = None,
     implementation: str | None = None,
-) -> _Request:
+) -> Request:
     """Attends packed queries to packed keys, sequence by sequence; the mask is aligned bottom-right.
 
     It has a gradient with every implementation; `docs/architecture.md` says which one runs.
@@ -186,21 +191,23 @@ def _dense(
     """
     key_start_loc = query_start_loc if key_start_loc is None else key_start_loc
     max_key_len = max_query_len if max_key_len is None else max_key_len
-    return _request(DenseCall, **locals())
+    return request_of(DenseCall, **locals())
 
 
-def _request(
+def request_of(
     call_class: type[AttentionCall[jax.Array]], *, implementation: str | None, out_dtype: Any, **given: Any
-) -> _Request:
+) -> Request:
     """Returns the call of an operation's keywords: the mask's options go into its spec, the others are its fields."""
     spec = attention_spec(given["query"], **{name: given.pop(name) for name in MASK_OPTIONS})
     out_dtype = None if out_dtype is None else jnp.dtype(out_dtype).name
     return call_class(**given, spec=spec, out_dtype=out_dtype), implementation
 
 
-def _operation(
-    request: Callable[_P, _Request], name: str, *, with_lse: bool, of: Callable[[dict[str, jax.Array]], _R]
+def operation(
+    request: Callable[_P, Request], name: str, *, with_lse: bool, of: Callable[[dict[str, jax.Array]], _R]
 ) -> Callable[_P, _R]:
+    """Returns the operation of that name which runs what its keywords request."""
+
     @functools.wraps(request)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         call, implementation = request(*args, **kwargs)
@@ -212,11 +219,13 @@ def _operation(
     return attend
 
 
-def _output(results: dict[str, jax.Array]) -> jax.Array:
+def output(results: dict[str, jax.Array]) -> jax.Array:
+    """Returns the output of an operation."""
     return results["out"]
 
 
-def _output_and_lse(results: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def output_and_lse(results: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of an operation, and its log-sum-exp."""
     return results["out"], results["lse"]
 
 
@@ -226,7 +235,7 @@ def dense_call(*args: Any, **options: Any) -> DenseCall[jax.Array]:
 
 
 # One list of keywords for each operation: the functions differ in what they return.
-paged_attention = _operation(_paged, "paged_attention", with_lse=False, of=_output)
-paged_attention_with_lse = _operation(_paged, "paged_attention_with_lse", with_lse=True, of=_output_and_lse)
-attention = _operation(_dense, "attention", with_lse=False, of=_output)
-attention_with_lse = _operation(_dense, "attention_with_lse", with_lse=True, of=_output_and_lse)
+paged_attention = operation(_paged, "paged_attention", with_lse=False, of=output)
+paged_attention_with_lse = operation(_paged, "paged_attention_with_lse", with_lse=True, of=output_and_lse)
+attention = operation(_dense, "attention", with_lse=False, of=output)
+attention_with_lse = operation(_dense, "attention_with_lse", with_lse=True, of=output_and_lse)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.operands import buffers, count, keys, make_launch, output, value_offset, values
 from torch_core.attention.split.partials import PARTIALS, Chunks
-from torch_core.calls import AttentionCall, PagedCall
+from torch_core.calls import AttentionCall, PagedCall, TableCall
 from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
@@ -141,14 +141,14 @@ def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
 
 def copy_box(call: AttentionCall[ArraySpec], block_n: int) -> int:
     """Returns the keys that one copy into a tile of `block_n` keys moves."""
-    return math.gcd(call.block_size, block_n) if isinstance(call, PagedCall) else block_n
+    return math.gcd(call.block_size, block_n) if isinstance(call, TableCall) else block_n
 
 
 def array_matrix(call: AttentionCall[ArraySpec], name: str, block_n: int) -> Matrix | None:
     """Returns a call's "query", "key" or "value" as a matrix that the copy engine can follow; None if there is none."""
     spec = {"query": call.query, "key": keys(call), "value": values(call)}[name]
     matrix = dense_matrix(spec)
-    if matrix is None or name == "query" or not isinstance(call, PagedCall):
+    if matrix is None or name == "query" or not isinstance(call, TableCall):
         return matrix
     block_stride, stride = spec.element_strides[0], matrix.stride
     if copy_box(call, block_n) < _MIN_BOX:

@@ -18,6 +18,8 @@ __all__ = [
     "attention_backward",
     "attention_with_lse",
     "dense_call",
+    "output_and_lse_of",
+    "output_of",
     "paged_attention",
     "paged_attention_with_lse",
     "paged_call",
@@ -234,7 +236,9 @@ def attention_backward(
     return run(backward_of(dense_call(*args, **options), out=out, lse=lse, d_out=d_out, d_lse=d_lse))
 
 
-def _output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, Tensor]:
+def output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, Tensor]:
+    """Returns the operation of that name which makes a call, runs it and returns its output."""
+
     @functools.wraps(make_call)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         return run(make_call(*args, **kwargs))["out"]
@@ -243,9 +247,9 @@ def _output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Cal
     return attend
 
 
-def _output_and_lse_of(
-    make_call: Callable[_P, AttentionCall[Tensor]], name: str
-) -> Callable[_P, tuple[Tensor, Tensor]]:
+def output_and_lse_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, tuple[Tensor, Tensor]]:
+    """Returns the operation of that name which makes a call, runs it and returns its output and lse."""
+
     @functools.wraps(make_call)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> tuple[Tensor, Tensor]:
         results = run(replace(make_call(*args, **kwargs), with_lse=True))
@@ -256,7 +260,7 @@ def _output_and_lse_of(
 
 
 # One list of keywords for each operation: the functions differ in what they return.
-paged_attention = _output_of(paged_call, "paged_attention")
-paged_attention_with_lse = _output_and_lse_of(paged_call, "paged_attention_with_lse")
-attention = _output_of(dense_call, "attention")
-attention_with_lse = _output_and_lse_of(dense_call, "attention_with_lse")
+paged_attention = output_of(paged_call, "paged_attention")
+paged_attention_with_lse = output_and_lse_of(paged_call, "paged_attention_with_lse")
+attention = output_of(dense_call, "attention")
+attention_with_lse = output_and_lse_of(dense_call, "attention_with_lse")

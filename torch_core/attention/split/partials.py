@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch_core.attention.operands import cache_constexprs, count, make_launch, padded
 from torch_core.attention.split.combine import attention_combine_kernel
-from torch_core.calls import PagedCall
+from torch_core.calls import TableCall
 from torch_core.plan.operands import ceil_div, power_of_two
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, Pointer
 from torch_core.specs import ArraySpec
@@ -33,7 +33,7 @@ class Chunks:
     max_query: int
 
     @classmethod
-    def of(cls, call: PagedCall[ArraySpec], size: int, max_query: int) -> Chunks:
+    def of(cls, call: TableCall[ArraySpec], size: int, max_query: int) -> Chunks:
         """Returns the chunks of a call, by the table's width and the static window."""
         number = ceil_div(call.table_tokens, size)
         seen = [n for n in (call.spec.window_left, call.spec.attention_chunk) if n is not None]
@@ -46,7 +46,7 @@ class Chunks:
         """The names of the buffers in the operation; none where each sequence has one chunk."""
         return PARTIALS if self.number > 1 else ()
 
-    def scratch(self, call: PagedCall[ArraySpec]) -> tuple[tuple[str, ArraySpec], ...]:
+    def scratch(self, call: TableCall[ArraySpec]) -> tuple[tuple[str, ArraySpec], ...]:
         """Returns the buffers: row `sequence * max_query + query row`, chunk of the sequence, head."""
         rows = (call.num_seqs * self.max_query, self.number, call.num_heads)
         shapes = ((*rows, call.value_head_size), rows, rows)
@@ -58,8 +58,11 @@ class Chunks:
         return {**dict.fromkeys(PARTIALS, ABSENT), **partials, "max_chunks": count(self.number)}
 
 
-def combine_launch(call: PagedCall[ArraySpec], chunks: Chunks, *, min_chunks: int) -> LaunchPlan:
+def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int) -> LaunchPlan:
     """Plans the merge of the rows of sequences with at least `min_chunks` chunks."""
+    value_padded = padded(call.value_head_size)
+    # The rows that are merged at a time stay in registers.
+    most = _COMBINE_CHUNKS if value_padded <= 256 else _COMBINE_CHUNKS // 2
     return make_launch(
         attention_combine_kernel,
         call,
@@ -69,12 +72,12 @@ def combine_launch(call: PagedCall[ArraySpec], chunks: Chunks, *, min_chunks: in
             "CHUNK": chunks.size,
             "MIN_CHUNKS": min_chunks,
             "MAX_QUERY": chunks.max_query,
-            "BLOCK_CHUNKS": min(_COMBINE_CHUNKS, power_of_two(chunks.number)),
+            "BLOCK_CHUNKS": min(most, power_of_two(chunks.number)),
             "NUM_HEADS": call.num_heads,
         },
         arguments=chunks.arguments(),
         # One warp holds the chunks of a row: its sums need no exchange through shared memory.
-        num_warps=1 if padded(call.value_head_size) <= 128 else 2,
+        num_warps=1 if value_padded <= 128 else 2 if value_padded <= 256 else 4,
         num_stages=1,
         hot=True,
     )
