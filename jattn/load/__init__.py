@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from jattn.load.config import parse_config, render_config
+from jattn.load.families import Family, Key, families, register_family
 from jattn.load.model import embedded_model_folder, load_model, save_model
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
+    "Family",
+    "Key",
     "TextTokenizer",
     "embedded_model_folder",
+    "families",
     "load_model",
     "load_tokenizer",
     "parse_config",
+    "register_family",
     "render_config",
     "save_model",
 ]

@@ -16,7 +16,7 @@ import safetensors.numpy
 from flax import nnx
 from tokenizers import Tokenizer
 
-from jattn.load.config import parse_config, render_config, token_ids
+from jattn.load.config import family_of, parse_config, render_config, token_ids
 from jattn.load.folder import check_folder, member, read_object
 from jattn.load.plan import ParameterPlan, plan_parameters
 from jattn.load.safetensors_file import STORED_DTYPES
@@ -41,7 +41,7 @@ def load_model(
     implementation: str | None = None,
     with_tokenizer: bool = True,
 ) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
-    """Loads a Hugging Face folder of a Llama, Mistral or Qwen2 model.
+    """Loads a Hugging Face folder of any family in `jattn.load.families`.
 
     Everything is checked before the first array is made: config.json against a list of known keys, every
     safetensors header against the shapes that follow from the config, the tokenizer against the vocabulary. Code,
@@ -67,8 +67,9 @@ def load_model(
     config = _with_generation_config(path, config)
     if dtype is not None and dtype not in QUERY_DTYPES:
         raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
-    plan = plan_parameters(config)
     tensors = find_weights(path)
+    is_bare = not any(name.startswith(family_of(config).prefix) for name in tensors)
+    plan = plan_parameters(config, prefix="" if is_bare else None)
     check_weights(tensors, plan)
     tokenizer = load_tokenizer(path) if with_tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -78,7 +79,8 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
-    values = {parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype)) for parameter in plan}
+    device = next(iter(jnp.zeros(()).devices()))
+    values = {parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype), device) for parameter in plan}
     return _build(config, values, implementation), config, tokenizer
 
 
@@ -141,21 +143,27 @@ def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
         raise InvalidInput(f"{name}: {error}") from None
 
 
-def _build(config: ModelConfig, values: dict[Any, np.ndarray], implementation: str | None) -> Decoder:
+def _build(config: ModelConfig, values: dict[Any, jax.Array], implementation: str | None) -> Decoder:
     """Makes the model around the given parameters, without ever initialising random ones."""
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation))
     graph, state = nnx.split(abstract)
-    filled = [(path, variable.replace(jnp.asarray(values[path]))) for path, variable in nnx.to_flat_state(state)]
+    filled = [(path, variable.replace(values[path])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def _pieces(parameter: ParameterPlan, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
     """Cuts one parameter of the model into the tensors of the file; the inverse of `read_parameter`."""
-    if len(parameter.pieces) == 1 and not parameter.transposed:
-        return [(parameter.pieces[0].name, value)]
-    ends = np.cumsum([piece.shape[0] for piece in parameter.pieces])
-    cut = np.split(value, ends[:-1], axis=-1)
-    return [(piece.name, part.T) for piece, part in zip(parameter.pieces, cut, strict=True)]
+    if parameter.order is not None:
+        value = value[..., np.argsort(parameter.order)]
+    groups = list(value) if parameter.num_stacked else [value]
+    size = len(parameter.pieces) // len(groups)
+    axis = 0 if parameter.transposed else -1
+    ends = np.cumsum([piece.shape[axis] for piece in parameter.pieces[:size]])
+    parts = [part for group in groups for part in np.split(group, ends[:-1], axis=-1)]
+    return [
+        (piece.name, part.T if parameter.transposed else part)
+        for piece, part in zip(parameter.pieces, parts, strict=True)
+    ]
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 
+import jax
 import numpy as np
 import pytest
 
@@ -54,7 +55,7 @@ def test_mutated_weights_only_ever_give_our_errors(tmp_path, seed):
             tensors = find_weights(folder)
             check_weights(tensors, plan)
             for parameter in plan:
-                read_parameter(tensors, parameter, np.dtype(np.float32))
+                read_parameter(tensors, parameter, np.dtype(np.float32), jax.devices()[0])
         except (InvalidInput, Unsupported):
             refused += 1
     assert refused > 0.8 * MUTANTS
