@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families import Family, families, nearest_family
+from jattn.load.families import Family, known_families, nearest_family
+from jattn.load.generation import token_ids
 from jattn.load.rope import ROPE_NAMES, read_rope, write_rope
 from jattn.models.config import ModelConfig, MoEConfig
 from torch_core.checks import check_int, shown
@@ -181,24 +182,12 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         Unsupported: none has this combination of options.
     """
-    known = families()
+    known = known_families()
     return known[config.architecture] if config.architecture in known else _rendered(config, config.dtype)[0]
 
 
-def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """Returns an id, a list of ids or null as a tuple; ranges are ModelConfig's to check.
-
-    Raises:
-        InvalidInput: anything else.
-    """
-    values = [] if value is None else value if isinstance(value, list) else [value]
-    if len(values) > 64 or any(isinstance(token, bool) or not isinstance(token, int) for token in values):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a token id, a list of at most 64, or null.")
-    return tuple(values)
-
-
 def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
-    known = families()
+    known = known_families()
     tried = [known[config.architecture]] if config.architecture in known else list(known.values())
     differing: list[str] = []
     for family in tried:
@@ -250,7 +239,7 @@ def _family(raw: dict[str, Any]) -> Family:
     named = raw.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput(f"{_NAME}: architectures is {shown(named)}; it must be a list of one name.")
-    known = families()
+    known = known_families()
     if not isinstance(named[0], str) or named[0] not in known:
         nearest = nearest_family(str(named[0])[:200])
         unread = sorted(set(raw) - _allowed(nearest) - set(_IGNORED) - {*_INERT, *nearest.inert})

@@ -114,12 +114,25 @@ class Decoder(nnx.Module):
             The normalised hidden states `[tokens, hidden]`, to be given to `logits` (pick the rows first), and the
             caches with the new keys and values.
         """
+        *_, (hidden, new_caches) = self.paged_hidden_states(token_ids, positions, kv_caches, metadata)
+        return hidden, new_caches
+
+    def paged_hidden_states(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
+        """Yields what `hidden_states` does, of packed tokens, each with the caches that were written so far.
+
+        Args:
+            token_ids, positions, kv_caches, metadata: of a call.
+        """
         x, angles = self._embedded(token_ids, positions)
-        new_caches = []
+        new_caches: list[jax.Array] = []
+        yield x, ()
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, kv_cache = layer(x, angles, kv_cache, metadata)
             new_caches.append(kv_cache)
-        return self.norm(x), tuple(new_caches)
+            yield x, tuple(new_caches)
+        yield self.norm(x), tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""

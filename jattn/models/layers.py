@@ -40,8 +40,8 @@ class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     It rounds to the model's dtype where the models were trained to: Llama before the weight, OLMo 2 and Gemma after
-    it. In bfloat16 every bit is that of Hugging Face's; of `nnx.RMSNorm`, which always rounds after, a quarter of
-    Llama's bits differ.
+    it. In bfloat16 every bit of Llama's is Hugging Face's; of `nnx.RMSNorm`, which always rounds after, a quarter of
+    them differ.
 
     Args:
         features: size of the last axis, or the last axes of the weight.

@@ -18,7 +18,7 @@ from jattn.load.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["families", "nearest_family", "register_family"]
+__all__ = ["known_families", "nearest_family", "register_family"]
 
 # In the order in which a config that was built by hand is tried: the first that can store it does.
 _FAMILIES = {
@@ -48,7 +48,7 @@ _FAMILIES = {
 }
 
 
-def families() -> dict[str, Family]:
+def known_families() -> dict[str, Family]:
     """Returns every family by its architecture."""
     return dict(_FAMILIES)
 
@@ -63,7 +63,7 @@ def register_family(family: Family) -> None:
         InvalidInput: it is no Family, or its architecture is known.
 
     Example:
-        >>> register_family(families()["LlamaForCausalLM"])
+        >>> register_family(known_families()["LlamaForCausalLM"])
         Traceback (most recent call last):
         torch_core.errors.InvalidInput: family.architecture is 'LlamaForCausalLM', which is known already.
     """
