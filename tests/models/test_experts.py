@@ -58,7 +58,7 @@ def test_gathered_and_grouped_experts_agree(seed):
 
 def test_no_token_is_dropped_when_all_go_to_one_expert(seed):
     module, x = layer(seed), rows(seed, 33)
-    module.router.bias[...] = jnp.asarray([0.0, 0.0, 60.0, 30.0, 0.0])
+    module.router.bias = nnx.Param(jnp.asarray([0.0, 0.0, 60.0, 30.0, 0.0]))
     assert np.asarray(module.route(x)[1]).tolist() == [[2, 3]] * 33
     expected = by_definition(module, x)
     np.testing.assert_allclose(module(x), expected, rtol=0, atol=64 * 2.0**-23 * np.abs(expected).max())
