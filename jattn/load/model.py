@@ -86,9 +86,10 @@ def load_model(
     if dtype is not None and dtype not in QUERY_DTYPES:
         raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
     tensors = find_weights(path)
-    is_bare = not any(name.startswith(family_of(config).prefix) for name in tensors)
+    family = family_of(config)
+    is_bare = not any(name.startswith(family.prefix) for name in tensors)
     plan = plan_parameters(config, prefix="" if is_bare else None)
-    check_weights(tensors, plan)
+    check_weights(tensors, plan, unread=family.unread)
     tokenizer = load_tokenizer(path) if with_tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise InvalidInput(

@@ -50,8 +50,13 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
     raise InvalidInput(f"the folder has neither {_SINGLE} nor {_INDEX}.")
 
 
-def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...]) -> None:
+def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
     """Compares what the files hold with what the config asks for.
+
+    Args:
+        tensors: of `find_weights`.
+        plan: of `plan_parameters`.
+        unread: a regular expression of names that may be there and are not looked at.
 
     Raises:
         InvalidInput: a missing or extra tensor, or one of another shape.
@@ -66,7 +71,8 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
         raise InvalidInput(
             f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
         )
-    extra = sorted(name for name in tensors if name not in expected and not _IGNORED_TENSOR.fullmatch(name))
+    unknown = (name for name in tensors if name not in expected and not _IGNORED_TENSOR.fullmatch(name))
+    extra = sorted(name for name in unknown if not re.fullmatch(unread, name))
     if extra:
         hint = " (tie_word_embeddings is true, so the head is the embedding)" if extra == ["lm_head.weight"] else ""
         raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for{hint}.")

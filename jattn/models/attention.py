@@ -70,11 +70,13 @@ class Attention(nnx.Module):
         output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases())
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
 
-    def forward_dense(self, x: jax.Array, angles: Angles | None) -> jax.Array:
-        """Attends within each row of `[batch, tokens, hidden]`; no cache."""
+    def forward_dense(self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None) -> jax.Array:
+        """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache."""
         query, key, value = self._project(x, angles)
         options = {**self.paged_attention.options, "implementation": None}
-        output = attention_fn(query, key, value, is_causal=True, **options, **self._biases())
+        output = attention_fn(
+            query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options, **self._biases()
+        )
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
     def _biases(self) -> dict[str, Any]:

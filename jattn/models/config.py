@@ -26,7 +26,7 @@ _SIZE_LIMITS = {
 }
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm_type": ("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm"),
-    "norm_placement": ("before", "after", "both"),
+    "norm_placement": ("before", "after", "both", "residual"),
     "qk_norm": (None, "head", "per_head", "all"),
     "parallel_block": (None, "shared_norm", "two_norms"),
     "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai"),
@@ -41,6 +41,7 @@ _FLAGS = (
     "gated_mlp",
     "embedding_norm",
     "attention_sinks",
+    "is_encoder",
 )
 _SCALARS = ("embedding_multiplier", "residual_multiplier", "logits_scale")
 _OPTIONAL_SCALARS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
@@ -97,7 +98,8 @@ class ModelConfig:
         norm_type: "rms_norm" rounds to the model's dtype before its weight, "rms_norm_wide" after it; "gemma_rms_norm"
             multiplies by 1 + weight; "layer_norm".
         norm_bias: a layer norm has a bias.
-        norm_placement: of the norms of each branch: "before" it, "after" it, or "both".
+        norm_placement: of the norms of each branch: "before" it, "after" it, "both", or "residual": after what the
+            branch adds was added.
         rms_norm_eps: added to the mean square, or to the variance, before its root.
         qk_norm: norm of queries and keys before they are rotated: over each "head" with one weight for all heads
             ("per_head": a weight for each), or over "all" heads at once; None for none.
@@ -112,6 +114,7 @@ class ModelConfig:
         rope_scaling: None for the default frequencies.
         partial_rotary_factor: share of a head's elements that are rotated, the first ones.
         nope_layers: indices of layers that do not rotate.
+        token_types: rows of an embedding of the kind of a token, of which the first is added to all; 0 for none.
         embedding_norm: a norm behind the embedding.
         embedding_multiplier: of the embedding, in the model's dtype.
         residual_multiplier: of what each branch adds.
@@ -120,6 +123,7 @@ class ModelConfig:
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
         final_logit_softcapping: likewise of the logits.
         attention_sinks: every head has a logit without a value in its softmax.
+        is_encoder: every token sees every other; there is no last norm, no output projection and no cache.
         tie_word_embeddings: the output projection is the embedding.
         attention_bias: the query, key and value projections have a bias.
         attention_output_bias: the output projection of attention has one.
@@ -166,6 +170,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0
     nope_layers: tuple[int, ...] = ()
+    token_types: int = 0
     embedding_norm: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -174,6 +179,7 @@ class ModelConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
+    is_encoder: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
@@ -198,6 +204,7 @@ class ModelConfig:
                 known = ", ".join(map(str, choices))
                 raise Unsupported(f"{name} is {shown(getattr(self, name))}; this build has {known}.")
         self._check_positions()
+        check_int("token_types", self.token_types, 0, 1 << 16)
         check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 1.0)
         _check_flags(self, _FLAGS)
         for name in (*_SCALARS, *_OPTIONAL_SCALARS):
@@ -263,6 +270,11 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def norms_before_and_after(self) -> tuple[bool, bool]:
+        """Whether branches have a norm before them, and whether they have one behind."""
+        return self.norm_placement in ("before", "both"), self.norm_placement != "before"
 
     def window_of(self, layer: int) -> int | None:
         """Returns the tokens that a query of this layer sees, its own included; None for all."""

@@ -15,7 +15,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.experts import SparseMLP
 from jattn.models.layers import INITIALIZER, MLP, linear, norm
 from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["Decoder", "DecoderLayer"]
 
@@ -27,7 +27,7 @@ class DecoderLayer(nnx.Module):
         self, config: ModelConfig, layer: int = 0, *, rngs: nnx.Rngs, implementation: str | None = None
     ) -> None:
         self.config = config
-        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        before, after = config.norms_before_and_after
         self.input_layernorm = norm(config) if before else None
         self.self_attn = Attention(config, layer, rngs=rngs, implementation=implementation)
         self.attention_output_norm = norm(config) if after else None
@@ -47,19 +47,24 @@ class DecoderLayer(nnx.Module):
         attended, kv_cache = self.self_attn(normed, angles, kv_cache, metadata)
         return self._added(x, normed, attended, lambda branch: branch), kv_cache
 
-    def forward_dense(self, x: jax.Array, angles: Angles | None, dropout: nnx.Dropout) -> jax.Array:
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, dropout: nnx.Dropout, lengths: jax.Array | None = None
+    ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
         normed = _through(self.input_layernorm, x)
-        return self._added(x, normed, self.self_attn.forward_dense(normed, angles), dropout)
+        return self._added(x, normed, self.self_attn.forward_dense(normed, angles, lengths), dropout)
 
     def _added(
         self, x: jax.Array, normed: jax.Array, attended: jax.Array, dropout: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
         """Adds what attention found, and what the feed-forward part makes of it, to the residual stream."""
+        feed_forward = self.moe if self.is_sparse else self.mlp
+        if self.config.norm_placement == "residual":
+            x = _through(self.attention_output_norm, x + dropout(attended))
+            return _through(self.mlp_output_norm, x + dropout(feed_forward(x)))
         kind, scale = self.config.parallel_block, self.config.residual_multiplier
         after_attention = x + _scaled(dropout(_through(self.attention_output_norm, attended)), scale)
         seen = normed if kind == "shared_norm" else x if kind == "two_norms" else after_attention
-        feed_forward = self.moe if self.is_sparse else self.mlp
         branch = feed_forward(_through(self.post_attention_layernorm, seen))
         return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
 
@@ -85,6 +90,11 @@ class Decoder(nnx.Module):
             if config.position_embedding == "learned"
             else None
         )
+        self.token_type_embedding = (
+            nnx.Embed(config.token_types, config.hidden_size, embedding_init=INITIALIZER, **options)
+            if config.token_types
+            else None
+        )
         self.embedding_norm = norm(config) if config.embedding_norm else None
         self.layers = nnx.List(
             [
@@ -92,10 +102,10 @@ class Decoder(nnx.Module):
                 for index in range(config.num_hidden_layers)
             ]
         )
-        self.norm = norm(config)
+        self.norm = None if config.is_encoder else norm(config)
         self.lm_head = (
             None
-            if config.tie_word_embeddings
+            if config.tie_word_embeddings or config.is_encoder
             else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
         )
 
@@ -125,6 +135,8 @@ class Decoder(nnx.Module):
         Args:
             token_ids, positions, kv_caches, metadata: of a call.
         """
+        if self.config.is_encoder:
+            raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         x, angles = self._embedded(token_ids, positions)
         new_caches: list[jax.Array] = []
         yield x, ()
@@ -132,10 +144,12 @@ class Decoder(nnx.Module):
             x, kv_cache = layer(x, angles, kv_cache, metadata)
             new_caches.append(kv_cache)
             yield x, tuple(new_caches)
-        yield self.norm(x), tuple(new_caches)
+        yield _through(self.norm, x), tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""
+        if self.config.is_encoder:
+            raise Unsupported("this model is an encoder and has no output projection; use embed.")
         if self.lm_head is not None:
             logits = self.lm_head(hidden)
         else:
@@ -167,7 +181,33 @@ class Decoder(nnx.Module):
         *_, hidden = self.hidden_states(token_ids, dropout)
         return self.logits(hidden)
 
-    def hidden_states(self, token_ids: jax.Array, dropout: nnx.Dropout | None = None) -> Iterator[jax.Array]:
+    def embed(self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean") -> jax.Array:
+        """Returns float32[batch, hidden], a vector of length 1 for each row: what a text is about.
+
+        Args:
+            token_ids: int32[batch, tokens]; what lies past a row's length may be any token.
+            lengths: int32[batch], real tokens of each row, at least 1.
+            pooling: the "mean" of the last hidden states, that of the first token ("cls") or of the last ("last").
+
+        Raises:
+            InvalidInput: another pooling.
+        """
+        if pooling not in ("mean", "cls", "last"):
+            raise InvalidInput(f"pooling is {pooling!r}; use 'mean', 'cls' or 'last'.")
+        *_, hidden = self.hidden_states(token_ids, lengths=lengths)
+        hidden, places = hidden.astype(jnp.float32), jnp.arange(token_ids.shape[1])
+        if pooling == "mean":
+            chosen = (places < lengths[:, None]) / lengths[:, None]
+        else:
+            chosen = places == (0 if pooling == "cls" else lengths[:, None] - 1)
+        chosen = jnp.broadcast_to(chosen, token_ids.shape)
+        # Not a product with 0: padding may hold anything, and 0 times NaN is NaN.
+        pooled = jnp.where(chosen[..., None] > 0, hidden * chosen[..., None], 0).sum(1)
+        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True)
+
+    def hidden_states(
+        self, token_ids: jax.Array, dropout: nnx.Dropout | None = None, lengths: jax.Array | None = None
+    ) -> Iterator[jax.Array]:
         """Yields `[batch, tokens, hidden]` behind the embedding, behind each layer, and behind the last norm.
 
         The last is what `logits` takes; the one before it is the last layer's, not normalised yet.
@@ -175,15 +215,16 @@ class Decoder(nnx.Module):
         Args:
             token_ids: int32[batch, tokens]; every row starts at position 0.
             dropout: of the embedding and of each residual branch; None for off.
+            lengths: int32[batch], real tokens of each row; None for all.
         """
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
         x, angles = self._embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
         x = dropout(x)
         yield x
         for layer in self.layers:
-            x = layer.forward_dense(x, angles, dropout)
+            x = layer.forward_dense(x, angles, dropout, lengths)
             yield x
-        yield self.norm(x)
+        yield _through(self.norm, x)
 
     def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Angles | None]:
         """Returns the embedded tokens, and the rotary angles of their positions if the model has any."""
@@ -191,6 +232,8 @@ class Decoder(nnx.Module):
         x = _scaled(self.embed_tokens(token_ids), config.embedding_multiplier)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
+        if self.token_type_embedding is not None:
+            x = x + self.token_type_embedding.embedding[0]
         x = _through(self.embedding_norm, x)
         if config.position_embedding != "rope":
             return x, None

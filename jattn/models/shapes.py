@@ -20,10 +20,14 @@ def parameter_shapes(config: ModelConfig) -> _Shapes:
     shapes: _Shapes = {("embed_tokens", "embedding"): (config.vocab_size, hidden)}
     if config.position_embedding == "learned":
         shapes["position_embedding", "embedding"] = (config.max_position_embeddings, hidden)
+    if config.token_types:
+        shapes["token_type_embedding", "embedding"] = (config.token_types, hidden)
     if config.embedding_norm:
         shapes |= _norm(config, "embedding_norm", hidden)
     for index in range(config.num_hidden_layers):
         shapes |= {("layers", index, *path): shape for path, shape in _layer(config, index).items()}
+    if config.is_encoder:
+        return shapes
     shapes |= _norm(config, "norm", hidden)
     if not config.tie_word_embeddings:
         shapes["lm_head", "kernel"] = (hidden, config.vocab_size)
@@ -31,7 +35,7 @@ def parameter_shapes(config: ModelConfig) -> _Shapes:
 
 
 def _layer(config: ModelConfig, index: int) -> _Shapes:
-    hidden, before, after = config.hidden_size, config.norm_placement != "after", config.norm_placement != "before"
+    hidden, before, after = config.hidden_size, *config.norms_before_and_after
     names = ("input_layernorm",) * before
     names += ("post_attention_layernorm",) * (before and config.parallel_block != "shared_norm")
     names += ("attention_output_norm", "mlp_output_norm") * after

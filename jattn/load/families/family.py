@@ -105,6 +105,7 @@ class Family:
             head together), "alternating" (gate and up by turns).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
+        unread: a regular expression of tensors that files may have and that nothing here is computed with.
     """
 
     architecture: str
@@ -123,6 +124,7 @@ class Family:
     order: Mapping[str, str] = field(default_factory=dict)
     in_out: bool = False
     rotates_neighbours: bool = False
+    unread: str = ""
 
     @property
     def all_keys(self) -> dict[str, Key]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from jattn.load.families.bert import BERT
 from jattn.load.families.cohere import COHERE
 from jattn.load.families.family import Family
 from jattn.load.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -44,6 +45,7 @@ _FAMILIES = {
         QWEN3_MOE,
         QWEN2_MOE,
         GPT_OSS,
+        BERT,
     )
 }
 
