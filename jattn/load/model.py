@@ -98,9 +98,9 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
-    device = next(iter(jnp.zeros(()).devices()))
+    on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
     values = {
-        parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype), device)
+        parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype), on_host=on_host)
         for parameter in track(plan, "Loading", console=Console(stderr=True), disable=not progress)
     }
     return _build(config, values, implementation), config, tokenizer

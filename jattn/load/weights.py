@@ -85,19 +85,22 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
 
 
 def read_parameter(
-    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, dtype: np.dtype, device: Any
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, dtype: np.dtype, *, on_host: bool
 ) -> jax.Array:
-    """Returns one parameter of the model on the device: its pieces cast, transposed, joined and put in order.
+    """Returns one parameter of the model on JAX's default device: its pieces cast, transposed, joined, put in order.
 
-    Each tensor goes to the device as it lies in the file and everything else happens there, so the host never holds
-    a copy. Where the device is a CPU, which would compile a program for every shape, numpy does it.
+    Args:
+        tensors: of `find_weights`.
+        parameter: of `plan_parameters`.
+        dtype: of the result.
+        on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
+            Otherwise each tensor goes to the device as it lies in the file, and the host never holds a copy.
     """
-    is_host = device.platform == "cpu"
-    xp: Any = np if is_host else jnp
+    xp: Any = np if on_host else jnp
 
     def read(name: str) -> Any:
         view = read_tensor(tensors[name], name)
-        return view if is_host else jax.device_put(view, device)
+        return view if on_host else jnp.asarray(view)
 
     blocks = []
     for piece in parameter.pieces:
@@ -112,8 +115,8 @@ def read_parameter(
         value = blocks[0] if len(blocks) == 1 else xp.concatenate(blocks, -1)
     if parameter.order is not None:
         value = value[..., parameter.order]
-    # A copy of its own: a view of the file would change with the file.
-    return jnp.array(value, dtype) if is_host else value
+    # A copy of its own on a host: a view of the file would change with the file.
+    return jnp.array(value, dtype) if on_host else value
 
 
 def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:

@@ -13,10 +13,14 @@ import safetensors.torch
 from flax import nnx
 
 from jattn.load import load_model
+from jattn.load.folder import check_folder
+from jattn.load.plan import plan_parameters
+from jattn.load.weights import find_weights, read_parameter
 from tests.support.family_models import write_checkpoint
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import tiny_config, write_tiny_model
 from torch_core.errors import InvalidInput, Unsupported
 
+CONFIG = tiny_config(hidden_size=160, intermediate_size=200, num_hidden_layers=1)
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -54,6 +58,10 @@ def test_fp8_weights_are_worth_their_value_times_the_scale_of_their_block(fp8_fo
     ]
     found = kernel(folder, "mlp", "gate_up_proj", "kernel")[:, 200:]
     np.testing.assert_array_equal(found.T, np.asarray(expected, np.float32))
+    files = find_weights(check_folder(folder))
+    (parameter,) = (each for each in plan_parameters(CONFIG) if each.pieces[-1].name == UP)
+    on_device = read_parameter(files, parameter, np.dtype(np.float32), on_host=False)[:, 200:]
+    np.testing.assert_array_equal(on_device, found)
 
 
 def test_fp8_weights_without_scales_are_refused(fp8_folder):
