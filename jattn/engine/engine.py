@@ -304,5 +304,7 @@ def _checked(outbox: object) -> Outbox:
 def _check_types(model: object, config: object) -> None:
     if not isinstance(model, Decoder):
         raise InvalidInput(f"model is a {type(model).__name__}; it must be a jattn.models.Decoder.")
+    if model.config.is_encoder:
+        raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
     if not isinstance(config, EngineConfig):
         raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")
