@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from flax import nnx
+
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
 from jattn.engine.owner import Owner
 from jattn.engine.request import Request, SamplingParams
-from jattn.models import Decoder
+from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
 from torch_core.checks import shown
@@ -41,8 +43,9 @@ class Engine(contextlib.AbstractContextManager):
     pool. That costs time, not answers; statistics begin anew, too.
 
     Args:
-        model: the decoder. Its weights are captured now: a later change of the model does not reach the engine, which
-            keeps the arrays alive until it is closed or dropped.
+        model: a `Decoder`, or any `nnx.Module` that is a `jattn.models.PagedModel`. Its weights are captured now: a
+            later change of the model does not reach the engine, which keeps the arrays alive until it is closed or
+            dropped.
         config: sizes; see `EngineConfig`.
         kv_cache_dtype: element type of the cache; only the model's own is served, and None means it.
         model_fingerprint: identifies the weights in prefix keys; needed only where keys outlive the engine.
@@ -63,7 +66,7 @@ class Engine(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        model: Decoder,
+        model: PagedModel,
         config: EngineConfig | None = None,
         *,
         kv_cache_dtype: str | None = None,
@@ -71,7 +74,7 @@ class Engine(contextlib.AbstractContextManager):
     ) -> None:
         config = EngineConfig() if config is None else config
         _check_types(model, config)
-        self._intake = Intake(model.config, seed=config.seed, max_model_len=config.max_model_len)
+        self._intake = Intake(model.paged_spec, seed=config.seed, max_model_len=config.max_model_len)
         device, cache_config, self._plan = open_device(
             model,
             config,
@@ -302,7 +305,14 @@ def _checked(outbox: object) -> Outbox:
 
 
 def _check_types(model: object, config: object) -> None:
-    if not isinstance(model, Decoder):
-        raise InvalidInput(f"model is a {type(model).__name__}; it must be a jattn.models.Decoder.")
+    if not isinstance(model, nnx.Module):
+        raise InvalidInput(f"model is a {type(model).__name__}; it must be an nnx.Module: a jattn.models.PagedModel.")
+    if not isinstance(getattr(model, "paged_spec", None), PagedSpec):
+        raise InvalidInput(
+            f"model is a {type(model).__name__} without a paged_spec; give it one, a jattn.models.PagedSpec, as an "
+            "attribute of its class or its own."
+        )
+    if not callable(getattr(model, "logits", None)):
+        raise InvalidInput(f"model is a {type(model).__name__} without logits(hidden); see jattn.models.PagedModel.")
     if not isinstance(config, EngineConfig):
         raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")

@@ -9,7 +9,7 @@ import numpy as np
 
 from jattn.engine.delivery import Outbox
 from jattn.engine.request import Request, RequestMetrics, SamplingParams
-from jattn.models.config import ModelConfig
+from jattn.models import PagedSpec
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput, RequestTooLong
 
@@ -37,8 +37,8 @@ class Intake:
         InvalidInput: max_model_len is above the model's own.
     """
 
-    def __init__(self, model: ModelConfig, *, seed: int, max_model_len: int | None) -> None:
-        longest = model.max_position_embeddings
+    def __init__(self, model: PagedSpec, *, seed: int, max_model_len: int | None) -> None:
+        longest = model.max_model_len
         if max_model_len is not None and max_model_len > longest:
             raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {longest} tokens at most.")
         self.max_model_len = longest if max_model_len is None else max_model_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jattn.engine.sampler import SamplingKind, sample
 from jattn.metadata import AttentionMetadata
-from jattn.models import Decoder
+from jattn.models import PagedModel
 from torch_core.metadata import PackedLayout
 from torch_core.specs import PAD_SLOT_ID
 
@@ -22,6 +23,8 @@ PER_SEQUENCE = ("temperature", "top_k", "top_p", "seed", "sample_index")
 
 KVCaches = tuple[jax.Array, ...]
 Fields = dict[str, jax.Array]
+# Merged where it is called: nnx lets a module change (a random stream counts) at its own level of tracing only.
+Model = Callable[[], PagedModel]
 
 
 @functools.lru_cache(maxsize=8)
@@ -65,7 +68,7 @@ def _step(
         + (f"{num_steps} steps, " if num_steps > 1 else "")
         + kind.value
     )
-    model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+    model = functools.partial(nnx.merge, graph, jax.tree.unflatten(treedef, leaves))
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
@@ -80,7 +83,7 @@ def _step(
 
 
 def _decoded(
-    model: Decoder, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, num_steps: int, kind: SamplingKind
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, num_steps: int, kind: SamplingKind
 ) -> tuple[jax.Array, KVCaches]:
     """Decodes up to `num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
     first = fields["query_start_loc"][:-1]
@@ -109,7 +112,7 @@ def _decoded(
 
 
 def _sampled(
-    model: Decoder, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, max_query_len: int, kind: SamplingKind
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, max_query_len: int, kind: SamplingKind
 ) -> tuple[jax.Array, KVCaches]:
     metadata = AttentionMetadata(
         block_tables=fields["block_tables"],
@@ -118,10 +121,11 @@ def _sampled(
         slot_mapping=fields["slot_mapping"],
         max_query_len=max_query_len,
     )
-    hidden, kv_caches = model(token_ids, fields["positions"], kv_caches, metadata)
+    merged = model()
+    hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
     tokens = sample(
-        model.logits(hidden[last_rows]),
+        merged.logits(hidden[last_rows]),
         _as_float(fields["temperature"]),
         fields["top_k"],
         _as_float(fields["top_p"]),

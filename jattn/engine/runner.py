@@ -16,7 +16,7 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.program import PER_SEQUENCE, jitted_step
 from jattn.engine.sampler import SamplingKind, sampling_kind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
-from jattn.models import Decoder
+from jattn.models import PagedModel
 from jattn.pool import KVPool
 from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata, metadata_layout
 
@@ -35,7 +35,7 @@ class ModelRunner:
     "what row `row` of the last step sampled". Not thread-safe.
 
     Args:
-        model: the decoder; its leaves are captured now.
+        model: the model; its leaves are captured now.
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
         max_blocks: columns of a block table.
@@ -45,12 +45,12 @@ class ModelRunner:
         compile_seconds: time that `dispatch` has spent on tracing and compiling.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool, config: EngineConfig, *, max_blocks: int) -> None:
+    def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_blocks: int) -> None:
         graph, state = nnx.split(model)
         self._leaves, treedef = jax.tree.flatten(state)
         self._pool = pool
         self._max_blocks = max_blocks
-        window = model.config.sliding_window
+        window = model.paged_spec.sliding_window
         self._window_left = None if window is None else window - 1
         self._max_num_seqs = config.max_num_seqs
         self.forget()

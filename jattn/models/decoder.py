@@ -9,6 +9,7 @@ from flax import nnx
 from jattn.metadata import AttentionMetadata
 from jattn.models.config import ModelConfig
 from jattn.models.layers import INITIALIZER, GatedMLP, RMSNorm, linear
+from jattn.models.paged_model import PagedSpec
 from jattn.models.rotary import apply_rotary, inverse_frequencies, rotary_angles
 from jattn.nn import PagedAttention
 from torch_core.errors import InvalidInput
@@ -111,6 +112,21 @@ class Decoder(nnx.Module):
             None
             if config.tie_word_embeddings
             else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
+        )
+
+    @property
+    def paged_spec(self) -> PagedSpec:
+        """What the engine needs to know of it."""
+        config = self.config
+        return PagedSpec(
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=jnp.dtype(config.dtype).name,
+            sliding_window=config.sliding_window,
+            eos_token_ids=config.eos_token_ids,
         )
 
     def __call__(

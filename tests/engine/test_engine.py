@@ -432,7 +432,6 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
             {"config": EngineConfig(num_host_blocks=10**9)},
             r"num_host_blocks is 1000000000; they need 4,096,000,000,000 bytes and this machine has [\d,]+\.",
         ),
-        ({"model": "folder"}, "model is a str; it must be a jattn.models.Decoder."),
     ],
 )
 def test_an_engine_that_could_never_run_is_not_built(decoder, arguments, message) -> None:
