@@ -68,7 +68,10 @@ def _step(
         + (f"{num_steps} steps, " if num_steps > 1 else "")
         + kind.value
     )
-    model = functools.partial(nnx.merge, graph, jax.tree.unflatten(treedef, leaves))
+
+    def model() -> PagedModel:
+        return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
