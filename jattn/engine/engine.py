@@ -15,6 +15,7 @@ from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
 from jattn.engine.owner import Owner
+from jattn.engine.progress import progress
 from jattn.engine.request import Request, SamplingParams
 from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
@@ -99,19 +100,42 @@ class Engine(contextlib.AbstractContextManager):
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """One line for each program compiled so far; constant after warm-up."""
-        return tuple(self._owner.device.runner.programs)
+        """One line for each program compiled so far; engines of equal models and sizes share them."""
+        return self._owner.device.runner.programs.names
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that this engine compiled; constant after `warmup`."""
+        return self._owner.device.runner.programs.num_compilations
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds spent on compiling them, within the steps that needed them."""
-        return self._owner.device.runner.compile_seconds
+        """Seconds spent on compiling them, in `warmup` and within the steps that needed them."""
+        return self._owner.device.runner.programs.compile_seconds
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         self.settle()
         return len(self._owner.requests)
+
+    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compiles every program that any traffic can need, several at once; afterwards nothing compiles any more.
+
+        With JAX's persistent cache on (`jax.config.update("jax_compilation_cache_dir", folder)`, before anything is
+        compiled, and `jax_persistent_cache_min_compile_time_secs` at 0) the next process reads them from there.
+        Programs with torch in a callback are never kept.
+
+        Args:
+            report: called after each program with how many are done, how many there are, and its name; by default a
+                progress bar on stderr where that is a terminal.
+        """
+
+        def warm() -> None:
+            with progress(report) as tell:
+                self._owner.device.runner.warmup(tell)
+
+        self._locked(warm)
 
     def cache_stats(self) -> CacheStats:
         """Returns a frozen snapshot of the block allocator."""

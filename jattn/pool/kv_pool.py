@@ -115,6 +115,11 @@ class KVPool:
         return self._num_layers * self._num_blocks * self._spec.bytes_per_block
 
     @property
+    def sharding(self) -> jax.sharding.NamedSharding | None:
+        """How the arrays are spread over a mesh; None on one device."""
+        return self._sharding
+
+    @property
     def generation(self) -> int:
         """Counts the allocations of this pool; a higher number means that all earlier contents are gone."""
         return self._generation
