@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from flax import nnx
 
@@ -92,6 +92,11 @@ class Engine(contextlib.AbstractContextManager):
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._owner.closed
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` gave the pool's memory back."""
+        return self._owner.asleep
 
     @property
     def pool_plan(self) -> PoolPlan:
@@ -264,6 +269,53 @@ class Engine(contextlib.AbstractContextManager):
             request.finish_reason = "stop"
 
         self._locked(end)
+
+    def update_weights(
+        self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
+    ) -> None:
+        """Goes on with other weights of the same model, between two steps; nothing is compiled.
+
+        Cached prefixes of the old weights are dropped. Arrays that lie on the engine's device, or are sharded as its
+        own are, are taken without a copy: do not donate them afterwards. Others are brought there.
+
+        Args:
+            state: of the model: an `nnx.State`, a nested mapping of arrays, or a module; all parameters, and those of
+                its other variables that shall change.
+            unfinished: "restart" computes unfinished requests again with the new weights, from the tokens that they
+                have, and they go on; "finish" first runs those that are there now to their end with the old weights.
+                What others add meanwhile is restarted.
+
+        Raises:
+            InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and its path is named; or the
+                engine is closed. Nothing has changed.
+            PoolLost: as `step`, while requests are finished; the weights are the old ones.
+        """
+        if unfinished not in ("restart", "finish"):
+            raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+        leaves = self._owner.device.runner.weights.fitting(state)
+        remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
+        while any(request.finish_reason is None for request in remaining):
+            self._locked(self._owner.advance)
+        self._locked(lambda: self._owner.replace_weights(leaves))
+
+    def sleep(self) -> None:
+        """Gives the pool's memory back until `wake`: to a trainer, say. Weights and programs stay.
+
+        Requests can be added and cancelled meanwhile; those that are unfinished are computed again afterwards, from the
+        tokens that they have. `step` and `wait` are refused.
+
+        Raises:
+            InvalidInput: the engine is closed, or a torch view of the pool is alive.
+        """
+        self._locked(self._owner.sleep)
+
+    def wake(self) -> None:
+        """Takes the pool's memory again; nothing happens to an engine that is awake.
+
+        Raises:
+            InvalidInput: the engine is closed, or the memory is not free; it sleeps on then.
+        """
+        self._locked(self._owner.wake)
 
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jattn.engine.program import Bucket, jitted_step
+from jattn.engine.weights import Weights
 from jattn.pool import KVPool
 
 __all__ = ["Programs"]
@@ -28,31 +28,28 @@ class Programs:
     Engines of equally built models and equal shapes share what is compiled.
 
     Args:
-        model: its leaves are captured now.
+        weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
 
     Attributes:
-        leaves: the weights.
         num_compilations: programs that were compiled here.
         compile_seconds: time that it took.
     """
 
-    def __init__(self, model: nnx.Module, pool: KVPool, *, max_num_seqs: int, max_blocks: int) -> None:
-        graph, state = nnx.split(model)
-        found, treedef = jax.tree.flatten(state)
-        self.leaves = [jnp.asarray(leaf) for leaf in found]
+    def __init__(self, weights: Weights, pool: KVPool, *, max_num_seqs: int, max_blocks: int) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
         layer = jax.ShapeDtypeStruct(pool.spec.shape(pool.num_blocks), pool.spec.dtype, sharding=pool.sharding)
         self._operands = (
             (layer,) * pool.num_layers,
-            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self.leaves],
+            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
             jax.ShapeDtypeStruct((max_num_seqs,), jnp.int32),
         )
-        self._step, self._compiled = _shared(graph, treedef, tuple(jax.tree.leaves(self._operands)), max_blocks)
+        operands = tuple(jax.tree.leaves(self._operands))
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, operands, max_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:

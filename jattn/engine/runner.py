@@ -8,12 +8,14 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.program import Bucket
 from jattn.engine.programs import Programs
 from jattn.engine.sampler import SamplingKind, sampling_kind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
+from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
 from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata
@@ -38,7 +40,8 @@ class ModelRunner:
         max_blocks: columns of a block table.
 
     Attributes:
-        programs: what was compiled, and the weights.
+        programs: what was compiled.
+        weights: what they are run with.
     """
 
     def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_blocks: int) -> None:
@@ -49,7 +52,8 @@ class ModelRunner:
         self._config = config
         self.forget()
         self._num_seqs, self._num_tokens = _buckets(config)
-        self.programs = Programs(model, pool, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
+        self.weights = Weights(cast(nnx.Module, model))
+        self.programs = Programs(self.weights, pool, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
 
     def dispatch(self, step: ScheduledStep) -> jax.Array:
         """Starts a step and returns its sampled tokens, int32[num_decode_steps, max_num_seqs], a column for each row.
@@ -75,7 +79,7 @@ class ModelRunner:
         _fill_requests(step.rows, layout, buffer)
         # Compiled behind the pool's checks of JAX's settings.
         tokens, self._last_tokens = self._pool.run(
-            lambda *operands: self.programs(bucket)(*operands), self.programs.leaves, self._last_tokens, buffer
+            lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, buffer
         )
         return tokens
 
