@@ -29,7 +29,8 @@ class EngineConfig:
     Attributes:
         block_size: tokens of one cache block.
         max_num_seqs: sequences of one step at most, up to 65,536.
-        max_num_batched_tokens: new tokens of one step at most; longer prompts are computed in chunks.
+        max_num_batched_tokens: new tokens of one step at most: one for each running request, and the rest for prompts,
+            in chunks if they are longer.
         max_model_len: tokens of one sequence at most; the model's own limit if None.
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
             full length, as far as `kv_cache_bytes` goes.
@@ -37,7 +38,8 @@ class EngineConfig:
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
             while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
-        steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's.
+        steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's. What
+            the second one computes of a request that the first one ends is dropped.
         enable_prefix_caching: share the blocks of equal prefixes.
         num_host_blocks: blocks of host memory for preempted requests, which then go on where they were; without room
             there, or with 0, they are computed again.
@@ -63,7 +65,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int = 1 << 30
     num_scheduler_steps: int = 4
-    steps_in_flight: int = 1
+    steps_in_flight: int = 2
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     scrub_on_free: bool = False

@@ -160,6 +160,7 @@ class Engine(contextlib.AbstractContextManager):
         request_id: str | None = None,
         prompt: str | None = None,
         salt: bytes | None = None,
+        priority: int = 0,
         outbox: Outbox | None = None,
     ) -> Request:
         """Queues a request; nothing runs until `step` or `wait`.
@@ -170,6 +171,8 @@ class Engine(contextlib.AbstractContextManager):
             request_id: unique among unfinished requests and not beginning with "#"; "#" and a number if None.
             prompt: the prompt's text, for the result.
             salt: 1 to 64 bytes; only requests of equal salt share cached prefixes. None for the engine's own.
+            priority: the lower, the earlier, where requests wait or are preempted. One level is worth 64 arrivals: no
+                more later requests than that overtake it for each, so that none waits forever.
             outbox: where its tokens are announced, for a caller that reads them with `wait`; None for those of `step`.
 
         Raises:
@@ -189,6 +192,7 @@ class Engine(contextlib.AbstractContextManager):
                     taken=self._owner.requests,
                     prompt=prompt,
                     salt=salt,
+                    priority=priority,
                     outbox=outbox,
                 )
                 work.scheduler.add(request)

@@ -95,8 +95,10 @@ class Work:
         Raises:
             PoolLost: as `advance`.
         """
-        if self._has_residue and not self._in_flight and not self.scheduler.num_unfinished:
+        if self._has_residue and not self.scheduler.num_unfinished:
             with _own_transfers():
+                while self._in_flight:
+                    self._read_oldest()
                 self._move_blocks(self.cache.scrub())
             self._has_residue = False
 

@@ -13,10 +13,11 @@ from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no prefixes": {"enable_prefix_caching": False},
-    "overlap": {"steps_in_flight": 2},
+    "no overlap": {"steps_in_flight": 1},
+    "prompts beside decoding": {"batch_invariant": False},
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
-    "swap and overlap": {"num_host_blocks": 8, "steps_in_flight": 2},
+    "swap without overlap": {"num_host_blocks": 8, "steps_in_flight": 1},
     "scrub": {"scrub_on_free": True},
     "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
     "small chunks": {"max_num_batched_tokens": 4},

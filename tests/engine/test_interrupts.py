@@ -33,8 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "swap": {"num_host_blocks": 12, "enable_prefix_caching": False},
     "scrub": {"scrub_on_free": True},
-    "overlap": {"steps_in_flight": 2},
-    "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True, "steps_in_flight": 2},
+    "no overlap": {"steps_in_flight": 1},
+    "prompts beside decoding": {"batch_invariant": False},
+    "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True},
 }
 
 
