@@ -32,6 +32,8 @@ def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Eng
         for _ in range(60):
             service.act()
         lose_pool_in(engine, service.random.choice(["run", "prepare"]))
+        # It needs a step of its own, so that the loss is behind us when the next one comes.
+        service.add()
         service.drain()
         service.check()
     return engine

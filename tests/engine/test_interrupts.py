@@ -134,7 +134,7 @@ class Service:
 
 def interrupt_often(config: str, decoder: Decoder, seed: int, *, count: int) -> list[str]:
     lone = Engine(decoder, EngineConfig(**SIZES))
-    engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS[config]))
+    engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
     service = Service(engine, lone, seed)
     # Compiled before the interrupts, so that lines are steps' and not traces'.
     for _ in range(12):
@@ -304,7 +304,7 @@ def lose_pool_in(engine: Engine, method: str) -> None:
 def test_a_pool_lost_while_a_request_is_swapped_out_loses_no_request(decoder, seed) -> None:
     prompts = prompts_of(seed, 20, 2, 9, 14)
     lone = Engine(decoder, EngineConfig(**SIZES))
-    engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS["swap"]))
+    engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS["swap"])))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     lose_pool_in(engine, "read_blocks")
 
