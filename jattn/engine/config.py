@@ -48,6 +48,9 @@ class EngineConfig:
         batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
             on the requests beside it. Without it the last bits can, because XLA rounds the programs of different
             padded sizes differently; a small batch then costs what a full one does.
+        enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode:
+            None where that should be faster on a GPU, True wherever blocks are shared, False never. Not with
+            batch_invariant, nor with masks that depend on the distance to the prefix (windows, ALiBi).
         seed: of requests that bring none of their own.
 
     Raises:
@@ -70,6 +73,7 @@ class EngineConfig:
     num_host_blocks: int = 0
     scrub_on_free: bool = False
     batch_invariant: bool = False
+    enable_cascade_attention: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +86,8 @@ class EngineConfig:
                 check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
         for name in ("enable_prefix_caching", "scrub_on_free", "batch_invariant"):
             check_bool(name, getattr(self, name))
+        if self.enable_cascade_attention is not None:
+            check_bool("enable_cascade_attention", self.enable_cascade_attention)
         if self.steps_in_flight > 2:
             raise InvalidInput(
                 f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "

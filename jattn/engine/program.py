@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.engine.sampler import SamplingKind, sample
-from jattn.metadata import AttentionMetadata
+from jattn.metadata import AttentionMetadata, PrefixGroups
 from jattn.models import PagedModel
 from torch_core.metadata import PackedLayout, metadata_layout
 from torch_core.specs import PAD_SLOT_ID
@@ -38,6 +38,8 @@ class Bucket:
         max_query_len: an upper bound on the new tokens of a sequence.
         kind: of sampling.
         num_steps: tokens decoded one after the other.
+        num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
+        piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
     """
 
     num_seqs: int
@@ -45,6 +47,8 @@ class Bucket:
     max_query_len: int
     kind: SamplingKind
     num_steps: int = 1
+    num_pieces: int = 0
+    piece_tokens: int = 0
 
     @property
     def num_inputs(self) -> int:
@@ -53,10 +57,11 @@ class Bucket:
 
     def layout(self, max_blocks: int) -> PackedLayout:
         """Returns where the arrays of a step lie in the one buffer that is uploaded."""
-        return _layout(self.num_seqs, self.num_inputs, self.num_tokens, max_blocks)
+        return _layout(self.num_seqs, self.num_inputs, self.num_tokens, max_blocks, self.num_pieces)
 
     def __str__(self) -> str:
         steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
+        steps += "shared prefixes, " if self.piece_tokens else ""
         return (
             f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}"
             f"{self.kind.value}"
@@ -64,8 +69,10 @@ class Bucket:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int) -> PackedLayout:
+def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, num_pieces: int) -> PackedLayout:
     extra = [("token_ids", (num_inputs,)), *((name, (num_seqs,)) for name in PER_SEQUENCE)]
+    if num_pieces:
+        extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
     return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
 
 
@@ -149,11 +156,20 @@ def _sampled(
         query_start_loc=fields["query_start_loc"],
         slot_mapping=fields["slot_mapping"],
         max_query_len=bucket.max_query_len,
+        groups=_groups(fields, bucket),
     )
     merged = model()
     hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
     return _drawn(merged.logits(hidden[last_rows]), fields, bucket.kind), tuple(kv_caches)
+
+
+def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:
+    if not bucket.piece_tokens:
+        return None
+    return PrefixGroups(
+        prefix_lens=fields["prefix_lens"], piece_starts=fields["piece_starts"], piece_tokens=bucket.piece_tokens
+    )
 
 
 def _drawn(logits: jax.Array, fields: Fields, kind: SamplingKind) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.engine.cascade import Cascade
 from jattn.engine.config import EngineConfig
 from jattn.engine.program import Bucket
 from jattn.engine.programs import Programs
@@ -19,6 +21,7 @@ from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
 from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata
+from torch_core.specs import DTYPE_BYTES
 
 __all__ = ["ModelRunner"]
 
@@ -50,8 +53,10 @@ class ModelRunner:
         window = model.paged_spec.sliding_window
         self._window_left = None if window is None else window - 1
         self._config = config
+        self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
         self.forget()
         self._num_seqs, self._num_tokens = _buckets(config)
+        self._cascade = Cascade.of(cast(nnx.Module, model), config)
         self.weights = Weights(cast(nnx.Module, model))
         self.programs = Programs(self.weights, pool, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
 
@@ -77,6 +82,8 @@ class ModelRunner:
         # Given a layout, the builder packs.
         buffer = cast(np.ndarray, metadata.packed)
         _fill_requests(step.rows, layout, buffer)
+        if bucket.num_pieces and self._cascade is not None:
+            bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
         # Compiled behind the pool's checks of JAX's settings.
         tokens, self._last_tokens = self._pool.run(
             lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, buffer
@@ -98,8 +105,12 @@ class ModelRunner:
         # A chunk that does not reach its prompt's end samples nothing: whatever it asks for, the least will do.
         kind = _kind([row for row in step.rows if row.num_samples])
         if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 for row in step.rows):
-            return _decode_bucket(self._num_seqs.pad(len(step.rows)), kind, step.num_decode_steps)
+            return self._decode_bucket(self._num_seqs.pad(len(step.rows)), kind, step.num_decode_steps)
         return self._prefill_bucket(self._num_tokens.pad(step.num_tokens), kind)
+
+    def _decode_bucket(self, num_seqs: int, kind: SamplingKind, num_steps: int) -> Bucket:
+        pieces = 0 if self._cascade is None else self._cascade.num_pieces(num_seqs)
+        return Bucket(num_seqs, num_seqs * num_steps, 1, kind, num_steps, pieces)
 
     def _prefill_bucket(self, num_tokens: int, kind: SamplingKind) -> Bucket:
         # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
@@ -111,11 +122,10 @@ class ModelRunner:
                 yield self._prefill_bucket(num_tokens, kind)
             for num_steps in sorted({1, self._config.num_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
-                    yield _decode_bucket(num_seqs, kind, num_steps)
-
-
-def _decode_bucket(num_seqs: int, kind: SamplingKind, num_steps: int) -> Bucket:
-    return Bucket(num_seqs, num_seqs * num_steps, 1, kind, num_steps)
+                    bucket = self._decode_bucket(num_seqs, kind, num_steps)
+                    yield bucket
+                    if bucket.num_pieces and self._cascade is not None:
+                        yield replace(bucket, piece_tokens=self._cascade.piece_tokens)
 
 
 def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:

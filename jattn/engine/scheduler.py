@@ -151,7 +151,8 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
-        self._running.append(request)
+        # In their order, so that those of a group stand side by side.
+        insort(self._running, request, key=_order)
         request.move(RequestState.RUNNING)
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and not request.output_token_ids:
@@ -212,7 +213,7 @@ class Scheduler:
                     continue
                 if any(request.num_pending_tokens for request in self._running):
                     return None
-                self._preempt(max(self._running, key=_order))
+                self._preempt(self._running[-1])
                 continue
             scheduled = tuple(
                 ScheduledRow(request, request.num_computed_tokens, count, count)
