@@ -41,7 +41,13 @@ class Cascade:
         device, wanted = jax.devices()[0], config.enable_cascade_attention
         if wanted is None:
             wanted = device.platform == "gpu"
-        hidden = (config.batch_invariant, not config.enable_prefix_caching, config.max_num_seqs < _FEWEST_SEQUENCES)
+        hidden = (
+            config.batch_invariant,
+            not config.enable_prefix_caching,
+            # A piece is made of sequences, and of as many queries only where each has one.
+            config.num_speculative_tokens > 0,
+            config.max_num_seqs < _FEWEST_SEQUENCES,
+        )
         if not wanted or not layers or any(hidden) or any(map(_sees_distances, layers)):
             return None
         first = layers[0]

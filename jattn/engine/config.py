@@ -12,6 +12,7 @@ __all__ = ["MAX_SIZE", "EngineConfig"]
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
+_MAX_SPECULATIVE_TOKENS = 64
 # What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
 _SIZES = {
     "block_size": MAX_SIZE,
@@ -51,6 +52,11 @@ class EngineConfig:
         enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode:
             None where that should be faster on a GPU, True wherever blocks are shared, False never. Not with
             batch_invariant, nor with masks that depend on the distance to the prefix (windows, ALiBi).
+        num_speculative_tokens: tokens of a request that are guessed from what it said before (n-grams) and verified in
+            one step; 0 for none. The tokens are those of no speculation, sampled ones too. Guesses need what the step
+            before brought: steps_in_flight and num_scheduler_steps become 1.
+        prompt_lookup_max: tokens that a guess goes by at most.
+        prompt_lookup_min: the same at least.
         seed: of requests that bring none of their own.
 
     Raises:
@@ -74,6 +80,9 @@ class EngineConfig:
     scrub_on_free: bool = False
     batch_invariant: bool = False
     enable_cascade_attention: bool | None = None
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,6 +107,17 @@ class EngineConfig:
                 f"num_scheduler_steps is {self.num_scheduler_steps}; it must not be above max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
             )
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 0, _MAX_SPECULATIVE_TOKENS)
+        check_int("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_SIZE)
+        check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, MAX_SIZE)
+        if self.num_speculative_tokens >= self.max_num_batched_tokens:
+            raise InvalidInput(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be below max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
+            )
+        if self.num_speculative_tokens:
+            object.__setattr__(self, "steps_in_flight", 1)
+            object.__setattr__(self, "num_scheduler_steps", 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidInput(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "

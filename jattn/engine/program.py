@@ -38,6 +38,7 @@ class Bucket:
         max_query_len: an upper bound on the new tokens of a sequence.
         kind: of sampling.
         num_steps: tokens decoded one after the other.
+        num_guesses: tokens behind the first one of a sequence that are verified at most.
         num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
         piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
     """
@@ -47,6 +48,7 @@ class Bucket:
     max_query_len: int
     kind: SamplingKind
     num_steps: int = 1
+    num_guesses: int = 0
     num_pieces: int = 0
     piece_tokens: int = 0
 
@@ -55,12 +57,18 @@ class Bucket:
         """Tokens that the model is given at once."""
         return self.num_tokens // self.num_steps
 
+    @property
+    def num_samples(self) -> int:
+        """Tokens that a sequence is given at most."""
+        return self.num_steps + self.num_guesses
+
     def layout(self, max_blocks: int) -> PackedLayout:
         """Returns where the arrays of a step lie in the one buffer that is uploaded."""
         return _layout(self.num_seqs, self.num_inputs, self.num_tokens, max_blocks, self.num_pieces)
 
     def __str__(self) -> str:
         steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
+        steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
         steps += "shared prefixes, " if self.piece_tokens else ""
         return (
             f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}"
@@ -80,7 +88,7 @@ def jitted_step(graph: Any, treedef: Any) -> Any:
     """Returns the jitted step of one kind of model.
 
     The step is `step(kv_caches, leaves, last_tokens, buffer, *, bucket, max_blocks)` and returns
-    `((tokens int32[num_steps, max_num_seqs], last_tokens int32[max_num_seqs]), kv_caches)`. It consumes kv_caches. An
+    `((tokens int32[num_samples, max_num_seqs], last_tokens int32[max_num_seqs]), kv_caches)`. It consumes kv_caches. An
     input token of `-1 - row` stands for `last_tokens[row]`.
     """
     # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
@@ -109,10 +117,9 @@ def _step(
     with jax.numpy_rank_promotion("allow"):
         if bucket.num_steps == 1:
             sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, bucket)
-            sampled = sampled[None]
         else:
             sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, bucket)
-    tokens = jnp.zeros((bucket.num_steps, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled)
+    tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled)
     return (tokens, tokens[-1]), kv_caches
 
 
@@ -138,7 +145,7 @@ def _decoded(
             "sample_index": fields["sample_index"] + done,
         }
         sampled, kv_caches = _sampled(model, kv_caches, token_ids, now, bucket)
-        token_ids = jnp.where(wanted, sampled, token_ids)
+        token_ids = jnp.where(wanted, sampled[0], token_ids)
         return (token_ids, kv_caches), token_ids
 
     (_, kv_caches), sampled = jax.lax.scan(
@@ -161,7 +168,17 @@ def _sampled(
     merged = model()
     hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
-    return _drawn(merged.logits(hidden[last_rows]), fields, bucket.kind), tuple(kv_caches)
+    if not bucket.num_guesses:
+        return _drawn(merged.logits(hidden[last_rows]), fields, bucket.kind)[None], tuple(kv_caches)
+    # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
+    # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
+    count = bucket.num_samples
+    places = jnp.arange(count, dtype=jnp.int32)
+    rows = jnp.minimum(fields["query_start_loc"][:-1, None] + places, last_rows[:, None])
+    each = {name: jnp.repeat(fields[name], count) for name in PER_SEQUENCE}
+    each["sample_index"] = (fields["sample_index"][:, None] + places).reshape(-1)
+    sampled = _drawn(merged.logits(hidden[rows.reshape(-1)]), each, bucket.kind)
+    return sampled.reshape(-1, count).T, tuple(kv_caches)
 
 
 def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:

@@ -61,7 +61,7 @@ class ModelRunner:
         self.programs = Programs(self.weights, pool, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
 
     def dispatch(self, step: ScheduledStep) -> jax.Array:
-        """Starts a step and returns its sampled tokens, int32[num_decode_steps, max_num_seqs], a column for each row.
+        """Starts a step and returns its sampled tokens, int32[samples, max_num_seqs], a column for each row.
 
         Raises:
             PoolLost: the step failed and took the pool's contents with it.
@@ -104,13 +104,15 @@ class ModelRunner:
     def _bucket(self, step: ScheduledStep) -> Bucket:
         # A chunk that does not reach its prompt's end samples nothing: whatever it asks for, the least will do.
         kind = _kind([row for row in step.rows if row.num_samples])
-        if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 for row in step.rows):
+        if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
             return self._decode_bucket(self._num_seqs.pad(len(step.rows)), kind, step.num_decode_steps)
         return self._prefill_bucket(self._num_tokens.pad(step.num_tokens), kind)
 
     def _decode_bucket(self, num_seqs: int, kind: SamplingKind, num_steps: int) -> Bucket:
         pieces = 0 if self._cascade is None else self._cascade.num_pieces(num_seqs)
-        return Bucket(num_seqs, num_seqs * num_steps, 1, kind, num_steps, pieces)
+        guesses = self._config.num_speculative_tokens
+        count = num_steps + guesses
+        return Bucket(num_seqs, num_seqs * count, 1 + guesses, kind, num_steps, guesses, pieces)
 
     def _prefill_bucket(self, num_tokens: int, kind: SamplingKind) -> Bucket:
         # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
@@ -148,6 +150,7 @@ def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: n
     for row in rows:
         request = row.request
         new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
+        new += row.guesses
         token_ids[first : first + len(new)] = new
         first += len(new)
     requests = [row.request for row in rows]

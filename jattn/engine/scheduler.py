@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter
 
 from jattn.engine.config import EngineConfig
+from jattn.engine.ngram import NGramGuesses
 from jattn.engine.request import Request, RequestState
 from torch_core.cache import CacheManager, CommittedStep
 from torch_core.errors import OutOfBlocks
@@ -28,13 +29,15 @@ class ScheduledRow:
         start: position of the first new token.
         num_new_tokens: tokens to compute.
         num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
-            where the step decodes several in a row.
+            where the step decodes several in a row, or verifies guesses.
+        guesses: new tokens behind the first one that nobody has sampled yet.
     """
 
     request: Request
     start: int
     num_new_tokens: int
     num_samples: int
+    guesses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Scheduler:
         self._swapped: set[str] = set()
         self._move_blocks = move_blocks
         self._prefilled_last = False
+        self._guesses = NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
         self._prompts: dict[str, int] = {}
         self._first_of: dict[int, Request] = {}
 
@@ -125,6 +129,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         self._forget_first(request)
+        self._guesses.forget(request.request_id)
         self._prompts.pop(request.request_id, None)
         if request.request_id in self._registered:
             self._registered.remove(request.request_id)
@@ -197,30 +202,39 @@ class Scheduler:
             self._drop_blocks(request)
 
     def _schedule_decode(self) -> ScheduledStep | None:
-        num_steps = self._config.num_scheduler_steps
+        num_steps, num_guesses = self._config.num_scheduler_steps, self._config.num_speculative_tokens
         if self._waiting and len(self._running) < self._config.max_num_seqs:
             num_steps = 1
         while rows := self._decodable():
             wanted = max(request.num_wanted_tokens for request in rows)
             # With half of its steps unwanted a program would cost more than the host's work that it saves.
             num_steps = num_steps if 2 * wanted > num_steps else 1
-            counts = [min(request.num_wanted_tokens, num_steps) for request in rows]
+            guesses = [self._guess(request, num_guesses) for request in rows]
+            counts = [
+                min(request.num_wanted_tokens, num_steps) + len(some)
+                for request, some in zip(rows, guesses, strict=True)
+            ]
             try:
                 committed = self._cache.step([(r.request_id, count) for r, count in zip(rows, counts, strict=True)])
             except OutOfBlocks:
-                if num_steps > 1:
-                    num_steps = 1
+                if num_steps > 1 or any(guesses):
+                    num_steps, num_guesses = 1, 0
                     continue
                 if any(request.num_pending_tokens for request in self._running):
                     return None
                 self._preempt(self._running[-1])
                 continue
             scheduled = tuple(
-                ScheduledRow(request, request.num_computed_tokens, count, count)
-                for request, count in zip(rows, counts, strict=True)
+                ScheduledRow(request, request.num_computed_tokens, count, count, some)
+                for request, count, some in zip(rows, counts, guesses, strict=True)
             )
             return ScheduledStep(scheduled, committed, num_steps)
         return None
+
+    def _guess(self, request: Request, count: int) -> tuple[int, ...]:
+        # The last token that it wants follows the guesses.
+        count = min(count, request.num_wanted_tokens - 1)
+        return self._guesses.guess(request, count) if count > 0 else ()
 
     def _decodable(self) -> list[Request]:
         return [r for r in self._running if _remaining(r) == 1 and r.num_wanted_tokens > 0][: self._config.max_num_seqs]

@@ -17,6 +17,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "prompts beside decoding": {"batch_invariant": False},
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
+    "speculation": {"num_speculative_tokens": 3, "prompt_lookup_min": 1},
     "swap without overlap": {"num_host_blocks": 8, "steps_in_flight": 1},
     "scrub": {"scrub_on_free": True},
     "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
