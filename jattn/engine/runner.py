@@ -94,6 +94,11 @@ class ModelRunner:
         """Compiles every program that a step can need; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
             self.programs.compile(self._all_buckets(), report)
+            self._pool.warmup(
+                copies=self._config.max_num_seqs,
+                scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
+                swaps=min(self._max_blocks, self._config.num_host_blocks),
+            )
 
     def forget(self) -> None:
         """Drops what it knows of earlier steps: their tokens and their tables."""

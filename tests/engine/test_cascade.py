@@ -35,8 +35,8 @@ def test_groups_say_the_same_with_their_prefix_attended_once(seed) -> None:
     assert engine.cache_stats().used == 0
 
 
-def test_requests_that_share_nothing_run_the_plain_program(seed) -> None:
-    engine = engine_of(max_num_seqs=7)
+def test_requests_that_share_nothing_run_the_plain_program(decoder, seed) -> None:
+    engine = engine_of(decoder, max_num_seqs=7)
 
     run(engine, prompts_of(seed, 9, 20, 3), PARAMS)
 

@@ -14,7 +14,7 @@ from jattn.engine.progress import progress
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 
-SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_scheduler_steps": 2}
+SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_scheduler_steps": 1}
 KINDS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}, {"top_p": 0.5})
 
 
@@ -45,7 +45,7 @@ def serve_anything(engine: Engine, seed: int) -> None:
             engine.step()
 
 
-def test_nothing_compiles_after_the_warm_up_whatever_comes(compiled, seed) -> None:
+def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(compiled, seed) -> None:
     engine = Engine(tiny_decoder(intermediate_size=48), EngineConfig(**SIZES))
     told: list[tuple[int, int]] = []
     engine.warmup(lambda done, total, name: told.append((done, total)))
@@ -57,21 +57,26 @@ def test_nothing_compiles_after_the_warm_up_whatever_comes(compiled, seed) -> No
     serve_anything(engine, seed)
 
     assert (engine.num_compilations, compiled) == (before, [])
-    # Prefill, and decoding of 1 and of 2 tokens for 1 and for 4 sequences; three kinds of sampling each.
-    assert told == [(done, 15) for done in range(1, 16)]
-    assert before == len(engine.programs) == 15
+    # Prefill, and decoding of 1 and of 4 sequences; three kinds of sampling each.
+    assert told == [(done, 9) for done in range(1, 10)]
+    assert before == len(engine.programs) == 9
+    engine.warmup(lambda *news: told.append(news[:2]))
+    assert len(told) == 9
+    assert Engine(tiny_decoder(intermediate_size=48), EngineConfig(**SIZES)).num_compilations == 0
 
 
-def test_a_second_warm_up_has_nothing_to_do(decoder) -> None:
-    config = EngineConfig(**(SIZES | {"max_num_seqs": 1, "num_scheduler_steps": 1}))
-    engine = Engine(decoder, config)
+def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:
+    sizes = {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "batch_invariant": True}
+    engine = Engine(tiny_decoder(intermediate_size=48), EngineConfig(**(SIZES | sizes)))
     engine.warmup()
-    told: list[Any] = []
+    run(engine, prompts_of(seed, 3))
+    compiled.clear()
 
-    engine.warmup(lambda *news: told.append(news))
+    for round_ in range(4):
+        run(engine, prompts_of(seed + round_, 20, 2, 9, 14))
 
-    assert told == []
-    assert Engine(decoder, config).num_compilations == 0
+    assert engine.cache_stats().swapped_in > 0
+    assert compiled == []
 
 
 def test_without_a_terminal_the_progress_is_silent(capsys) -> None:
