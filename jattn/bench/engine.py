@@ -140,7 +140,7 @@ class _Bench:
             return seconds * 1e3 * len(prompts) / tokens, "ms a step", engine.compile_seconds
 
     def _engine(self, batch: int, length: int, settings: dict[str, Any]) -> Engine:
-        sizes = {
+        sizes: dict[str, Any] = {
             "block_size": _BLOCK_SIZE,
             "max_num_seqs": batch,
             "max_num_batched_tokens": max(self._batched_tokens, batch),
@@ -162,7 +162,7 @@ class _Bench:
             engine.step()
 
 
-def _sizes(load: str) -> list[int]:
+def _sizes(load: str) -> Any:
     return [int(size) for size in load.split("x")]
 
 
