@@ -15,7 +15,13 @@ from jattn.engine.progress import progress
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 
-SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_scheduler_steps": 1}
+SIZES: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_scheduler_steps": 1,
+    "enable_cascade_attention": False,
+}
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
