@@ -23,7 +23,9 @@ _BENCHMARKS = (
     "backward",
     "overhead",
     "module",
+    "mla",
     "moe",
+    "engine",
     "tune",
     "compilers",
 )

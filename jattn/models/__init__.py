@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jattn.models.config import ModelConfig, MoEConfig
 from jattn.models.decoder import Decoder
+from jattn.models.paged_model import PagedModel, PagedSpec
 from jattn.models.rope_scaling import RopeScaling
 
-__all__ = ["Decoder", "MoEConfig", "ModelConfig", "RopeScaling"]
+__all__ = ["Decoder", "MoEConfig", "ModelConfig", "PagedModel", "PagedSpec", "RopeScaling"]

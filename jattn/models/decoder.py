@@ -14,6 +14,7 @@ from jattn.models.attention import Angles, Attention
 from jattn.models.config import ModelConfig
 from jattn.models.experts import SparseMLP
 from jattn.models.layers import INITIALIZER, MLP, linear, norm
+from jattn.models.paged_model import PagedSpec
 from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -108,6 +109,23 @@ class Decoder(nnx.Module):
             None
             if config.tie_word_embeddings or config.is_encoder
             else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
+        )
+
+    @property
+    def paged_spec(self) -> PagedSpec:
+        """What the engine needs to know of it."""
+        config = self.config
+        if config.is_encoder:
+            raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
+        return PagedSpec(
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=jnp.dtype(config.dtype).name,
+            sliding_window=config.sliding_window,
+            eos_token_ids=config.eos_token_ids,
         )
 
     def __call__(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -12,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jattn.bridge import to_jax, to_torch, typed_errors
+from jattn.bridge import to_jax, to_torch
 from jattn.pool import programs
+from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, PoolLost, Unsupported
-from torch_core.specs import KVCacheSpec
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["BlockMoves", "KVPool"]
 
@@ -48,11 +51,12 @@ class KVPool:
     it the arrays and keeps what comes back, so nobody holds a stale handle. Not thread-safe: one step at a time.
 
     Args:
-        spec: the layout of one layer.
+        spec: the layout of one layer: keys and values, or latents.
         num_layers: arrays to allocate.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
-            `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, spreads the pool over a mesh.
+            `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, spreads the pool over a mesh; latents, which
+            all heads share, are whole on every device.
 
     Raises:
         InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
@@ -68,7 +72,7 @@ class KVPool:
 
     def __init__(
         self,
-        spec: KVCacheSpec,
+        spec: KVCacheSpec | LatentCacheSpec,
         *,
         num_layers: int,
         num_blocks: int,
@@ -89,13 +93,13 @@ class KVPool:
         sharding = device if isinstance(device, jax.sharding.Sharding) else None
         self._sharding = None if sharding is None else _checked_split(sharding, self._shape)
         if not _arrays:
-            parts = 1 if sharding is None else self._shape[3] // sharding.shard_shape(self._shape)[3]
+            parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
             for each in (device,) if sharding is None else sharding.addressable_devices:
                 check_room(self.num_bytes // parts, each)
         self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
 
     @property
-    def spec(self) -> KVCacheSpec:
+    def spec(self) -> KVCacheSpec | LatentCacheSpec:
         """The layout of one layer."""
         return self._spec
 
@@ -113,6 +117,11 @@ class KVPool:
     def num_bytes(self) -> int:
         """Bytes of all arrays together."""
         return self._num_layers * self._num_blocks * self._spec.bytes_per_block
+
+    @property
+    def sharding(self) -> jax.sharding.NamedSharding | None:
+        """How the arrays are spread over a mesh; None on one device."""
+        return self._sharding
 
     @property
     def generation(self) -> int:
@@ -200,8 +209,7 @@ class KVPool:
         self._arrays = after
         return result
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Turns a step's failure into the callback's own error, or into `PoolLost` where the caches went with it.
 
         JAX reports a failure when somebody waits for a result, which may be after `run` has returned: wait for a
@@ -210,21 +218,7 @@ class KVPool:
         Raises:
             PoolLost: the caches were consumed; the pool is allocated anew. An interrupt stays an interrupt.
         """
-        try:
-            with typed_errors():
-                yield
-        except BaseException as error:
-            if not self.is_lost():
-                raise
-            lost = self._generation
-            self.renew()
-            if not isinstance(error, Exception):
-                raise
-            raise PoolLost(
-                f"a step failed after it had consumed the KV pool of generation {lost} ({type(error).__name__}: "
-                f"{error}). The pool is now generation {self._generation} and empty: compute every sequence again.",
-                generation=lost,
-            ) from error
+        return Guard(self)
 
     def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
         """Executes what a committed step does to whole blocks, in its order: scrubs, swaps, copies.
@@ -260,7 +254,7 @@ class KVPool:
             return
         pairs = np.array([copy[:2] for copy in copies], np.int32)
         self._check_blocks("copies", pairs)
-        self.run(*programs.copy_program(next(iter(self._arrays[0].devices())), pairs))
+        self.run(*programs.copy_program(self._first_device(), pairs))
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Fills whole blocks with zeros in every layer, on the device and in the order of the steps.
@@ -276,8 +270,18 @@ class KVPool:
             self._check_blocks("blocks", ids)
             self.run(programs.scrub_blocks, programs.pad_blocks(ids))
 
+    def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
+        """Compiles the programs of up to so many copies, scrubs and swaps at once, by runs on the null block."""
+        for size in programs.padded_sizes(copies):
+            for program, nothing in programs.copy_programs(self._first_device()):
+                self.run(program, np.full((size, 2), nothing, np.int32))
+        for size in programs.padded_sizes(scrubs):
+            self.scrub_blocks([0] * size)
+        for size in programs.padded_sizes(swaps):
+            self.write_blocks([0] * size, self.read_blocks([0] * size))
+
     def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
-        """Copies whole blocks to the host, [len(blocks), 2, block_size, num_kv_heads, head_size] for each layer.
+        """Copies whole blocks to the host: for each layer [len(blocks), ...], the rest as in the layer's cache.
 
         Raises:
             InvalidInput: an id is not in the pool.
@@ -307,7 +311,7 @@ class KVPool:
                 f"{self._spec.dtype} are required."
             )
         padded = programs.pad_blocks(ids)
-        padding = ((0, len(padded) - len(ids)), *((0, 0),) * 4)
+        padding = ((0, len(padded) - len(ids)), *((0, 0),) * (len(self._shape) - 1))
         new = jax.device_put([np.pad(layer, padding) for layer in contents], self._arrays[0].sharding)
         self.run(programs.write_blocks, padded, new)
 
@@ -324,7 +328,7 @@ class KVPool:
         return views
 
     @classmethod
-    def from_torch(cls, tensors: Sequence[torch.Tensor]) -> KVPool:
+    def from_torch(cls, tensors: Sequence[torch.Tensor], *, kv_lora_rank: int | None = None) -> KVPool:
         """Takes over a torch model's cache: the same memory, from now on donated by JAX's steps.
 
         The tensors stay valid views of the pool for reading between steps, as `as_torch` views are; the pool keeps
@@ -332,6 +336,7 @@ class KVPool:
 
         Args:
             tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all alike.
+            kv_lora_rank: of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim).
 
         Raises:
             InvalidInput: no tensors, or tensors that are not alike or not such a cache.
@@ -340,10 +345,16 @@ class KVPool:
         if not tensors:
             raise InvalidInput("tensors is empty; give one cache tensor per layer.")
         first = tensors[0]
-        if first.ndim != 5 or first.shape[1] != 2:
+        shape: tuple[int, ...] = tuple(first.shape)
+        if kv_lora_rank is None and (first.ndim != 5 or shape[1] != 2):
             raise InvalidInput(
-                f"tensors[0] has shape {tuple(first.shape)}; it must be (num_blocks, 2, block_size, num_kv_heads, "
-                "head_size)."
+                f"tensors[0] has shape {shape}; it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or "
+                "latents of three axes with kv_lora_rank."
+            )
+        if kv_lora_rank is not None and (first.ndim != 3 or not 0 < kv_lora_rank < shape[2]):
+            raise InvalidInput(
+                f"tensors[0] has shape {shape} and kv_lora_rank is {kv_lora_rank}; latents are (num_blocks, "
+                "block_size, kv_lora_rank + rope_dim)."
             )
         for index, tensor in enumerate(tensors):
             if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
@@ -357,11 +368,17 @@ class KVPool:
                 "copies a donated buffer that it did not allocate. Let KVPool allocate and give torch its as_torch()."
             )
         arrays = tuple(to_jax(tensor) for tensor in tensors)
-        num_blocks, _, block_size, num_kv_heads, head_size = first.shape
-        spec = KVCacheSpec(
-            num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=arrays[0].dtype.name
-        )
-        pool = cls(spec, num_layers=len(tensors), num_blocks=num_blocks, device=arrays[0].device, _arrays=arrays)
+        dtype = arrays[0].dtype.name
+        spec: KVCacheSpec | LatentCacheSpec
+        if kv_lora_rank is None:
+            block_size, num_kv_heads, head_size = shape[2:]
+            spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype)
+        else:
+            block_size, size = shape[1:]
+            spec = LatentCacheSpec(
+                kv_lora_rank=kv_lora_rank, rope_dim=size - kv_lora_rank, block_size=block_size, dtype=dtype
+            )
+        pool = cls(spec, num_layers=len(tensors), num_blocks=shape[0], device=arrays[0].device, _arrays=arrays)
         pool._owners = tuple(tensors)
         return pool
 
@@ -369,12 +386,17 @@ class KVPool:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
         # buffer cannot be donated in place.
         with jax.transfer_guard_host_to_device("allow"):
-            return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
+            # Committed from the first: once something committed is written to it, jit would compile all again.
+            device = next(iter(jnp.zeros(()).devices())) if self._device is None else self._device
+            return tuple(jnp.zeros(self._shape, self._dtype, device=device) for _ in range(self._num_layers))
 
     def _shards(self) -> list[jax.Array]:
         if self._sharding is None:
             return list(self._arrays)
         return [shard.data for array in self._arrays for shard in array.addressable_shards]
+
+    def _first_device(self) -> Any:
+        return next(iter(self._arrays[0].devices()))
 
     def _is_placed(self, array: jax.Array) -> bool:
         return self._sharding is None or array.sharding.is_equivalent_to(self._sharding, array.ndim)
@@ -401,8 +423,13 @@ class KVPool:
 def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
     with contextlib.suppress(ValueError):
         local = sharding.shard_shape(shape)
-        if isinstance(sharding, jax.sharding.NamedSharding) and (*local[:3], shape[3], *local[4:]) == shape:
+        if isinstance(sharding, jax.sharding.NamedSharding) and (*local[:3], *shape[3:4], *local[4:]) == shape:
             return sharding
+    if len(shape) == 3:
+        raise InvalidInput(
+            f"device is {sharding}; all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
+            "which every device has all of it."
+        )
     raise InvalidInput(
         f"device is {sharding}; a pool of {shape[3]} key/value heads takes a NamedSharding that splits axis 3 alone, "
         "the heads, into equal parts: NamedSharding(mesh, PartitionSpec(None, None, None, 'tp'))."
