@@ -10,6 +10,7 @@ from torch_core.vllm.backends import *
 from torch_core.vllm.builder import *
 from torch_core.vllm.capture import *
 from torch_core.vllm.config import *
+from torch_core.vllm.groups import *
 from torch_core.vllm.impl import *
 from torch_core.vllm.layers import *
 from torch_core.vllm.legacy import *

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from torch_core import ops
 from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
+from torch_core.context_parallel import context_call, local_call, merge_parts
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
+from torch_core.vllm.groups import merge_over_group
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.types import (
@@ -26,6 +28,7 @@ from torch_core.vllm.types import (
 __all__ = ["PagedAttentionImpl"]
 
 _NO_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+_NO_RANKS = "; its builder was not told of the ranks."
 
 
 class PagedAttentionImpl(AttentionImpl):
@@ -54,6 +57,7 @@ class PagedAttentionImpl(AttentionImpl):
     """
 
     can_return_lse_for_decode: ClassVar[bool] = True
+    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
     min_head_size: ClassVar[int] = 1
 
     def __init__(
@@ -126,6 +130,9 @@ class PagedAttentionImpl(AttentionImpl):
     ) -> Tensor:  # fmt: skip
         """Writes the step's keys and values to the cache, attends, writes `output` and returns it.
 
+        Where sequences are spread over ranks, each rank has its own query heads and all tokens' keys and values:
+        queries are gathered over `ContextParallel.dcp_group`, and an all-to-all brings each head's parts back.
+
         Args:
             layer: has the scales; read for 8-bit caches and queries only.
             query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size].
@@ -141,7 +148,9 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields; shapes do not fit.
-            Unsupported: block scales; sequences that are spread over ranks (see `forward_with_lse`).
+            Unsupported: block scales; of sequences that are spread over ranks what `torch_core.context_parallel`
+                cannot tell from one rank's share, an output scale, and ranks without a `dcp_group` (see
+                `forward_with_lse`).
         """
         if output is None:
             raise InvalidInput("output is None; pass a tensor like query, which forward writes.")
@@ -150,10 +159,7 @@ class PagedAttentionImpl(AttentionImpl):
         if attn_metadata is None:
             return output.zero_()
         if self.need_to_return_lse_for_decode:
-            raise Unsupported(
-                f"this layer holds 1 of {self.context_parallel.dcp_world_size} parts of each sequence; call "
-                "forward_with_lse and merge the parts."
-            )
+            return self._forward_over_ranks(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         out = output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
         key, value = self._as_heads(key), self._as_heads(value)
@@ -185,28 +191,97 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields.
-            Unsupported: a layer without a cache; more than one new token per sequence when those are spread.
+            Unsupported: a layer without a cache; what `torch_core.context_parallel` cannot tell from one rank's share.
         """
         if self.attn_type is not AttentionType.DECODER:
             raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")
         query = query.view(-1, self.num_heads, self.head_size)
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
-        if self.context_parallel.dcp_world_size > 1:
-            local_seq_lens = attn_metadata.dcp_local_seq_lens
-            if local_seq_lens is None:
-                raise InvalidInput("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks.")
-            near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes)
-            if attn_metadata.max_query_len > 1 or any(option is not None for option in near):
-                raise Unsupported(
-                    "sequences are spread over ranks, where only single new tokens without a window, chunk or "
-                    f"ALiBi are served; max_query_len is {attn_metadata.max_query_len}."
-                )
-            sinks = None if self.context_parallel.dcp_rank else self.sinks
-            call = replace(call, seq_lens=local_seq_lens, sinks=sinks)
+        if self.context_parallel.dcp_world_size == 1:
+            self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
+            results = ops.run(call)
+            return results["out"], results["lse"]
+        local, lse_more = self._local(call, attn_metadata)
         self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
-        results = ops.run(call)
-        return results["out"], results["lse"]
+        out, lse = self._run_local(local, lse_more)
+        if self.sinks is None or self.context_parallel.dcp_rank:
+            return out, lse
+        merged, lse = merge_parts(out[None], lse[None], self.sinks, library=torch)
+        return merged.to(out.dtype), lse
+
+    def _forward_over_ranks(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None,
+        metadata: PagedAttentionMetadata, output: Tensor, output_scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        place = self.context_parallel
+        group, ranks = place.dcp_group, place.dcp_world_size
+        if group is None:
+            raise Unsupported(
+                f"this layer holds 1 of {ranks} parts of each sequence; give its ContextParallel the dcp_group of "
+                "those ranks, or call forward_with_lse and merge the parts."
+            )
+        if output_scale is not None or self.attn_type is not AttentionType.DECODER:
+            raise Unsupported(
+                f"sequences are spread over {ranks} ranks: that is for decoder layers (this one is of type "
+                f"{self.attn_type.value}) and for an output without output_scale."
+            )
+        cache = self._checked_cache(kv_cache, metadata)
+        query, key, value = query.view(-1, self.num_heads, self.head_size), self._as_heads(key), self._as_heads(value)
+        call = self._call(layer, query, cache, metadata)
+        slopes = None if self.alibi_slopes is None else group.all_gather(self.alibi_slopes, 0)
+        whole = replace(call, query=group.all_gather(query, 1), alibi_slopes=slopes)
+        among = None
+        if self._is_long(metadata) and key is not None and value is not None and key.dtype == query.dtype:
+            # The new tokens attend to each other from what is at hand, and to the cache as one row of queries.
+            _needed(metadata.dcp_local_seq_lens, "dcp_local_seq_lens", _NO_RANKS)
+            local, lse_more = context_call(whole, **place.dcp_place, library=torch), None
+            among = self._among(call, key, value)
+        else:
+            local, lse_more = self._local(whole, metadata)
+        self._write(layer, key, value, cache, metadata)
+        out, lse = self._run_local(local, lse_more)
+        out, lse = merge_over_group(out, lse, group, ranks, self.sinks if among is None else None)
+        if among is not None:
+            new = ops.run(among)
+            out, _ = merge_parts(torch.stack([out, new["out"]]), torch.stack([lse, new["lse"]]), library=torch)
+        output.view(-1, self.num_heads, self.head_size).copy_(out)
+        return output
+
+    def _local(
+        self, call: PagedCall[Tensor], metadata: PagedAttentionMetadata
+    ) -> tuple[PagedCall[Tensor], Tensor | None]:
+        lens = _needed(metadata.dcp_local_seq_lens, "dcp_local_seq_lens", _NO_RANKS)
+        place = self.context_parallel.dcp_place
+        return local_call(call, **place, local_seq_lens=lens, library=torch, device=call.query.device)
+
+    def _is_long(self, metadata: PagedAttentionMetadata) -> bool:
+        """Returns whether new tokens are many, and may be told from those before them by rows and heads."""
+        fewer, more = sorted((self.num_kv_heads, self.context_parallel.dcp_world_size))
+        near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes)
+        return metadata.max_query_len > 1 and metadata.causal and more % fewer == 0 and all(x is None for x in near)
+
+    def _run_local(self, call: PagedCall[Tensor], lse_more: Tensor | None) -> tuple[Tensor, Tensor]:
+        found = ops.run(call)
+        return found["out"], found["lse"] if lse_more is None else found["lse"] + lse_more
+
+    def _among(self, call: PagedCall[Tensor], key: Tensor, value: Tensor) -> DenseCall[Tensor]:
+        """Returns the attention of the new tokens to each other, by this rank's query heads."""
+        ranks, kv_heads = self.context_parallel.dcp_world_size, self.num_kv_heads
+        first = self.context_parallel.dcp_rank * kv_heads // ranks
+        mine = slice(first, first + max(1, kv_heads // ranks))
+        return DenseCall(
+            query=call.query,
+            key=key[:, mine],
+            value=value[:, mine],
+            query_start_loc=call.query_start_loc,
+            key_start_loc=call.query_start_loc,
+            sinks=self.sinks,
+            spec=call.spec,
+            max_query_len=call.max_query_len,
+            max_key_len=call.max_query_len,
+            with_lse=True,
+        )
 
     def _attend_dense(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: PagedAttentionMetadata, **results: Any
@@ -300,7 +375,9 @@ class PagedAttentionImpl(AttentionImpl):
         return self.spec if metadata.causal == self.spec.causal else replace(self.spec, causal=metadata.causal)
 
 
-def _needed(tensor: Tensor | None, name: str) -> Tensor:
+def _needed(
+    tensor: Tensor | None, name: str, why: str = ", which cross attention needs. Build it with encoder_rows."
+) -> Tensor:
     if tensor is None:
-        raise InvalidInput(f"the metadata has no {name}, which cross attention needs. Build it with encoder_rows.")
+        raise InvalidInput(f"the metadata has no {name}{why}")
     return tensor

@@ -10,6 +10,7 @@ import torch
 
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.vllm.groups import ContextGroup
 
 __all__ = [
     "CACHE_DTYPES",
@@ -144,6 +145,7 @@ class ContextParallel:
             this one.
         pcp_world_size, pcp_rank: ranks that share the tokens of a prompt (prefill context parallelism), and this one.
         interleave_size: consecutive tokens that live on one rank.
+        dcp_group: the ranks that share sequences; None where the caller merges what `forward_with_lse` returns.
 
     Raises:
         InvalidInput: a rank is not below its world size.
@@ -154,6 +156,7 @@ class ContextParallel:
     pcp_world_size: int = 1
     pcp_rank: int = 0
     interleave_size: int = 1
+    dcp_group: ContextGroup | None = None
 
     def __post_init__(self) -> None:
         for name in ("dcp", "pcp"):
