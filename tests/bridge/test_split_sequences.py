@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import types
 from typing import Any
 
 import jax
@@ -11,11 +13,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import ops
-from jattn.bridge import partitioned, typed_errors
+from jattn.bridge import native, partitioned, typed_errors
+from jattn.bridge.kernel_cache import KernelCache
 from tests.bridge.test_partition import assert_close, each_kind, each_way, opaque, run_opaque
 from tests.support.devices import addresses, collectives, mesh, on_four_devices, place
 from torch_core.calls import CopyCall, DenseCall, PagedCall, WriteCall
 from torch_core.errors import Unsupported
+from torch_core.plan.plan import DeviceLimits
 from torch_core.specs import AttentionSpec
 
 SPEC = AttentionSpec(scale=0.25)
@@ -208,3 +212,36 @@ def test_rows_beside_a_whole_written_cache_are_refused(kind: str) -> None:
         "write_kv_cache: sequences and blocks are split by mesh axes as follows: key by dp, value by dp, slot_mapping "
         "by dp, kv_cache by none. Split all alike; what is written must be split as the rows are"
     )
+
+
+@on_four_devices
+def test_the_kernels_are_launched_on_parts_without_a_collective() -> None:
+    launcher = types.SimpleNamespace(
+        TritonKernel=lambda name, *rest: name,
+        TritonKernelCall=lambda *rest: types.SimpleNamespace(to_proto=lambda *_: b""),
+        create_array_parameter=lambda *arguments: arguments,
+        create_scalar_parameter=lambda *arguments: arguments,
+    )
+    on = mesh("explicit", dp=2, tp=2)
+
+    def array(dtype: Any, spec: PartitionSpec, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, spec))
+
+    cache = array(jnp.bfloat16, BLOCKS, 64, 2, 16, 8, 128)
+    key, slots = array(jnp.bfloat16, ROWS, 8, 8, 128), array(jnp.int32, SEQS, 8)
+
+    def write(cache: Any, key: Any, slots: Any) -> Any:
+        call = WriteCall(key=key, value=key, slot_mapping=slots, kv_cache=cache)
+        return partitioned(native.run_native)(call)["kv_cache"]
+
+    native._opaque.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_launcher", lambda: launcher)
+        patch.setattr(native, "kernel_cache", lambda: KernelCache(None))
+        patch.setattr(native, "device_limits", DeviceLimits)
+        text = jax.jit(write, donate_argnums=0).trace(cache, key, slots).lower(lowering_platforms=("cuda",)).as_text()
+    native._opaque.cache_clear()
+
+    assert text.count(f"@{native.TARGET}") == 1
+    assert "tensor<32x2x16x4x128xbf16>" in text
+    assert not re.search("all_gather|all_reduce|all_to_all|collective_permute", text)
