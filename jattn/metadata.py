@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import jax
 import numpy as np
@@ -121,7 +122,7 @@ class AttentionMetadata:
         """
         if not shards:
             raise InvalidInput("shards is empty; give the rows of each device, [] for one without.")
-        pool = {"block_size": block_size, "num_blocks": num_blocks}
+        pool: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
         plain = [build_common_metadata(rows, **pool) for rows in shards]
         rows_each = max_query_len if max_query_len is not None else max(step.max_query_len for step in plain)
         num_seqs = max(step.num_seqs for step in plain) if num_seqs is None else num_seqs
@@ -135,7 +136,7 @@ class AttentionMetadata:
                         "call the ops inside jax.shard_map."
                     )
             num_tokens = num_seqs * rows_each
-        sizes: dict[str, int] = {
+        sizes: dict[str, Any] = {
             "num_seqs": num_seqs,
             "num_tokens": max(step.num_tokens for step in plain) if num_tokens is None else num_tokens,
             "max_blocks": max(step.block_tables.shape[1] for step in plain) if max_blocks is None else max_blocks,

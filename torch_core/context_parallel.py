@@ -24,7 +24,7 @@ def local_call(
     dcp_world_size: int,
     dcp_rank: Any,
     interleave_size: int = 1,
-    local_seq_lens: A | None = None,
+    local_seq_lens: Any = None,
     library: Any,
     **placement: Any,
 ) -> tuple[PagedCall[A], A | None]:

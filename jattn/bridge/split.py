@@ -112,7 +112,7 @@ def rows_of_a_sequence(call: Call[Any]) -> dict[str, int]:
     """Returns how many rows each sequence has on axes where the shapes promise that all have as many."""
     if not isinstance(call, AttentionCall) or not call.num_seqs:
         return {}
-    promised = {"num_tokens": (call.num_tokens, call.max_query_len)}
+    promised: dict[str, tuple[int, int | None]] = {"num_tokens": (call.num_tokens, call.max_query_len)}
     if isinstance(call, DenseCall):
         promised["num_keys"] = (call.key.shape[0], call.max_key_len)
     return {dim: longest for dim, (rows, longest) in promised.items() if longest and rows == call.num_seqs * longest}

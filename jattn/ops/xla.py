@@ -144,7 +144,8 @@ def _attention_backward(call: DenseBackwardCall[jax.Array]) -> dict[str, jax.Arr
     real = (jnp.arange(call.num_tokens) < call.query_start_loc[-1])[:, None] & (found["lse"] > -jnp.inf)
     # The lse that is given counts: it may be over more keys than are here, of which others have the gradient.
     share = jnp.where(real, jnp.exp(found["lse"] - jnp.where(real, call.lse, 0)), 0)
-    d_out, out = (jnp.where(real[..., None], x, 0).astype(share.dtype) for x in (call.d_out, call.out))
+    results = call.arrays()
+    d_out, out = (jnp.where(real[..., None], results[name], 0).astype(share.dtype) for name in ("d_out", "out"))
     d_lse = (d_out * (found["out"] - out)).sum(-1)
     if call.d_lse is not None:
         d_lse += jnp.where(real, call.d_lse, 0)

@@ -132,14 +132,15 @@ def all_gather_attention(
         key_lens = jnp.tile(ends, batch)
     else:
         rows, key_lens = jnp.arange(2 * world * chunk), jnp.full(batch, 2 * world * chunk)
-    gathered = [
+    every_key, every_value = (
         jax.lax.all_gather(x, axis_name, axis=1, tiled=True)[:, natural][:, rows].reshape(-1, *x.shape[2:])
         for x in (key, value)
-    ]
+    )
     num_seqs = key_lens.shape[0]
     out = ops.attention(
         query.reshape(-1, *query.shape[2:]),
-        *gathered,
+        every_key,
+        every_value,
         jnp.arange(num_seqs + 1, dtype=jnp.int32) * (batch * tokens // num_seqs),
         jnp.pad(jnp.cumsum(key_lens), (1, 0)).astype(jnp.int32),
         max_query_len=batch * tokens // num_seqs,
@@ -175,12 +176,13 @@ def _forward(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array) ->
 
     def step(state: Any, index: jax.Array) -> tuple[Any, None]:
         out, lse, keys = state
-        keys = _pass_on(ring, keys)
+        key, value = keys = _pass_on(ring, keys)
         if not ring.spec.causal:
-            more = [_attend(ring, query, *keys, False)]
+            more = [_attend(ring, query, key, value, False)]
         else:
             earlier = _earlier(ring, index)
-            found_out, found_lse = _attend(ring, _queries(query, earlier), *(_keys(x, earlier) for x in keys), False)
+            key, value = (_keys(x, earlier) for x in keys)
+            found_out, found_lse = _attend(ring, _queries(query, earlier), key, value, False)
             (out_0, out_1), (lse_0, lse_1) = jnp.split(found_out, 2), jnp.split(found_lse, 2)
             # To the first half of the rows, or to the second.
             nothing = jnp.full_like(lse_0, -jnp.inf)
@@ -207,12 +209,14 @@ def _backward(ring: _Ring, saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax
     def step(state: Any, index: jax.Array) -> tuple[Any, None]:
         d_query, keys, d_keys = state
         keys, d_keys = _pass_on(ring, (keys, d_keys))
+        key, value = keys
         if not ring.spec.causal:
-            more, *d_more = _derive(ring, rows, *keys, False)
+            more, *d_more = _derive(ring, rows, key, value, False)
         else:
             earlier = _earlier(ring, index)
             each = _Rows(*(_queries(x, earlier) for x in rows))
-            found, *d_found = _derive(ring, each, *(_keys(x, earlier) for x in keys), False)
+            key, value = (_keys(x, earlier) for x in keys)
+            found, *d_found = _derive(ring, each, key, value, False)
             found_0, found_1 = jnp.split(found, 2)
             more = jnp.concatenate([jnp.where(earlier, found_0, 0), found_1 + jnp.where(earlier, 0, found_0)], 1)
             d_more = [_back_to_keys(x, earlier) for x in d_found]
@@ -269,7 +273,8 @@ def _attend(
     ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
 ) -> tuple[jax.Array, jax.Array]:
     found = ops.run(_call(ring, query, key, value, causal), ring.implementation)
-    return tuple(found[name].reshape(*query.shape[:2], *found[name].shape[1:]) for name in ("out", "lse"))
+    out, lse = (found[name].reshape(*query.shape[:2], *found[name].shape[1:]) for name in ("out", "lse"))
+    return out, lse
 
 
 def _derive(ring: _Ring, rows: _Rows, key: jax.Array, value: jax.Array, causal: bool) -> list[jax.Array]:
@@ -283,9 +288,12 @@ def _derive(ring: _Ring, rows: _Rows, key: jax.Array, value: jax.Array, causal: 
 
 def _call(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> DenseCall[jax.Array]:
     spec = AttentionSpec(scale=ring.spec.scale, causal=causal, logits_soft_cap=ring.spec.logits_soft_cap)
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (query, key, value)]
     starts = [jnp.arange(x.shape[0] + 1, dtype=jnp.int32) * x.shape[1] for x in (query, key)]
     return DenseCall(
-        **{name: x.reshape(-1, *x.shape[2:]) for name, x in (("query", query), ("key", key), ("value", value))},
+        query=packed[0],
+        key=packed[1],
+        value=packed[2],
         query_start_loc=starts[0],
         key_start_loc=starts[1],
         spec=spec,

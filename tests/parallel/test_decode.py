@@ -56,7 +56,8 @@ def calls(cache: Any, query: Any, key: Any, value: Any, step: Any, sinks: Any, *
 
 
 def expected(given: tuple[np.ndarray, ...], step: Any, sinks: Any, **mask: Any) -> tuple[Any, Any, Any]:
-    write, attend = calls(*given, step, sinks, **mask)
+    cache, query, key, value = given
+    write, attend = calls(cache, query, key, value, step, sinks, **mask)
     cache = ops.run(write, "xla")["kv_cache"]
     found = ops.run(attend.with_arrays({"kv_cache": cache}), "xla")
     return found["out"], found["lse"], cache

@@ -47,13 +47,10 @@ EACH = [(name, *ranks) for name in CASES for ranks in ((2, 1), (3, 4))] + [(name
 
 
 def call_of(case: AttentionCase, world: int, rank: int, interleave: int) -> PagedCall[torch.Tensor]:
-    arrays = {**case.operands, **case.options}
+    arrays: dict[str, Any] = {**case.operands, **case.options}
     arrays["kv_cache"] = of_rank(arrays["kv_cache"], world, rank, interleave)
-    return PagedCall(
-        **{name: to_torch(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()},
-        spec=case.spec,
-        **case.limits,
-    )
+    given: dict[str, Any] = {name: to_torch(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
+    return PagedCall(**given, spec=case.spec, max_query_len=case.limits["max_query_len"])
 
 
 @pytest.mark.parametrize(("name", "world", "interleave"), EACH)
@@ -61,14 +58,13 @@ def test_the_ranks_parts_merge_to_the_whole(name: str, world: int, interleave: i
     case = paged_case(seed, seq_lens=LENS, block_size=8 * world, **(CASES | ALIBI)[name])
     parts = []
     for rank in range(world):
-        place = {"dcp_world_size": world, "dcp_rank": rank, "interleave_size": interleave}
+        place: dict[str, Any] = {"dcp_world_size": world, "dcp_rank": rank, "interleave_size": interleave}
         call, lse_more = local_call(call_of(case, world, rank, interleave), **place, library=torch)
         found = torch_core.ops.run(call)
         parts.append((found["out"], found["lse"] if lse_more is None else found["lse"] + lse_more))
     sinks = case.options.get("sinks")
-    out, lse = merge_parts(
-        *map(torch.stack, zip(*parts, strict=True)), None if sinks is None else to_torch(sinks), library=torch
-    )
+    outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
+    out, lse = merge_parts(outs, lses, None if sinks is None else to_torch(sinks), library=torch)
 
     assert_matches_reference(case, out, lse)
 

@@ -25,9 +25,9 @@ def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
 
 
 def whole(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-    starts = np.arange(BATCH + 1, dtype=np.int32) * LENGTH
-    packed = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-    out = ops.attention(*packed, starts, max_query_len=LENGTH, implementation="xla", **options)
+    starts = jnp.arange(BATCH + 1, dtype=jnp.int32) * LENGTH
+    query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    out = ops.attention(query, key, value, starts, max_query_len=LENGTH, implementation="xla", **options)
     return out.reshape(BATCH, LENGTH, *out.shape[1:])
 
 
@@ -55,14 +55,14 @@ def assert_near(found: Any, exact: Any, eps: float) -> None:
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ring, causal": ("ring", {"implementation": "xla"}),
     "ring, torch": ("ring", {"implementation": "torch"}),
-    "ring, full, soft cap": ("ring", {"implementation": "xla", "causal": False, "logits_soft_cap": 3.0}),
-    "gathered": ("all-gather", {"implementation": "torch"}),
-    "gathered, full": ("all-gather", {"implementation": "xla", "causal": False}),
-    "gathered, window": ("all-gather", {"implementation": "xla", "sliding_window": 7}),
+    "ring, full, soft cap": ("ring", {"implementation": "torch", "causal": False, "logits_soft_cap": 3.0}),
+    "gathered": ("all-gather", {"implementation": "xla"}),
+    "gathered, full": ("all-gather", {"implementation": "torch", "causal": False}),
+    "gathered, window": ("all-gather", {"implementation": "torch", "sliding_window": 7}),
     "gathered, chunk": ("all-gather", {"implementation": "torch", "attention_chunk": 12}),
     "gathered, ALiBi": (
         "all-gather",
-        {"implementation": "xla", "alibi_slopes": np.linspace(0.1, 1, 4, dtype=np.float32)},
+        {"implementation": "torch", "alibi_slopes": np.linspace(0.1, 1, 4, dtype=np.float32)},
     ),
 }
 
@@ -100,9 +100,9 @@ def test_in_bfloat16_the_ring_rounds_as_one_device_does() -> None:
 @on_four_devices
 def test_the_ring_passes_keys_on_and_gathers_nothing() -> None:
     given = tuple(x[:, ORDER] for x in arrays())
-    on = {"mesh": mesh("auto", cp=4), "in_specs": TOKENS, "out_specs": TOKENS, "check_vma": False}
-    forward = jax.shard_map(lambda *x: parallel.ring_attention(*x, "cp", implementation="xla"), **on)
-    gathered = jax.shard_map(lambda *x: parallel.all_gather_attention(*x, "cp", implementation="xla"), **on)
+    on: dict[str, Any] = {"mesh": mesh("auto", cp=4), "in_specs": TOKENS, "out_specs": TOKENS, "check_vma": False}
+    forward = jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, "cp", implementation="torch"), **on)
+    gathered = jax.shard_map(lambda q, k, v: parallel.all_gather_attention(q, k, v, "cp", implementation="torch"), **on)
 
     # Keys and values, to each of the three others.
     assert collectives(jax.jit(forward), *given) == ["collective-permute"] * 6
@@ -112,7 +112,7 @@ def test_the_ring_passes_keys_on_and_gathers_nothing() -> None:
     assert len(both) in (6 + 8, 6 + 6 + 8)
     assert set(collectives(jax.jit(gathered), *given)) == {"all-gather"}
     derived = jax.jit(lambda *x: jax.vjp(gathered, *x)[1](x[0]))
-    assert set(collectives(derived, *given)) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert sorted(collectives(derived, *given)) == ["all-gather"] * 2 + ["reduce-scatter"] * 2
 
 
 @on_four_devices
@@ -122,8 +122,9 @@ def test_what_is_not_served_is_refused() -> None:
         split("ring", sliding_window=7)(*given)
     with pytest.raises(Unsupported, match=r"^sliding_window without the causal mask is not served where tokens are"):
         split("all-gather", sliding_window=7, causal=False)(*given)
+    query, key, value = (x[:, :3] for x in given)
     with pytest.raises(InvalidInput, match=r"^query has shape \[2, 3, 4, 16\] and key \[2, 3, 2, 16\]; both are two"):
-        parallel.ring_attention(*(x[:, :3] for x in given), "cp")
+        parallel.ring_attention(query, key, value, "cp")
     with pytest.raises(
         InvalidInput, match=r"^num_tokens is 12; it must be a multiple of 8, two chunks for each device"
     ):

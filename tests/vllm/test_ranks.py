@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.spawn import spawn
 
 from tests.support.backend_cases import HEAD, HEADS, KV_HEADS, ONES, SCALE, SPEC, refuses
 from tests.support.ranks import of_rank
@@ -219,4 +220,4 @@ def one_of_two_processes(rank: int, store: str, seed: int) -> None:
 @pytest.mark.nightly
 def test_two_processes_over_gloo_compute_their_heads_of_the_whole(tmp_path: Path, seed: int) -> None:
     # A worker's failure is raised here.
-    torch.multiprocessing.spawn(one_of_two_processes, (str(tmp_path / "store"), seed), nprocs=2)
+    spawn(one_of_two_processes, (str(tmp_path / "store"), seed), nprocs=2)
