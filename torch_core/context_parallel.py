@@ -52,7 +52,8 @@ def local_call(
         call.spec,
         {"dcp_world_size": dcp_world_size, "dcp_rank": dcp_rank, "interleave_size": interleave_size},
     )
-    if call.max_query_len > 1 and spec.causal:
+    # What ALiBi adds to the lse differs from token to token too.
+    if call.alibi_slopes is not None or (call.max_query_len > 1 and spec.causal):
         call, local_seq_lens = _token_by_token(call, library, placement), None
     seq_lens, block_size = call.seq_lens, call.block_size
     ends = get_dcp_local_seq_lens(seq_lens, **place) if local_seq_lens is None else local_seq_lens

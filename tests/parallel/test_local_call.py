@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import torch_core.ops
-from tests.support.attention_cases import AttentionCase, assert_matches_reference, paged_case, to_torch
+from tests.support.attention_cases import (
+    AttentionCase,
+    assert_matches_reference,
+    paged_case,
+    random_paged_case,
+    to_torch,
+)
 from tests.support.ranks import of_rank
 from torch_core.calls import PagedCall
 from torch_core.context_parallel import context_call, local_call, merge_parts
@@ -41,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ALIBI: dict[str, dict[str, Any]] = {
     "ALiBi": {"query_lens": SEVERAL, "alibi_slopes": SLOPES},
+    "ALiBi where a row has no query": {"query_lens": ONE, "alibi_slopes": SLOPES, "sinks": SINKS, "padding_tokens": 2},
     "ALiBi and window": {"query_lens": SEVERAL, "alibi_slopes": SLOPES, "spec": mask(window_left=30)},
 }
 EACH = [(name, *ranks) for name in CASES for ranks in ((2, 1), (3, 4))] + [(name, 3, 1) for name in ALIBI]
@@ -48,14 +55,14 @@ EACH = [(name, *ranks) for name in CASES for ranks in ((2, 1), (3, 4))] + [(name
 
 def call_of(case: AttentionCase, world: int, rank: int, interleave: int) -> PagedCall[torch.Tensor]:
     arrays: dict[str, Any] = {**case.operands, **case.options}
-    arrays["kv_cache"] = of_rank(arrays["kv_cache"], world, rank, interleave)
+    for name in {"kv_cache", "k_scale_cache", "v_scale_cache"} & set(arrays):
+        arrays[name] = of_rank(arrays[name], world, rank, interleave)
     given: dict[str, Any] = {name: to_torch(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
     return PagedCall(**given, spec=case.spec, max_query_len=case.limits["max_query_len"])
 
 
-@pytest.mark.parametrize(("name", "world", "interleave"), EACH)
-def test_the_ranks_parts_merge_to_the_whole(name: str, world: int, interleave: int, seed: int) -> None:
-    case = paged_case(seed, seq_lens=LENS, block_size=8 * world, **(CASES | ALIBI)[name])
+def assert_merged(case: AttentionCase, world: int, interleave: int) -> None:
+    """Fails unless the ranks' parts are together what the reference finds."""
     parts = []
     for rank in range(world):
         place: dict[str, Any] = {"dcp_world_size": world, "dcp_rank": rank, "interleave_size": interleave}
@@ -67,6 +74,26 @@ def test_the_ranks_parts_merge_to_the_whole(name: str, world: int, interleave: i
     out, lse = merge_parts(outs, lses, None if sinks is None else to_torch(sinks), library=torch)
 
     assert_matches_reference(case, out, lse)
+
+
+@pytest.mark.parametrize(("name", "world", "interleave"), EACH)
+def test_the_ranks_parts_merge_to_the_whole(name: str, world: int, interleave: int, seed: int) -> None:
+    case = paged_case(seed, seq_lens=LENS, block_size=8 * world, **(CASES | ALIBI)[name])
+    assert_merged(case, world, interleave)
+
+
+@pytest.mark.parametrize("draw", range(12))
+def test_drawn_problems_merge_to_the_whole(draw: int, seed: int) -> None:
+    case = next(
+        case
+        for case in (random_paged_case(seed + step, rare=False) for step in range(100))
+        if case.operands["kv_cache"].shape[2] % 4 == 0
+        and case.limits["max_query_len"]
+        and not case.spec.use_alibi_sqrt
+        and (case.spec.causal or case.limits["max_query_len"] == 1)
+    )
+    interleave = 1 if "alibi_slopes" in case.options else 2
+    assert_merged(case, 2, interleave)
 
 
 def test_a_window_reads_its_own_blocks_alone(seed: int) -> None:
