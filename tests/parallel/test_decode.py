@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -121,6 +122,34 @@ def test_a_step_on_spread_sequences_is_that_of_one_device(
     np.testing.assert_array_equal(found_cache, spread(np.asarray(cache), interleave))
     assert_close(found_out, out)
     np.testing.assert_allclose(found_lse, lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+@on_four_devices
+def test_a_window_and_alibi_count_tokens_of_the_whole_sequence(implementation: str) -> None:
+    step = AttentionMetadata.build(ROWS, **METADATA)
+    cache, query, key, value = arrays()
+    slopes = np.linspace(0.1, 1, 8, dtype=np.float32)
+
+    def attend(cache: Any, query: Any, slopes: Any) -> Any:
+        _, call = calls(cache, query, key, value, step, None, window_left=11)
+        return parallel.paged_attention(
+            replace(call, alibi_slopes=slopes), "cp", split_heads=True, implementation=implementation
+        )
+
+    mapped = jax.shard_map(
+        attend,
+        mesh=mesh("auto", cp=4),
+        in_specs=(RANKS, OWN_HEADS, RANKS),
+        out_specs=OWN_HEADS,
+        check_vma=False,
+    )
+    found = jax.jit(mapped)(spread(cache), query, slopes)
+
+    _, call = calls(cache, query, key, value, step, None, window_left=11)
+    exact = ops.run(replace(call, alibi_slopes=slopes), "xla")
+    assert_close(found["out"], exact["out"])
+    np.testing.assert_allclose(found["lse"], exact["lse"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
