@@ -209,6 +209,83 @@ def test_metadata_and_groups_that_do_not_fit_are_refused(seed: int) -> None:
     assert np.isfinite(cache.numpy()).all()
 
 
+PROMPTS = [SequenceRow([5, 6, 7], 0, 12), SequenceRow([9], 0, 4)]
+PROMPT_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "window": {"sliding_window": 4},
+    "ALiBi": {"alibi_slopes": SLOPES},
+}
+
+
+@pytest.mark.parametrize("name", PROMPT_CASES)
+def test_ranks_that_share_prompts_compute_their_chunks_and_then_decode(name: str, seed: int) -> None:
+    options, group = PROMPT_CASES[name], SimulatedGroup(2)
+    problem = Problem(seed, PROMPTS, 2)
+    problem.query = problem.query[:, :HEADS].contiguous()
+    expected = problem.whole(2, **options)
+    nexts = [replace(row, num_computed_tokens=row.num_new_tokens, num_new_tokens=1) for row in PROMPTS]
+    decode = Problem(seed + 1, [SequenceRow([*row.block_ids, 12 + i], 12 - 8 * i, 1) for i, row in enumerate(nexts)], 2)
+    decode.query = decode.query[:, :HEADS].contiguous()
+    decode.cache = problem.cache.clone()
+    spec = replace(SPEC, block_size=2 * SPEC.block_size)
+    whole = TorchAttentionMetadataBuilder(spec, [], BuilderConfig(num_heads=HEADS), "cpu").build(0, problem.step)
+    TorchAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS).forward(
+        ONES, problem.query, problem.key, problem.value, decode.cache, whole, torch.empty_like(problem.query)
+    )
+    expected_next = decode.whole(2, **options)
+
+    def forward(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        place = ContextParallel(pcp_world_size=2, pcp_rank=rank, pcp_group=group.of(rank))
+        impl = TorchAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, context_parallel=place, **options)
+        assert impl.supports_pcp
+        cache = torch.from_numpy(of_rank(problem.cache.numpy(), 2, rank))
+        metadata = problem.metadata(place)
+        rows = metadata.prompt_share.token_indices
+        query, key, value = (x[rows].contiguous() for x in (problem.query, problem.key, problem.value))
+        out = impl.forward(ONES, query, key, value, cache, metadata, torch.full_like(query, float("nan")))
+        given = (decode.query, decode.key, decode.value, cache, decode.metadata(place))
+        return rows, out, impl.forward(ONES, *given, torch.empty_like(decode.query))
+
+    for rows, out, following in together(2, forward):
+        torch.testing.assert_close(out, expected[rows], rtol=0, atol=1e-5)
+        torch.testing.assert_close(following, expected_next, rtol=0, atol=1e-5)
+
+
+def test_prompts_that_a_rank_cannot_attend_to_alone_are_refused(seed: int) -> None:
+    problem = Problem(seed, PROMPTS, 2)
+    place = ContextParallel(pcp_world_size=2, pcp_group=SimulatedGroup(2).of(0))
+    metadata = problem.metadata(place)
+    query, key = problem.query[:8, :HEADS].contiguous(), problem.key[:8]
+    cache = torch.zeros(SPEC.shape(16))
+    impl = TorchAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, context_parallel=place)
+    message = (
+        "the tokens of prompts are split over 2 ranks: that is for causal layers with keys, values and a cache of "
+        "their own, without mm_prefix_range and seq_causal."
+    )
+    shared = TorchAttentionImpl(
+        HEADS, HEAD, SCALE, KV_HEADS, context_parallel=place, kv_sharing_target_layer_name="other"
+    )
+    for layer, given in ((impl, replace(metadata, causal=False)), (shared, metadata)):
+        with refuses(message, Unsupported):
+            layer.forward(ONES, query, key, key, cache, given, query)
+    with refuses(message, Unsupported):
+        impl.forward_with_lse(ONES, query, key, key, cache, metadata)
+    with refuses("key has 16 tokens; this rank has 8 of the prompts' (prompt_share.token_indices)."):
+        impl.forward(ONES, query, problem.key, problem.value, cache, metadata, query)
+    assert not cache.any()
+
+
+def test_chunks_of_prompts_and_uneven_prompts_are_refused(seed: int) -> None:
+    place = ContextParallel(pcp_world_size=2, pcp_group=SimulatedGroup(2).of(0))
+    with refuses(
+        "row 0 has 3 new tokens of 12; where the tokens of prompts are split over 2 ranks, a step has whole prompts of "
+        "a multiple of 4 tokens, or one token for each row. Pad prompts, and keep chunks and decodes apart.",
+        Unsupported,
+    ):
+        Problem(seed, MIXED, 2).metadata(place)
+
+
 def one_of_two_processes(rank: int, store: str, seed: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     problem = Problem(seed, MIXED, 2)

@@ -18,6 +18,7 @@ from torch_core.vllm.mla import *
 from torch_core.vllm.paged_builder import *
 from torch_core.vllm.paged_impl import *
 from torch_core.vllm.paged_metadata import *
+from torch_core.vllm.prompt_ranks import *
 from torch_core.vllm.registry import *
 from torch_core.vllm.types import *
 from torch_core.vllm.upload import *

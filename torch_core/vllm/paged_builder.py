@@ -21,6 +21,7 @@ from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
+from torch_core.vllm.prompt_ranks import prompt_share
 from torch_core.vllm.types import AttentionCGSupport, AttentionType
 from torch_core.vllm.upload import upload
 
@@ -39,7 +40,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         cls, vllm_config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
     ) -> AttentionCGSupport:
         """Returns never for ranks that share sequences, whose lengths `build` derives from the batch's."""
-        if vllm_config is not None and vllm_config.context_parallel.dcp_world_size > 1:
+        if vllm_config is not None and vllm_config.context_parallel.total_cp_world_size > 1:
             return AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
@@ -71,9 +72,13 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         num_decodes = int(np.count_nonzero(is_decode))
         parallel = self.vllm_config.context_parallel
         local_seq_lens, slots, block_size = None, on_device["slot_mapping"], self.kv_cache_spec.block_size
-        if parallel.dcp_world_size > 1:
+        share = None
+        if parallel.total_cp_world_size > 1:
             local_seq_lens = get_dcp_local_seq_lens(on_device["seq_lens"], **parallel.dcp_place)
             slots = get_dcp_local_slots(slots, block_size=block_size, **parallel.dcp_place)
+        if parallel.pcp_world_size > 1 and common.max_query_len > 1:
+            place = {"pcp_world_size": parallel.pcp_world_size, "pcp_rank": parallel.pcp_rank}
+            share = prompt_share(common, **place, device=self.device)
         encoder = common.encoder
         metadata = PagedAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -98,6 +103,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             cross_slot_mapping=on_device.get("cross_slot_mapping"),
             num_encoder_tokens=None if encoder is None else encoder.num_encoder_tokens,
             dcp_local_seq_lens=local_seq_lens,
+            prompt_share=share,
             mm_prefix_range=mm_prefix_range,
             seq_causal=seq_causal,
         )
@@ -166,12 +172,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             use_alibi=use_alibi or config.use_alibi,
             use_sliding_window=use_sliding_window or config.sliding_window is not None,
             use_local_attention=use_local_attention or config.attention_chunk is not None,
-            dcp_world_size=max(dcp_world_size, config.context_parallel.dcp_world_size),
+            dcp_world_size=max(dcp_world_size, config.context_parallel.total_cp_world_size),
             costs=config.cascade_costs,
         )
 
     def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
-        kind, ranks = self.vllm_config.attn_type, self.vllm_config.context_parallel.dcp_world_size
+        kind, ranks = self.vllm_config.attn_type, self.vllm_config.context_parallel.total_cp_world_size
         block_size = self.kv_cache_spec.block_size * ranks
         if kind in _CACHED and common.block_size != block_size:
             shared = "" if ranks == 1 else f" on each of {ranks} ranks, which share a block"

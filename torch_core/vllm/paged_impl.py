@@ -16,6 +16,7 @@ from torch_core.specs import AttentionSpec
 from torch_core.vllm.groups import merge_over_group
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
+from torch_core.vllm.prompt_ranks import PromptShare
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     FP8_STATIC_TENSOR,
@@ -57,6 +58,7 @@ class PagedAttentionImpl(AttentionImpl):
     """
 
     can_return_lse_for_decode: ClassVar[bool] = True
+    supports_pcp: ClassVar[bool] = True
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
     min_head_size: ClassVar[int] = 1
 
@@ -90,7 +92,7 @@ class PagedAttentionImpl(AttentionImpl):
         self.sinks = sinks
         self.alibi_slopes = None
         self.context_parallel = context_parallel or ContextParallel()
-        self.context_parallel.refuse_spread_prompts()
+        self.context_parallel.refuse_both_kinds()
         self.cache_group = cache_group
         self.supports_quant_query_input = True
         if head_size < self.min_head_size:
@@ -158,7 +160,7 @@ class PagedAttentionImpl(AttentionImpl):
             raise Unsupported("output_block_scale is given; the output can be stored with one static scale only.")
         if attn_metadata is None:
             return output.zero_()
-        if self.need_to_return_lse_for_decode:
+        if self.context_parallel.total_cp_world_size > 1:
             return self._forward_over_ranks(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         out = output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
@@ -198,14 +200,16 @@ class PagedAttentionImpl(AttentionImpl):
         query = query.view(-1, self.num_heads, self.head_size)
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
-        if self.context_parallel.dcp_world_size == 1:
+        if attn_metadata.prompt_share is not None:
+            raise self._no_prompts()
+        if self.context_parallel.total_cp_world_size == 1:
             self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
             results = ops.run(call)
             return results["out"], results["lse"]
         local, lse_more = self._local(call, attn_metadata)
         self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
         out, lse = self._run_local(local, lse_more)
-        if self.sinks is None or self.context_parallel.dcp_rank:
+        if self.sinks is None or self.context_parallel.total_cp_rank:
             return out, lse
         merged, lse = merge_parts(out[None], lse[None], self.sinks, library=torch)
         return merged.to(out.dtype), lse
@@ -215,7 +219,7 @@ class PagedAttentionImpl(AttentionImpl):
         metadata: PagedAttentionMetadata, output: Tensor, output_scale: Tensor | None,
     ) -> Tensor:  # fmt: skip
         place = self.context_parallel
-        group, ranks = place.dcp_group, place.dcp_world_size
+        group, ranks = place.dcp_group or place.pcp_group, place.total_cp_world_size
         if group is None:
             raise Unsupported(
                 f"this layer holds 1 of {ranks} parts of each sequence; give its ContextParallel the dcp_group of "
@@ -228,7 +232,16 @@ class PagedAttentionImpl(AttentionImpl):
             )
         cache = self._checked_cache(kv_cache, metadata)
         query, key, value = query.view(-1, self.num_heads, self.head_size), self._as_heads(key), self._as_heads(value)
+        if metadata.prompt_share is not None:
+            return self._forward_prompts(layer, query, key, value, cache, metadata, metadata.prompt_share, output)
         call = self._call(layer, query, cache, metadata)
+        if place.pcp_world_size > 1:
+            local, lse_more = self._local(call, metadata)
+            self._write(layer, key, value, cache, metadata)
+            outs, lses = (group.all_gather(x[None], 0) for x in self._run_local(local, lse_more))
+            out, _ = merge_parts(outs, lses, self.sinks, library=torch)
+            output.view(-1, self.num_heads, self.head_size).copy_(out)
+            return output
         slopes = None if self.alibi_slopes is None else group.all_gather(self.alibi_slopes, 0)
         whole = replace(call, query=group.all_gather(query, 1), alibi_slopes=slopes)
         among = None
@@ -248,6 +261,45 @@ class PagedAttentionImpl(AttentionImpl):
         output.view(-1, self.num_heads, self.head_size).copy_(out)
         return output
 
+    def _forward_prompts(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Tensor,
+        metadata: PagedAttentionMetadata, share: PromptShare, output: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Attends this rank's chunks of whole prompts to the keys of all ranks, and keeps its share of those."""
+        group, more = self.context_parallel.pcp_group, (metadata.mm_prefix_range, metadata.seq_causal)
+        alone = self.kv_sharing_target_layer_name is None and metadata.causal and all(x is None for x in more)
+        if group is None or key is None or value is None or not alone:
+            raise self._no_prompts()
+        if key.shape[0] != share.token_indices.shape[0]:
+            raise InvalidInput(
+                f"key has {key.shape[0]} tokens; this rank has {share.token_indices.shape[0]} of the prompts' "
+                "(prompt_share.token_indices)."
+            )
+        key, value = (group.all_gather(x, 0)[share.pcp_allgather_restore_idx] for x in (key, value))
+        self._write(layer, key, value, cache, replace(metadata, slot_mapping=metadata.slot_mapping[: key.shape[0]]))
+        ops.run(
+            DenseCall(
+                query=query,
+                key=key[share.key_rows],
+                value=value[share.key_rows],
+                query_start_loc=share.query_start_loc,
+                key_start_loc=share.key_start_loc,
+                spec=self._spec_of(metadata),
+                max_query_len=share.max_query_len,
+                max_key_len=share.max_key_len,
+                alibi_slopes=self.alibi_slopes,
+                sinks=self.sinks,
+                out=output.view(-1, self.num_heads, self.head_size),
+            )
+        )
+        return output
+
+    def _no_prompts(self) -> Unsupported:
+        return Unsupported(
+            f"the tokens of prompts are split over {self.context_parallel.pcp_world_size} ranks: that is for causal "
+            "layers with keys, values and a cache of their own, without mm_prefix_range and seq_causal."
+        )
+
     def _local(
         self, call: PagedCall[Tensor], metadata: PagedAttentionMetadata
     ) -> tuple[PagedCall[Tensor], Tensor | None]:
@@ -258,7 +310,7 @@ class PagedAttentionImpl(AttentionImpl):
     def _is_long(self, metadata: PagedAttentionMetadata) -> bool:
         """Returns whether new tokens are many, and may be told from those before them by rows and heads."""
         fewer, more = sorted((self.num_kv_heads, self.context_parallel.dcp_world_size))
-        near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes)
+        near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes, self.kv_sharing_target_layer_name)
         return metadata.max_query_len > 1 and metadata.causal and more % fewer == 0 and all(x is None for x in near)
 
     def _run_local(self, call: PagedCall[Tensor], lse_more: Tensor | None) -> tuple[Tensor, Tensor]:
