@@ -10,13 +10,12 @@ from torch import Tensor
 
 from torch_core import ops
 from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
-from torch_core.context_parallel import context_call, local_call, merge_parts
+from torch_core.context_parallel import merge_parts
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
-from torch_core.vllm.groups import merge_over_group
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.prompt_ranks import PromptShare
+from torch_core.vllm.paged_ranks import forward_over_ranks, no_prompts, part_of_rank, run_part
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     FP8_STATIC_TENSOR,
@@ -29,7 +28,6 @@ from torch_core.vllm.types import (
 __all__ = ["PagedAttentionImpl"]
 
 _NO_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-_NO_RANKS = "; its builder was not told of the ranks."
 
 
 class PagedAttentionImpl(AttentionImpl):
@@ -161,7 +159,7 @@ class PagedAttentionImpl(AttentionImpl):
         if attn_metadata is None:
             return output.zero_()
         if self.context_parallel.total_cp_world_size > 1:
-            return self._forward_over_ranks(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
+            return forward_over_ranks(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         out = output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
         key, value = self._as_heads(key), self._as_heads(value)
@@ -201,139 +199,18 @@ class PagedAttentionImpl(AttentionImpl):
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
         if attn_metadata.prompt_share is not None:
-            raise self._no_prompts()
+            raise no_prompts(self)
         if self.context_parallel.total_cp_world_size == 1:
             self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
             results = ops.run(call)
             return results["out"], results["lse"]
-        local, lse_more = self._local(call, attn_metadata)
+        local, lse_more = part_of_rank(self, call, attn_metadata)
         self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
-        out, lse = self._run_local(local, lse_more)
+        out, lse = run_part(local, lse_more)
         if self.sinks is None or self.context_parallel.total_cp_rank:
             return out, lse
         merged, lse = merge_parts(out[None], lse[None], self.sinks, library=torch)
         return merged.to(out.dtype), lse
-
-    def _forward_over_ranks(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None,
-        metadata: PagedAttentionMetadata, output: Tensor, output_scale: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        place = self.context_parallel
-        group, ranks = place.dcp_group or place.pcp_group, place.total_cp_world_size
-        if group is None:
-            raise Unsupported(
-                f"this layer holds 1 of {ranks} parts of each sequence; give its ContextParallel the dcp_group of "
-                "those ranks, or call forward_with_lse and merge the parts."
-            )
-        if output_scale is not None or self.attn_type is not AttentionType.DECODER:
-            raise Unsupported(
-                f"sequences are spread over {ranks} ranks: that is for decoder layers (this one is of type "
-                f"{self.attn_type.value}) and for an output without output_scale."
-            )
-        cache = self._checked_cache(kv_cache, metadata)
-        query, key, value = query.view(-1, self.num_heads, self.head_size), self._as_heads(key), self._as_heads(value)
-        if metadata.prompt_share is not None:
-            return self._forward_prompts(layer, query, key, value, cache, metadata, metadata.prompt_share, output)
-        call = self._call(layer, query, cache, metadata)
-        if place.pcp_world_size > 1:
-            local, lse_more = self._local(call, metadata)
-            self._write(layer, key, value, cache, metadata)
-            outs, lses = (group.all_gather(x[None], 0) for x in self._run_local(local, lse_more))
-            out, _ = merge_parts(outs, lses, self.sinks, library=torch)
-            output.view(-1, self.num_heads, self.head_size).copy_(out)
-            return output
-        slopes = None if self.alibi_slopes is None else group.all_gather(self.alibi_slopes, 0)
-        whole = replace(call, query=group.all_gather(query, 1), alibi_slopes=slopes)
-        among = None
-        if self._is_long(metadata) and key is not None and value is not None and key.dtype == query.dtype:
-            # The new tokens attend to each other from what is at hand, and to the cache as one row of queries.
-            _needed(metadata.dcp_local_seq_lens, "dcp_local_seq_lens", _NO_RANKS)
-            local, lse_more = context_call(whole, **place.dcp_place, library=torch), None
-            among = self._among(call, key, value)
-        else:
-            local, lse_more = self._local(whole, metadata)
-        self._write(layer, key, value, cache, metadata)
-        out, lse = self._run_local(local, lse_more)
-        out, lse = merge_over_group(out, lse, group, ranks, self.sinks if among is None else None)
-        if among is not None:
-            new = ops.run(among)
-            out, _ = merge_parts(torch.stack([out, new["out"]]), torch.stack([lse, new["lse"]]), library=torch)
-        output.view(-1, self.num_heads, self.head_size).copy_(out)
-        return output
-
-    def _forward_prompts(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Tensor,
-        metadata: PagedAttentionMetadata, share: PromptShare, output: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Attends this rank's chunks of whole prompts to the keys of all ranks, and keeps its share of those."""
-        group, more = self.context_parallel.pcp_group, (metadata.mm_prefix_range, metadata.seq_causal)
-        alone = self.kv_sharing_target_layer_name is None and metadata.causal and all(x is None for x in more)
-        if group is None or key is None or value is None or not alone:
-            raise self._no_prompts()
-        if key.shape[0] != share.token_indices.shape[0]:
-            raise InvalidInput(
-                f"key has {key.shape[0]} tokens; this rank has {share.token_indices.shape[0]} of the prompts' "
-                "(prompt_share.token_indices)."
-            )
-        key, value = (group.all_gather(x, 0)[share.pcp_allgather_restore_idx] for x in (key, value))
-        self._write(layer, key, value, cache, replace(metadata, slot_mapping=metadata.slot_mapping[: key.shape[0]]))
-        ops.run(
-            DenseCall(
-                query=query,
-                key=key[share.key_rows],
-                value=value[share.key_rows],
-                query_start_loc=share.query_start_loc,
-                key_start_loc=share.key_start_loc,
-                spec=self._spec_of(metadata),
-                max_query_len=share.max_query_len,
-                max_key_len=share.max_key_len,
-                alibi_slopes=self.alibi_slopes,
-                sinks=self.sinks,
-                out=output.view(-1, self.num_heads, self.head_size),
-            )
-        )
-        return output
-
-    def _no_prompts(self) -> Unsupported:
-        return Unsupported(
-            f"the tokens of prompts are split over {self.context_parallel.pcp_world_size} ranks: that is for causal "
-            "layers with keys, values and a cache of their own, without mm_prefix_range and seq_causal."
-        )
-
-    def _local(
-        self, call: PagedCall[Tensor], metadata: PagedAttentionMetadata
-    ) -> tuple[PagedCall[Tensor], Tensor | None]:
-        lens = _needed(metadata.dcp_local_seq_lens, "dcp_local_seq_lens", _NO_RANKS)
-        place = self.context_parallel.dcp_place
-        return local_call(call, **place, local_seq_lens=lens, library=torch, device=call.query.device)
-
-    def _is_long(self, metadata: PagedAttentionMetadata) -> bool:
-        """Returns whether new tokens are many, and may be told from those before them by rows and heads."""
-        fewer, more = sorted((self.num_kv_heads, self.context_parallel.dcp_world_size))
-        near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes, self.kv_sharing_target_layer_name)
-        return metadata.max_query_len > 1 and metadata.causal and more % fewer == 0 and all(x is None for x in near)
-
-    def _run_local(self, call: PagedCall[Tensor], lse_more: Tensor | None) -> tuple[Tensor, Tensor]:
-        found = ops.run(call)
-        return found["out"], found["lse"] if lse_more is None else found["lse"] + lse_more
-
-    def _among(self, call: PagedCall[Tensor], key: Tensor, value: Tensor) -> DenseCall[Tensor]:
-        """Returns the attention of the new tokens to each other, by this rank's query heads."""
-        ranks, kv_heads = self.context_parallel.dcp_world_size, self.num_kv_heads
-        first = self.context_parallel.dcp_rank * kv_heads // ranks
-        mine = slice(first, first + max(1, kv_heads // ranks))
-        return DenseCall(
-            query=call.query,
-            key=key[:, mine],
-            value=value[:, mine],
-            query_start_loc=call.query_start_loc,
-            key_start_loc=call.query_start_loc,
-            sinks=self.sinks,
-            spec=call.spec,
-            max_query_len=call.max_query_len,
-            max_key_len=call.max_query_len,
-            with_lse=True,
-        )
 
     def _attend_dense(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: PagedAttentionMetadata, **results: Any
@@ -427,9 +304,7 @@ class PagedAttentionImpl(AttentionImpl):
         return self.spec if metadata.causal == self.spec.causal else replace(self.spec, causal=metadata.causal)
 
 
-def _needed(
-    tensor: Tensor | None, name: str, why: str = ", which cross attention needs. Build it with encoder_rows."
-) -> Tensor:
+def _needed(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
-        raise InvalidInput(f"the metadata has no {name}{why}")
+        raise InvalidInput(f"the metadata has no {name}, which cross attention needs. Build it with encoder_rows.")
     return tensor
