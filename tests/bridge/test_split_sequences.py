@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jattn import ops
 from jattn.bridge import native, partitioned, typed_errors
 from jattn.bridge.kernel_cache import KernelCache
-from tests.bridge.test_partition import assert_close, each_kind, each_way, opaque, run_opaque
+from tests.bridge.test_partition import WAYS, assert_close, each_kind, opaque, run_opaque
 from tests.support.devices import addresses, collectives, mesh, on_four_devices, place
 from torch_core.calls import CopyCall, DenseCall, PagedCall, WriteCall
 from torch_core.errors import Unsupported
@@ -67,8 +67,7 @@ def starts_of(each: int) -> np.ndarray:
     return np.arange(5, dtype=np.int32) * each
 
 
-@pytest.mark.parametrize("each", [1, 2])
-@each_way
+@pytest.mark.parametrize(("kind", "name", "each"), [(*way, 2) for way in WAYS] + [("auto", "opaque", 1)])
 @on_four_devices
 def test_even_rows_and_their_blocks_split_in_place_without_a_collective(kind: str, name: str, each: int) -> None:
     cache, query, key, slots = arrays(each)
