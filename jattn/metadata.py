@@ -7,12 +7,32 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from torch_core.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, SequenceRowLike, build_common_metadata
 
-__all__ = ["AttentionMetadata"]
+__all__ = ["AttentionMetadata", "PrefixGroups"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixGroups:
+    """Neighbouring sequences that share a prefix, for a step of one new token each: each prefix is attended once.
+
+    `torch_core.metadata.prefix_groups` finds them.
+
+    Attributes:
+        prefix_lens: int32[num_seqs]; tokens that a sequence shares with its group, whole blocks; 0 outside of groups.
+        piece_starts: int32[pieces + 1]; first sequence of each piece, running up to the number of real sequences. A
+            piece lies within one group, or outside of all.
+        piece_tokens: sequences of a piece at most; static.
+    """
+
+    prefix_lens: jax.Array
+    piece_starts: jax.Array
+    piece_tokens: int = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +50,7 @@ class AttentionMetadata:
         query_start_loc: int32[num_seqs + 1]; running sum of the query lengths, starting with 0.
         slot_mapping: int32[num_tokens]; `block * block_size + offset` for each new token, -1 for padding.
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
+        groups: sequences that share prefixes; None to attend each on its own.
     """
 
     block_tables: jax.Array
@@ -37,6 +58,7 @@ class AttentionMetadata:
     query_start_loc: jax.Array
     slot_mapping: jax.Array
     max_query_len: int = field(metadata={"static": True})
+    groups: PrefixGroups | None = None
 
     @classmethod
     def build(
@@ -143,8 +165,7 @@ class AttentionMetadata:
             "max_query_len": rows_each,
         }
         built = [build_common_metadata(rows, **pool, **sizes) for rows in shards]
-        names = [each.name for each in fields(cls) if each.name != "max_query_len"]
-        arrays = {name: np.concatenate([getattr(step, name) for step in built]) for name in names}
+        arrays = {name: np.concatenate([getattr(step, name) for step in built]) for name in _arrays()}
         if global_ids:
             shard = np.arange(len(shards), dtype=np.int32).repeat(num_seqs)[:, None] * num_blocks
             tables, slots = arrays["block_tables"], arrays["slot_mapping"]
@@ -156,6 +177,24 @@ class AttentionMetadata:
     @classmethod
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
-        names = [each.name for each in fields(cls) if each.name != "max_query_len"]
-        arrays = jax.device_put({name: getattr(common, name) for name in names})
+        arrays = jax.device_put({name: getattr(common, name) for name in _arrays()})
         return cls(**arrays, max_query_len=common.max_query_len)
+
+    def positions(self, num_tokens: int) -> jax.Array:
+        """Returns int32[num_tokens], where each new token stands in its sequence; that of padding means nothing.
+
+        Example:
+            >>> from torch_core.metadata import SequenceRow
+            >>> rows = [SequenceRow([5], 2, 2), SequenceRow([9], 3, 1)]
+            >>> step = AttentionMetadata.build(rows, block_size=4, num_blocks=16)
+            >>> step.positions(3).tolist()
+            [2, 3, 3]
+        """
+        starts, tokens = self.query_start_loc, jnp.arange(num_tokens)
+        sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
+        first = self.seq_lens - jnp.diff(starts)
+        return first[sequence] + tokens - starts[sequence]
+
+
+def _arrays() -> list[str]:
+    return [each.name for each in fields(AttentionMetadata) if each.name not in ("max_query_len", "groups")]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from torch_core.calls import AttentionCall, Call, CopyCall, DenseBackwardCall, DenseCall, PagedCall, WriteCall
+from torch_core.calls import AttentionCall, Call, DenseBackwardCall, DenseCall
 from torch_core.calls.call import array_fields
 from torch_core.errors import Unsupported
 
@@ -69,18 +69,23 @@ class Split:
                 fits &= (starts[0] <= 0) & (starts[-1] >= jnp.minimum(rows, total))
                 arrays[name] = starts.clip(0, rows)
         if self.blocks:
-            num_blocks = next(x.shape[0] for name, x in arrays.items() if dims_of(call, name)[0] == _BLOCKS)
-            if isinstance(call, PagedCall):
-                tables = call.block_tables - index * num_blocks
+            sizes = {
+                dim: size for name in arrays for dim, size in zip(dims_of(call, name), arrays[name].shape, strict=True)
+            }
+            num_blocks, block_size = sizes[_BLOCKS], sizes.get("block_size", 1)
+            if "block_tables" in arrays:
+                tables = arrays["block_tables"] - index * num_blocks
                 own = (tables >= 0) & (tables < num_blocks)
-                live = jnp.arange(tables.shape[1]) * call.block_size < call.seq_lens[:, None]
+                live = jnp.arange(tables.shape[1]) * block_size < arrays["seq_lens"][:, None]
                 # A block that was given back because no query sees it is the null block, wherever it was.
-                fits &= (own | ~live | (call.block_tables == 0)).all()
+                fits &= (own | ~live | (arrays["block_tables"] == 0)).all()
                 arrays["block_tables"] = jnp.where(own, tables, 0)
-            elif isinstance(call, (WriteCall, CopyCall)):
-                name, unit = ("slot_mapping", call.block_size) if isinstance(call, WriteCall) else ("block_mapping", 1)
-                local = arrays[name] - index * num_blocks * unit
-                own = (arrays[name] >= 0) & (local >= 0) & (local < num_blocks * unit)
+            else:
+                name = "slot_mapping" if "slot_mapping" in arrays else "block_mapping"
+                # A copy counts blocks, whose other axes have no name.
+                units = num_blocks * block_size
+                local = arrays[name] - index * units
+                own = (arrays[name] >= 0) & (local >= 0) & (local < units)
                 arrays[name] = jnp.where(own if own.ndim == 1 else own.all(1, keepdims=True), local, -1)
         return call.with_arrays(arrays), fits if isinstance(call, AttentionCall) else None
 
@@ -103,9 +108,10 @@ def dims_of(call: Call[Any], name: str) -> tuple[str, ...]:
     dims = fields[name if name in fields else name.removeprefix("d_")].dims
     if "..." not in dims:
         return dims
-    # Blocks that are copied whole: heads are where all caches have them.
+    # Blocks that are copied whole: heads are where all caches have them, and latents have none.
     ndim = len(call.arrays()[name].shape)
-    return (dims[0], *("num_kv_heads" if axis == ndim - 2 else f"axis {axis}" for axis in range(1, ndim)))
+    heads = ndim - 2 if ndim > 3 else None
+    return (dims[0], *("num_kv_heads" if axis == heads else f"axis {axis}" for axis in range(1, ndim)))
 
 
 def rows_of_a_sequence(call: Call[Any]) -> dict[str, int]:

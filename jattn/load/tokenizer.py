@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from jattn.load.folder import check_folder, member, read_text
+from jattn.load.folder import check_folder, member, read_object, read_text
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["TextTokenizer", "load_tokenizer"]
 
 _NAME = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
 _MAX_BYTES = 64 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class TextTokenizer:
@@ -22,10 +26,12 @@ class TextTokenizer:
 
     Args:
         tokenizer: of the `tokenizers` library; must not be changed afterwards.
+        chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
+        self.chat_template = chat_template
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +58,9 @@ class TextTokenizer:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
-    """Reads tokenizer.json of a model folder; its truncation and padding, which would change prompts, are switched off.
+    """Reads tokenizer.json of a model folder, and its chat template.
+
+    Truncation and padding, which would change prompts, are switched off.
 
     Raises:
         InvalidInput: there is none, or it is broken.
@@ -71,7 +79,23 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    return TextTokenizer(tokenizer)
+    return TextTokenizer(tokenizer, _chat_template(path))
+
+
+def _chat_template(folder: Path) -> str | None:
+    """Returns the default template of chat_template.jinja or, in older folders, of tokenizer_config.json."""
+    file = member(folder, "chat_template.jinja", max_bytes=_MAX_TEMPLATE_BYTES)
+    if file is not None:
+        return read_text(file)
+    if member(folder, _CONFIG) is None:
+        return None
+    found = read_object(folder, _CONFIG).get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    if not isinstance(found, str | None):
+        raise InvalidInput(f"{_CONFIG}: chat_template is {shown(found)}; it must be a text, or a list with a default.")
+    return found
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["BlockMoves", "KVPool"]
 
@@ -52,12 +52,13 @@ class KVPool:
     it the arrays and keeps what comes back, so nobody holds a stale handle. Not thread-safe: one step at a time.
 
     Args:
-        spec: the layout of one layer.
+        spec: the layout of one layer: keys and values, or latents.
         num_layers: arrays to allocate.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
             `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool
-            over a mesh. Split blocks are numbered through: the first of each part is a null block too.
+            over a mesh; latents, which all heads share, are whole on every device. Split blocks are numbered through:
+            the first of each part is a null block too.
 
     Raises:
         InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
@@ -73,7 +74,7 @@ class KVPool:
 
     def __init__(
         self,
-        spec: KVCacheSpec,
+        spec: KVCacheSpec | LatentCacheSpec,
         *,
         num_layers: int,
         num_blocks: int,
@@ -100,7 +101,7 @@ class KVPool:
         self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
 
     @property
-    def spec(self) -> KVCacheSpec:
+    def spec(self) -> KVCacheSpec | LatentCacheSpec:
         """The layout of one layer."""
         return self._spec
 
@@ -118,6 +119,11 @@ class KVPool:
     def num_bytes(self) -> int:
         """Bytes of all arrays together."""
         return self._num_layers * self._num_blocks * self._spec.bytes_per_block
+
+    @property
+    def sharding(self) -> jax.sharding.NamedSharding | None:
+        """How the arrays are spread over a mesh; None on one device."""
+        return self._sharding
 
     @property
     def generation(self) -> int:
@@ -258,7 +264,7 @@ class KVPool:
                 f"copies[{int(apart[0])}] is {tuple(pairs[apart[0]].tolist())}, two blocks of different devices; a "
                 f"block is copied among the {self._blocks_of_a_part} of one. Read it and write it, or compute it again."
             )
-        program, padded = programs.copy_program(next(iter(self._arrays[0].devices())), pairs)
+        program, padded = programs.copy_program(self._first_device(), pairs)
         self.run(self._on_parts(program), padded)
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
@@ -275,8 +281,18 @@ class KVPool:
             self._check_blocks("blocks", ids)
             self.run(self._on_parts(programs.scrub_blocks), programs.pad_blocks(ids))
 
+    def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
+        """Compiles the programs of up to so many copies, scrubs and swaps at once, by runs on the null block."""
+        for size in programs.padded_sizes(copies):
+            for program, nothing in programs.copy_programs(self._first_device()):
+                self.run(self._on_parts(program), np.full((size, 2), nothing, np.int32))
+        for size in programs.padded_sizes(scrubs):
+            self.scrub_blocks([0] * size)
+        for size in programs.padded_sizes(swaps):
+            self.write_blocks([0] * size, self.read_blocks([0] * size))
+
     def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
-        """Copies whole blocks to the host, [len(blocks), 2, block_size, num_kv_heads, head_size] for each layer.
+        """Copies whole blocks to the host: for each layer [len(blocks), ...], the rest as in the layer's cache.
 
         Raises:
             InvalidInput: an id is not in the pool.
@@ -306,7 +322,7 @@ class KVPool:
                 f"{self._spec.dtype} are required."
             )
         padded = programs.pad_blocks(ids)
-        padding = ((0, len(padded) - len(ids)), *((0, 0),) * 4)
+        padding = ((0, len(padded) - len(ids)), *((0, 0),) * (len(self._shape) - 1))
         place = self._arrays[0].sharding
         if self._sharding is not None:
             place = NamedSharding(self._sharding.mesh, PartitionSpec(None, *self._sharding.spec[1:]))
@@ -326,7 +342,7 @@ class KVPool:
         return views
 
     @classmethod
-    def from_torch(cls, tensors: Sequence[torch.Tensor]) -> KVPool:
+    def from_torch(cls, tensors: Sequence[torch.Tensor], *, kv_lora_rank: int | None = None) -> KVPool:
         """Takes over a torch model's cache: the same memory, from now on donated by JAX's steps.
 
         The tensors stay valid views of the pool for reading between steps, as `as_torch` views are; the pool keeps
@@ -334,6 +350,7 @@ class KVPool:
 
         Args:
             tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all alike.
+            kv_lora_rank: of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim).
 
         Raises:
             InvalidInput: no tensors, or tensors that are not alike or not such a cache.
@@ -342,10 +359,16 @@ class KVPool:
         if not tensors:
             raise InvalidInput("tensors is empty; give one cache tensor per layer.")
         first = tensors[0]
-        if first.ndim != 5 or first.shape[1] != 2:
+        shape: tuple[int, ...] = tuple(first.shape)
+        if kv_lora_rank is None and (first.ndim != 5 or shape[1] != 2):
             raise InvalidInput(
-                f"tensors[0] has shape {tuple(first.shape)}; it must be (num_blocks, 2, block_size, num_kv_heads, "
-                "head_size)."
+                f"tensors[0] has shape {shape}; it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or "
+                "latents of three axes with kv_lora_rank."
+            )
+        if kv_lora_rank is not None and (first.ndim != 3 or not 0 < kv_lora_rank < shape[2]):
+            raise InvalidInput(
+                f"tensors[0] has shape {shape} and kv_lora_rank is {kv_lora_rank}; latents are (num_blocks, "
+                "block_size, kv_lora_rank + rope_dim)."
             )
         for index, tensor in enumerate(tensors):
             if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
@@ -359,11 +382,17 @@ class KVPool:
                 "copies a donated buffer that it did not allocate. Let KVPool allocate and give torch its as_torch()."
             )
         arrays = tuple(to_jax(tensor) for tensor in tensors)
-        num_blocks, _, block_size, num_kv_heads, head_size = first.shape
-        spec = KVCacheSpec(
-            num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=arrays[0].dtype.name
-        )
-        pool = cls(spec, num_layers=len(tensors), num_blocks=num_blocks, device=arrays[0].device, _arrays=arrays)
+        dtype = arrays[0].dtype.name
+        spec: KVCacheSpec | LatentCacheSpec
+        if kv_lora_rank is None:
+            block_size, num_kv_heads, head_size = shape[2:]
+            spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype)
+        else:
+            block_size, size = shape[1:]
+            spec = LatentCacheSpec(
+                kv_lora_rank=kv_lora_rank, rope_dim=size - kv_lora_rank, block_size=block_size, dtype=dtype
+            )
+        pool = cls(spec, num_layers=len(tensors), num_blocks=shape[0], device=arrays[0].device, _arrays=arrays)
         pool._owners = tuple(tensors)
         return pool
 
@@ -371,12 +400,17 @@ class KVPool:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
         # buffer cannot be donated in place.
         with jax.transfer_guard_host_to_device("allow"):
-            return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
+            # Committed from the first: once something committed is written to it, jit would compile all again.
+            device = next(iter(jnp.zeros(()).devices())) if self._device is None else self._device
+            return tuple(jnp.zeros(self._shape, self._dtype, device=device) for _ in range(self._num_layers))
 
     def _shards(self) -> list[jax.Array]:
         if self._sharding is None:
             return list(self._arrays)
         return [shard.data for array in self._arrays for shard in array.addressable_shards]
+
+    def _first_device(self) -> Any:
+        return next(iter(self._arrays[0].devices()))
 
     @property
     def _blocks_of_a_part(self) -> int:
@@ -415,8 +449,14 @@ class KVPool:
 def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:
     with contextlib.suppress(ValueError):
         local = sharding.shard_shape(shape)
-        if isinstance(sharding, NamedSharding) and (shape[0], *local[1:3], shape[3], *local[4:]) == shape:
+        whole = local if len(shape) == 3 else (shape[0], *local[1:3], shape[3], *local[4:])
+        if isinstance(sharding, NamedSharding) and whole == shape:
             return sharding
+    if len(shape) == 3:
+        raise InvalidInput(
+            f"device is {sharding}; all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
+            "which every device has all of it."
+        )
     raise InvalidInput(
         f"device is {sharding}; a pool of {shape[0]} blocks and {shape[3]} key/value heads takes a NamedSharding that "
         "splits axes 0 and 3 alone, blocks and heads, into equal parts: NamedSharding(mesh, PartitionSpec('dp', None, "
