@@ -12,7 +12,8 @@ from flax import nnx
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.engine import Engine
-from jattn.engine.request import Request, RequestOutput, SamplingParams
+from jattn.engine.params import SamplingParams
+from jattn.engine.request import Request, RequestOutput
 from jattn.engine.stream import TextStream
 from jattn.load import TextTokenizer, embedded_model_folder, load_model
 from jattn.models import PagedModel
@@ -71,7 +72,7 @@ class LLM(contextlib.AbstractContextManager):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model = model
         self.tokenizer = tokenizer
-        self.engine = Engine(model, config)
+        self.engine = Engine(model, config, tokenizer=tokenizer)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""

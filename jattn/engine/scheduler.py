@@ -87,7 +87,7 @@ class Scheduler:
         Raises:
             RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
         """
-        self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.params.max_tokens)
+        self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.max_tokens)
         self._waiting.append(request)
 
     def schedule(self) -> ScheduledStep | None:
@@ -97,9 +97,12 @@ class Scheduler:
             step = self._schedule_prefill()
         self._prefilled_last = step is not None
         step = step or self._schedule_decode() or self._schedule_prefill()
+        if step is None and not self._running and self._drop_waiting():
+            step = self._schedule_prefill()
         if step is not None:
             for row in step.rows:
                 row.request.num_computed_tokens = row.start + row.num_new_tokens
+                self._fork(row.request)
         return step
 
     def finish(self, request: Request) -> None:
@@ -134,6 +137,7 @@ class Scheduler:
     def _prefill_candidates(self) -> list[ScheduledRow]:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
         candidates = [*(r for r in self._running if _remaining(r) > 1), *self._waiting]
+        candidates = [request for request in candidates if not request.awaits_fork]
         if not candidates:
             return []
         budget = self._config.max_num_batched_tokens
@@ -152,7 +156,8 @@ class Scheduler:
                     break
                 places -= 1
             start = request.num_computed_tokens
-            num_new = min(budget, _remaining(request))
+            # Forks take over all but the last token, which each sample computes for itself.
+            num_new = min(budget, _remaining(request) - bool(request.followers))
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new
             room -= num_new
@@ -206,6 +211,17 @@ class Scheduler:
             if not request.output_token_ids:
                 request.num_cached_tokens = request.num_computed_tokens
             self._registered.add(seq_id)
+            self._fork(request)
+
+    def _fork(self, first: Request) -> None:
+        """Lets the other samples of a prompt share its blocks once all but its last token is computed or in flight."""
+        if first.followers and _remaining(first) == 1:
+            for request in first.followers:
+                if request.state is RequestState.WAITING and request.request_id not in self._registered:
+                    request.num_computed_tokens = self._cache.fork(first.request_id, request.request_id)
+                    request.num_cached_tokens = request.num_computed_tokens
+                    self._registered.add(request.request_id)
+            first.followers = []
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
@@ -218,6 +234,14 @@ class Scheduler:
         self._cache.preempt(request.request_id)
         self._to_resume.add(request.request_id)
         request.num_computed_tokens = 0
+
+    def _drop_waiting(self) -> bool:
+        """Takes the blocks of those who hold some while they wait: forks, which nobody may have scheduled yet."""
+        held = self._registered - self._to_resume - self._swapped
+        waiting = [request for request in self._waiting if request.request_id in held]
+        for request in waiting:
+            self._drop_blocks(request)
+        return bool(waiting)
 
     def _swap_out(self, request: Request) -> bool:
         if not self._config.num_host_blocks:

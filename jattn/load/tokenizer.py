@@ -50,6 +50,10 @@ class TextTokenizer:
         with _failures("the tokenizer cannot decode the token ids"):
             return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def decode_plainly(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of the token ids, special ones included."""
+        return self.decode(token_ids, skip_special_tokens=False)
+
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
     """Reads tokenizer.json of a model folder; its truncation and padding, which would change prompts, are switched off.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jattn.engine import EngineConfig, SamplingParams
@@ -47,7 +48,7 @@ class Bench:
         self._next_token += num_prompt_tokens
         tokens = tuple(range(first, self._next_token))
         params = SamplingParams(max_tokens=max_tokens)
-        request = Request(name, tokens, params, 0, frozenset(), RequestMetrics(0.0))
+        request = Request(name, tokens, params, np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0))
         self.scheduler.add(request)
         return request
 
