@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from jattn.load.chat_template import ChatTemplate
 from jattn.load.config import parse_config, render_config
 from jattn.load.model import embedded_model_folder, load_model, save_model
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
+    "ChatTemplate",
     "TextTokenizer",
     "embedded_model_folder",
     "load_model",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from jattn.load.folder import check_folder, member, read_text
+from jattn.load.chat_template import ChatTemplate
+from jattn.load.folder import check_folder, member, read_object, read_text
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["TextTokenizer", "load_tokenizer"]
 
 _NAME = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 _MAX_BYTES = 64 << 20
 
 
@@ -22,10 +26,12 @@ class TextTokenizer:
 
     Args:
         tokenizer: of the `tokenizers` library; must not be changed afterwards.
+        chat_template: of the model, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
         self.tokenizer = tokenizer
+        self.chat_template = chat_template
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +81,26 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    return TextTokenizer(tokenizer)
+    return TextTokenizer(tokenizer, _chat_template(path))
+
+
+def _chat_template(path: Path) -> ChatTemplate | None:
+    """Returns chat_template.jinja, or else what tokenizer_config.json has, with the special tokens it names."""
+    described = read_object(path, _CONFIG) if member(path, _CONFIG) is not None else {}
+    source = described.get("chat_template")
+    if isinstance(source, list):
+        # Several by name; older models have one for tools beside the default.
+        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+    file = member(path, _TEMPLATE, max_bytes=_MAX_BYTES)
+    if file is not None:
+        source = read_text(file)
+    special = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in described.items()
+        if name.endswith("_token")
+    }
+    special = {name: value for name, value in special.items() if isinstance(value, str)}
+    return None if source is None else ChatTemplate(source, special)
 
 
 @contextlib.contextmanager
