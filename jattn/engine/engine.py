@@ -102,6 +102,11 @@ class Engine(contextlib.AbstractContextManager):
         return self._plan
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of one sequence at most."""
+        return self._intake.max_model_len
+
+    @property
     def programs(self) -> tuple[str, ...]:
         """One line for each program compiled so far; constant after warm-up."""
         return tuple(self._owner.device.runner.programs)

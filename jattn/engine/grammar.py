@@ -96,9 +96,10 @@ class GrammarCompiler:
             self._tokens = library.LLTokenizer(
                 self._tokenizer.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
             )
-        name, value = _given(params)
+        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
         try:
-            matcher = library.LLMatcher(self._tokens, _source(library.LLMatcher, name, value), log_level=0)
+            source = _source(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
+            matcher = library.LLMatcher(self._tokens, source, log_level=0)
             error = matcher.get_error()
         except ValueError as refused:
             error = str(refused)
@@ -107,12 +108,7 @@ class GrammarCompiler:
         return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
 
 
-def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
-    names = ("json", "regex", "choice", "grammar", "json_object")
-    return next((name, getattr(params, name)) for name in names if getattr(params, name) not in (None, False))
-
-
-def _source(matcher: Any, name: str, value: Any) -> str:
+def _source(matcher: Any, name: str, value: Any, *, flexible: bool) -> str:
     if name == "regex":
         return matcher.grammar_from_regex(value)
     if name == "choice":
@@ -121,4 +117,5 @@ def _source(matcher: Any, name: str, value: Any) -> str:
     if name == "grammar":
         return matcher.grammar_from_lark(value)
     schema = {"type": "object"} if name == "json_object" else value
-    return matcher.grammar_from_json_schema(schema if isinstance(schema, str) else json.dumps(schema))
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": flexible})

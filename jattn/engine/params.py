@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch_core.checks import INT32_MAX, check_bool, check_int, shown
@@ -48,6 +48,7 @@ class StructuredOutputsParams:
         choice: strings, one of which is the text.
         grammar: a grammar in llguidance's dialect of Lark.
         json_object: any JSON object.
+        disable_any_whitespace: no space and no line break between the parts of JSON.
 
     Raises:
         InvalidInput: none of them or several, or a value of the wrong type.
@@ -62,9 +63,11 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        check_bool("disable_any_whitespace", self.disable_any_whitespace)
+        given = [name for name, value in self.constraints().items() if value not in (None, False)]
         if len(given) != 1:
             what = " and ".join(given) or "nothing"
             raise InvalidInput(f"structured_outputs has {what}; give one of json, regex, choice, grammar, json_object.")
@@ -81,6 +84,10 @@ class StructuredOutputsParams:
                 raise InvalidInput(f"{name} is {shown(getattr(self, name))}; it must be text.")
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice, _MAX_CHOICES))
+
+    def constraints(self) -> dict[str, Any]:
+        """Returns the fields of which one is given, by name."""
+        return {name: getattr(self, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,26 +77,25 @@ class PromptReader:
         sample.logprobs += logprobs or ()
         return self._completion(sample, text, token_ids, logprobs)
 
-    def output(self) -> RequestOutput:
-        """Returns all that came so far."""
+    def output(self, completions: tuple[CompletionOutput, ...] | None = None) -> RequestOutput:
+        """Returns all that came so far, or the given part of it."""
         request = self._request
+        if completions is None:
+            completions = tuple(map(self._so_far, self._samples.values()))
         return RequestOutput(
             request.request_id,
             request.prompt,
             request.prompt_token_ids,
-            tuple(
-                self._completion(
-                    sample,
-                    "" if sample.detokenizer is None else sample.detokenizer.text,
-                    tuple(sample.token_ids),
-                    None if sample.request.params.logprobs is None else tuple(sample.logprobs),
-                )
-                for sample in self._samples.values()
-            ),
+            completions,
             request.num_cached_tokens,
             request.metrics,
             self._prompt_logprobs(),
         )
+
+    def _so_far(self, sample: _Sample) -> CompletionOutput:
+        text = "" if sample.detokenizer is None else sample.detokenizer.text
+        logprobs = None if sample.request.params.logprobs is None else tuple(sample.logprobs)
+        return self._completion(sample, text, tuple(sample.token_ids), logprobs)
 
     def _completion(
         self,

@@ -59,6 +59,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache",
         "torch_core.metadata",
     },
+    "jattn.serve": {"jattn.engine", "jattn.load"},
     "jattn.testing": {
         "jattn.engine",
         "jattn.load",
