@@ -29,7 +29,9 @@ class Running:
 
     def __init__(self) -> None:
         # One shape for every step, so that few programs compile.
-        config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, batch_invariant=True)
+        config = EngineConfig(
+            max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_scheduler_steps=1, batch_invariant=True
+        )
         self.llm = AsyncLLM(LLM(config=config))
         served = ServeConfig(
             model_name=MODEL,
