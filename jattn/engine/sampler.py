@@ -255,12 +255,20 @@ def filtered(logits: jax.Array, rows: Rows) -> jax.Array:
 
 def _choose(logits: jax.Array, tempered: jax.Array, rows: Rows, sample_index: jax.Array) -> jax.Array:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # By name: a user's default may be "rbg", whose draws under vmap depend on the whole batch.
-    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), p))(rows.seed, sample_index)
-    # The Gumbel-max trick: an argmax over perturbed logits is a draw from their softmax.
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-    drawn = jnp.argmax(tempered + noise, axis=-1).astype(jnp.int32)
-    return jnp.where(rows.temperature > 0, drawn, greedy)
+
+    def draw() -> jax.Array:
+        # By name: a user's default may be "rbg", whose draws under vmap depend on the whole batch.
+        make_key = lambda seed, at: jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at)  # noqa: E731
+        keys = jax.vmap(make_key)(rows.seed, sample_index)
+        # The Gumbel-max trick: an argmax over perturbed logits is a draw from their softmax.
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
+        drawn = jnp.argmax(tempered + noise, axis=-1).astype(jnp.int32)
+        return jnp.where(rows.temperature > 0, drawn, greedy)
+
+    # The noise is a good part of a small model's step on a CPU. On a GPU it costs little, and XLA's conditional would
+    # make the host wait for the step.
+    if_any = lambda: jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)  # noqa: E731
+    return jax.lax.platform_dependent(cpu=if_any, default=draw)
 
 
 def _tempered(logits: jax.Array, rows: Rows) -> jax.Array:
