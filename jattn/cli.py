@@ -15,7 +15,18 @@ from torch_core.errors import InvalidInput, JattnError, Unsupported
 
 __all__ = ["main"]
 
-_BENCHMARKS = ("generate", "allocator", "decode", "prefill", "backward", "overhead", "module", "tune", "compilers")
+_BENCHMARKS = (
+    "generate",
+    "allocator",
+    "decode",
+    "prefill",
+    "backward",
+    "overhead",
+    "module",
+    "engine",
+    "tune",
+    "compilers",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,7 +71,7 @@ def open_device(
     )
     pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks)
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    return Device(pool, host, ModelRunner(model, pool, config, max_model_len=max_model_len)), cache_config, plan
+    return Device(pool, host, ModelRunner(model, pool, config, max_blocks=max_blocks)), cache_config, plan
 
 
 def _plan(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:

@@ -16,7 +16,7 @@ from jattn.engine.request import Request, RequestMetrics
 from jattn.engine.sampler import Rows, is_plain, needs_slot
 from jattn.load import TextTokenizer
 from jattn.models import PagedSpec
-from torch_core.checks import shown
+from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, RequestTooLong
 
 __all__ = ["AUTOMATIC", "Intake"]
@@ -26,6 +26,9 @@ AUTOMATIC = "#"
 
 _MAX_REQUEST_ID = 256
 _MAX_SALT_BYTES = 64
+_MOST_PRIORITY = 1 << 20
+# So many later requests may overtake one that is a level lower: whoever waits comes to his turn.
+_ARRIVALS_OF_A_PRIORITY = 64
 
 
 class Intake:
@@ -64,6 +67,7 @@ class Intake:
         taken: Collection[str],
         prompt: str | None,
         salt: bytes | None,
+        priority: int,
         outbox: Outbox,
     ) -> tuple[Request, ...]:
         """Makes the samples of a prompt, n of them; see `Engine.add` for the arguments.
@@ -106,6 +110,7 @@ class Intake:
         if params.prompt_logprobs is not None:
             # What is read from the cache has no hidden states: nobody's prefix is read then.
             salt = f"{number} {time.monotonic_ns()}".encode()
+        check_int("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
         structured = params.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
         bad_words = self._bad_words(params)
@@ -124,6 +129,7 @@ class Intake:
                 index,
                 prompt=prompt,
                 salt=salt,
+                order=number + index + priority * _ARRIVALS_OF_A_PRIORITY,
                 outbox=outbox,
             )
             for index in range(params.n)

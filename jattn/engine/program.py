@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.engine.logprobs import Logprobs, token_logprobs
-from jattn.engine.sampler import Rows, Sampler, SamplerState, SamplingKind
-from jattn.metadata import AttentionMetadata
+from jattn.engine.sampler import Rows, Sampler, SamplingKind
+from jattn.engine.tables import SamplerState
+from jattn.metadata import AttentionMetadata, PrefixGroups
 from jattn.models import PagedModel
-from torch_core.metadata import PackedLayout
+from torch_core.metadata import PackedLayout, metadata_layout
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = ["PER_SEQUENCE", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
+__all__ = ["PER_SEQUENCE", "Bucket", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
 
 #: What a step needs to know of each sequence besides the metadata, int32 all: `Rows`, and two that change.
 PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()))
@@ -28,11 +30,59 @@ Fields = dict[str, jax.Array]
 Model = Callable[[], PagedModel]
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The padded sizes of a step and how much of the sampler it needs: what a program is compiled for.
+
+    Attributes:
+        num_seqs: sequences.
+        num_tokens: new tokens; of decode steps one for each sequence and step.
+        max_query_len: an upper bound on the new tokens of a sequence.
+        sampler: what the batch needs of it.
+        num_steps: tokens decoded one after the other.
+        num_guesses: tokens behind the first one of a sequence that are verified at most.
+        num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
+        piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    max_query_len: int
+    sampler: Sampler
+    num_steps: int = 1
+    num_guesses: int = 0
+    num_pieces: int = 0
+    piece_tokens: int = 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model is given at once."""
+        return self.num_tokens // self.num_steps
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that a sequence is given at most."""
+        return self.num_steps + self.num_guesses
+
+    def layout(self, max_blocks: int) -> PackedLayout:
+        """Returns where the arrays of a step lie in the one buffer that is uploaded."""
+        return _layout(self.num_seqs, self.num_inputs, self.num_tokens, max_blocks, self.num_pieces)
+
+    def __str__(self) -> str:
+        steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
+        steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
+        steps += "shared prefixes, " if self.piece_tokens else ""
+        return (
+            f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}"
+            f"{self.sampler.kind.value}"
+        )
+
+
 class Sampled(NamedTuple):
     """What a step brings.
 
     Attributes:
-        tokens: int32[num_steps, max_num_seqs], a column for each row.
+        tokens: int32[num_samples, max_num_seqs], a column for each row.
         logprobs: of the tokens, the same leading axes; None of a plain step, and so are the hidden states.
         hidden: [tokens, ...], where the step was one.
     """
@@ -42,22 +92,23 @@ class Sampled(NamedTuple):
     hidden: Any
 
 
-@functools.lru_cache(maxsize=8)
-def jitted_step(graph: Any, treedef: Any) -> tuple[Any, list[str]]:
-    """Returns the jitted step of one kind of model and the list of its traces.
+@functools.lru_cache(maxsize=256)
+def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, num_pieces: int) -> PackedLayout:
+    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
+    if num_pieces:
+        extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
+    return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
 
-    The step is `step(kv_caches, leaves, last_tokens, state, buffer, *, layout, max_query_len, num_steps, sampler,
-    max_num_seqs)` and returns `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches.
-    An input token of `-1 - row` stands for `last_tokens[row]`.
+
+def jitted_step(graph: Any, treedef: Any) -> Any:
+    """Returns the jitted step of one kind of model.
+
+    The step is `step(kv_caches, leaves, last_tokens, state, buffer, *, bucket, max_blocks)` and returns
+    `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
+    `-1 - row` stands for `last_tokens[row]`.
     """
-    programs: list[str] = []
     # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
-    step = jax.jit(
-        functools.partial(_step, programs, graph, treedef),
-        donate_argnums=0,
-        static_argnames=("layout", "max_query_len", "num_steps", "sampler", "max_num_seqs"),
-    )
-    return step, programs
+    return jax.jit(functools.partial(_step, graph, treedef), donate_argnums=0, static_argnames=("bucket", "max_blocks"))
 
 
 @functools.lru_cache(maxsize=8)
@@ -74,7 +125,6 @@ def jitted_prompt_logprobs(graph: Any, treedef: Any) -> Any:
 
 
 def _step(
-    programs: list[str],
     graph: Any,
     treedef: Any,
     kv_caches: KVCaches,
@@ -83,20 +133,10 @@ def _step(
     state: SamplerState,
     buffer: jax.Array,
     *,
-    layout: PackedLayout,
-    max_query_len: int,
-    num_steps: int,
-    sampler: Sampler,
-    max_num_seqs: int,
+    bucket: Bucket,
+    max_blocks: int,
 ) -> tuple[tuple[Sampled, jax.Array, SamplerState], KVCaches]:
-    fields = layout.unpack(buffer)
-    num_seqs, num_tokens = fields["seq_lens"].shape[0], fields["token_ids"].shape[0]
-    # Runs when JAX traces, so the list counts compilations.
-    programs.append(
-        f"{num_seqs} sequences, {num_tokens} tokens, queries up to {max_query_len}, "
-        + (f"{num_steps} steps, " if num_steps > 1 else "")
-        + sampler.kind.value
-    )
+    fields = bucket.layout(max_blocks).unpack(buffer)
 
     def model() -> PagedModel:
         return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
@@ -105,27 +145,18 @@ def _step(
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
-        if num_steps == 1:
-            sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, max_query_len, state, sampler)
-            sampled = sampled._replace(
-                tokens=sampled.tokens[None], logprobs=jax.tree.map(lambda array: array[None], sampled.logprobs)
-            )
+        if bucket.num_steps == 1:
+            sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, state, bucket)
         else:
-            sampled, state, kv_caches = _decoded(model, kv_caches, token_ids, fields, num_steps, state, sampler)
-    tokens = jnp.zeros((num_steps, max_num_seqs), jnp.int32).at[:, :num_seqs].set(sampled.tokens)
+            sampled, state, kv_caches = _decoded(model, kv_caches, token_ids, fields, state, bucket)
+    tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled.tokens)
     return (sampled._replace(tokens=tokens), tokens[-1], state), kv_caches
 
 
 def _decoded(
-    model: Model,
-    kv_caches: KVCaches,
-    token_ids: jax.Array,
-    fields: Fields,
-    num_steps: int,
-    state: SamplerState,
-    sampler: Sampler,
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
 ) -> tuple[Sampled, SamplerState, KVCaches]:
-    """Decodes up to `num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
+    """Decodes up to `bucket.num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
     first = fields["query_start_loc"][:-1]
     num_slots = jnp.diff(fields["query_start_loc"])
     # int32 by name: under JAX_ENABLE_X64 the defaults are 64 bits wide.
@@ -144,40 +175,59 @@ def _decoded(
             "sample_index": fields["sample_index"] + done,
             "slot": jnp.where(wanted, fields["slot"], state.neutral_slot),
         }
-        sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, now, 1, state, sampler)
-        token_ids = jnp.where(wanted, sampled.tokens, token_ids)
-        return (token_ids, state, kv_caches), sampled._replace(tokens=token_ids, hidden=None)
+        sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, now, state, bucket)
+        token_ids = jnp.where(wanted, sampled.tokens[0], token_ids)
+        logprobs = jax.tree.map(lambda array: array[0], sampled.logprobs)
+        return (token_ids, state, kv_caches), Sampled(token_ids, logprobs, None)
 
-    indices = jnp.arange(num_steps, dtype=jnp.int32)
+    indices = jnp.arange(bucket.num_steps, dtype=jnp.int32)
     (_, state, kv_caches), sampled = jax.lax.scan(decode, (token_ids, state, kv_caches), indices)
     return sampled, state, kv_caches
 
 
 def _sampled(
-    model: Model,
-    kv_caches: KVCaches,
-    token_ids: jax.Array,
-    fields: Fields,
-    max_query_len: int,
-    state: SamplerState,
-    sampler: Sampler,
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
 ) -> tuple[Sampled, SamplerState, KVCaches]:
     metadata = AttentionMetadata(
         block_tables=fields["block_tables"],
         seq_lens=fields["seq_lens"],
         query_start_loc=fields["query_start_loc"],
         slot_mapping=fields["slot_mapping"],
-        max_query_len=max_query_len,
+        max_query_len=bucket.max_query_len,
+        groups=_groups(fields, bucket),
     )
     merged = model()
     hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
-    tokens, logprobs, state = sampler(
-        merged.logits(hidden[last_rows]).astype(jnp.float32),
-        Rows.unpack(fields["sampling"]),
-        state,
-        sample_index=fields["sample_index"],
-        num_tokens=fields["seq_lens"],
-        slots=fields["slot"],
+    # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
+    # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
+    count = 1 + bucket.num_guesses
+    places = jnp.arange(count, dtype=jnp.int32)
+    first = fields["query_start_loc"][:-1] if bucket.num_guesses else last_rows
+    rows = jnp.minimum(first[:, None] + places, last_rows[:, None])
+    num_tokens = fields["seq_lens"] - (last_rows - first)
+    # Who has a slot has no guesses: what is drawn behind the first place is of nobody.
+    slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
+    tokens, logprobs, new_state = bucket.sampler(
+        merged.logits(hidden[rows.reshape(-1)]).astype(jnp.float32),
+        Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
+        state if state.masks is None else state._replace(masks=jnp.repeat(state.masks, count, axis=0)),
+        sample_index=(fields["sample_index"][:, None] + places).reshape(-1),
+        num_tokens=(num_tokens[:, None] + places).reshape(-1),
+        slots=slots.reshape(-1),
     )
-    return Sampled(tokens, logprobs, None if sampler.kind is SamplingKind.PLAIN else hidden), state, tuple(kv_caches)
+    by_place = lambda array: jnp.moveaxis(array.reshape(-1, count, *array.shape[1:]), 1, 0)  # noqa: E731
+    sampled = Sampled(
+        by_place(tokens),
+        jax.tree.map(by_place, logprobs),
+        None if bucket.sampler.kind is SamplingKind.PLAIN else hidden,
+    )
+    return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
+
+
+def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:
+    if not bucket.piece_tokens:
+        return None
+    return PrefixGroups(
+        prefix_lens=fields["prefix_lens"], piece_starts=fields["piece_starts"], piece_tokens=bucket.piece_tokens
+    )

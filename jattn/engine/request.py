@@ -133,6 +133,7 @@ class Request:
         pending_row: where the last dispatched step put its sampled token.
         logprobs: of the generated tokens, if they are wanted; those behind the last token mean nothing.
         prompt_logprobs: of the prompt's tokens by position, if they are wanted.
+        order: who comes first where not all can: the least.
     """
 
     request_id: str
@@ -155,6 +156,7 @@ class Request:
     num_cached_tokens: int = 0
     num_pending_tokens: int = 0
     pending_row: int = -1
+    order: int = 0
     finish_reason: str | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)

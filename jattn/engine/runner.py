@@ -1,9 +1,9 @@
-"""Runs scheduled steps on the device: one upload, one jitted program per bucket, sampling included."""
+"""Runs scheduled steps on the device: one upload, one compiled program per bucket, sampling included."""
 
 from __future__ import annotations
 
-import functools
-import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import jax
@@ -11,68 +11,71 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.engine.cascade import Cascade
 from jattn.engine.config import EngineConfig
-from jattn.engine.program import PER_SEQUENCE, jitted_prompt_logprobs, jitted_step
+from jattn.engine.program import Bucket, jitted_prompt_logprobs
+from jattn.engine.programs import Programs
 from jattn.engine.results import PromptPart, StepResult
-from jattn.engine.sampler import Sampler, SamplerState, SamplingKind
+from jattn.engine.sampler import Sampler, SamplingKind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
-from jattn.engine.tables import Slots
+from jattn.engine.tables import SamplerState, Slots
+from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
-from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata, metadata_layout
+from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata
+from torch_core.specs import DTYPE_BYTES
 
 __all__ = ["ModelRunner"]
 
 # XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
 # prefill stays on one side, so that a prompt's bits do not depend on the prompts beside it.
 _SMALLEST_PREFILL = 64
-_SMALLEST_QUERY = 16
 # Prompt tokens whose logits are computed at once.
 _PROMPT_LOGPROBS = 64
 
 
 class ModelRunner:
-    """Holds a model's weights as flat leaves and the pool, and dispatches steps without waiting for them.
+    """Holds a model's programs and the pool, and dispatches steps without waiting for them.
 
     A step's sampled tokens stay on the device, where the next step can read them: an input token of `-1 - row` means
     "what row `row` of the last step sampled". Not thread-safe.
 
     Args:
-        model: the model; its leaves are captured now.
+        model: its leaves are captured now.
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
-        max_model_len: tokens of one sequence at most.
+        max_blocks: columns of a block table.
 
     Attributes:
-        programs: one entry for each compilation, constant after warm-up; runners of equally built models share them.
-        compile_seconds: time that `dispatch` has spent on tracing and compiling.
+        programs: what was compiled.
+        weights: what they are run with.
     """
 
-    def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_model_len: int) -> None:
-        graph, state = nnx.split(model)
-        self._leaves, treedef = jax.tree.flatten(state)
+    def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_blocks: int) -> None:
         self._pool = pool
-        self._max_blocks = -(-max_model_len // config.block_size)
+        self._max_blocks = max_blocks
         window = model.paged_spec.sliding_window
         self._window_left = None if window is None else window - 1
-        self._max_num_seqs = config.max_num_seqs
+        self._config = config
+        self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
+        self._num_seqs, self._num_tokens = _buckets(config)
+        self._cascade = Cascade.of(cast(nnx.Module, model), config)
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
-        self._samplers = {
-            SamplingKind.PLAIN: Sampler(SamplingKind.PLAIN),
-            SamplingKind.FULL: Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values())),
-        }
+        self._plain = Sampler(SamplingKind.PLAIN)
+        self._full = Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values()))
         self._slots = Slots(
             config.max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=max_blocks * config.block_size,
             vocab_size=self._vocab_size,
             processors=tuple(processors),
         )
         self.forget()
-        self._num_seqs, self._prefill_num_seqs, self._num_tokens, self._query_len = _buckets(config)
-        self.compile_seconds = 0.0
-        self._step, self.programs = jitted_step(graph, treedef)
-        self._prompt_logprobs = jitted_prompt_logprobs(graph, treedef)
+        self.weights = Weights(cast(nnx.Module, model))
+        self._prompt_logprobs = jitted_prompt_logprobs(self.weights.graph, self.weights.treedef)
+        self.programs = Programs(
+            self.weights, pool, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
+        )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
         """Starts a step and returns what it brings, which is on the device still.
@@ -80,13 +83,14 @@ class ModelRunner:
         Raises:
             PoolLost: the step failed and took the pool's contents with it.
         """
-        layout, max_query_len = self._bucket(step)
+        bucket = self._bucket(step)
+        layout = bucket.layout(self._max_blocks)
         metadata = build_common_metadata(
             step.committed.rows,
             block_size=self._pool.spec.block_size,
             num_blocks=self._pool.num_blocks,
-            num_seqs=layout["seq_lens"].shape[0],
-            num_tokens=layout["slot_mapping"].shape[0],
+            num_seqs=bucket.num_seqs,
+            num_tokens=bucket.num_tokens,
             max_blocks=self._max_blocks,
             window_left=self._window_left,
             table_cache=self._tables,
@@ -94,37 +98,35 @@ class ModelRunner:
         )
         # Given a layout, the builder packs.
         buffer = cast(np.ndarray, metadata.packed)
-        is_plain = all(row.request.is_plain for row in step.rows)
-        sampler = self._samplers[SamplingKind.PLAIN if is_plain else SamplingKind.FULL]
         _fill_requests(step.rows, layout, buffer)
         state = SamplerState(None, None)
-        if sampler.kind is SamplingKind.FULL:
+        if bucket.sampler is self._full:
             state = self._sampler_state(step.rows, layout, buffer)
-        num_programs, started = len(self.programs), time.monotonic()
+        if bucket.num_pieces and self._cascade is not None:
+            bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
+        # Compiled behind the pool's checks of JAX's settings.
         sampled, self._last_tokens, state = self._pool.run(
-            functools.partial(
-                self._step,
-                layout=layout,
-                max_query_len=max_query_len,
-                num_steps=step.num_decode_steps,
-                sampler=sampler,
-                max_num_seqs=self._max_num_seqs,
-            ),
-            self._leaves,
-            self._last_tokens,
-            state,
-            buffer,
+            lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, state, buffer
         )
         if state.tables is not None:
             self._slots.tables = state.tables
-        if len(self.programs) > num_programs:
-            self.compile_seconds += time.monotonic() - started
         return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
+
+    def warmup(self, report: Callable[[int, int, str], None]) -> None:
+        """Compiles every program that a step can need; see `Programs.compile`."""
+        with jax.transfer_guard("allow"):
+            self.programs.compile(self._all_buckets(), report)
+            self._slots.warmup({self._config.max_num_seqs, *self._num_seqs.sizes})
+            self._pool.warmup(
+                copies=self._config.max_num_seqs,
+                scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
+                swaps=min(self._max_blocks, self._config.num_host_blocks),
+            )
 
     def forget(self) -> None:
         """Drops what it knows of earlier steps: their tokens and their tables."""
         with jax.transfer_guard_host_to_device("allow"):
-            self._last_tokens = jnp.zeros(self._max_num_seqs, jnp.int32)
+            self._last_tokens = jnp.zeros(self._config.max_num_seqs, jnp.int32)
         self._tables = BlockTableCache()
         self._slots.forget()
 
@@ -155,56 +157,67 @@ class ModelRunner:
                 for start in range(row.start, end, _PROMPT_LOGPROBS):
                     places = np.minimum(np.arange(start, start + _PROMPT_LOGPROBS), end - 1)
                     found = self._prompt_logprobs(
-                        self._leaves,
+                        self.weights.leaves,
                         hidden,
                         (first + places - row.start).astype(np.int32),
                         np.asarray(prompt, np.int32)[places + 1],
-                        num_logprobs=self._vocab_size if wanted < 0 else self._samplers[SamplingKind.FULL].num_logprobs,
+                        num_logprobs=self._vocab_size if wanted < 0 else self._full.num_logprobs,
                     )
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
         return parts
 
-    def _bucket(self, step: ScheduledStep) -> tuple[PackedLayout, int]:
-        longest = max(row.num_new_tokens for row in step.rows)
-        if longest == 1 or step.num_decode_steps > 1:
-            num_seqs = self._num_seqs.pad(len(step.rows))
-            return _layout(num_seqs, num_seqs, num_seqs * step.num_decode_steps, self._max_blocks), 1
-        num_seqs = self._prefill_num_seqs.pad(len(step.rows))
-        num_tokens = self._num_tokens.pad(step.num_tokens)
-        return _layout(num_seqs, num_tokens, num_tokens, self._max_blocks), self._query_len.pad(longest)
+    def _bucket(self, step: ScheduledStep) -> Bucket:
+        # A chunk that does not reach its prompt's end samples nothing: whatever it asks for, the least will do.
+        asking = [row.request for row in step.rows if row.num_samples or row.request.params.prompt_logprobs is not None]
+        sampler = self._plain if all(request.is_plain for request in asking) else self._full
+        if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
+            return self._decode_bucket(self._num_seqs.pad(len(step.rows)), sampler, step.num_decode_steps)
+        return self._prefill_bucket(self._num_tokens.pad(step.num_tokens), sampler)
+
+    def _decode_bucket(self, num_seqs: int, sampler: Sampler, num_steps: int) -> Bucket:
+        pieces = 0 if self._cascade is None else self._cascade.num_pieces(num_seqs)
+        guesses = self._config.num_speculative_tokens
+        count = num_steps + guesses
+        return Bucket(num_seqs, num_seqs * count, 1 + guesses, sampler, num_steps, guesses, pieces)
+
+    def _prefill_bucket(self, num_tokens: int, sampler: Sampler) -> Bucket:
+        # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
+        return Bucket(self._config.max_num_seqs, num_tokens, num_tokens, sampler)
+
+    def _all_buckets(self) -> Iterator[Bucket]:
+        for sampler in (self._plain, self._full):
+            for num_tokens in self._num_tokens.sizes:
+                yield self._prefill_bucket(num_tokens, sampler)
+            for num_steps in sorted({1, self._config.num_scheduler_steps}):
+                for num_seqs in self._num_seqs.sizes:
+                    bucket = self._decode_bucket(num_seqs, sampler, num_steps)
+                    yield bucket
+                    if bucket.num_pieces and self._cascade is not None:
+                        yield replace(bucket, piece_tokens=self._cascade.piece_tokens)
 
 
-def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets, Buckets, Buckets]:
-    """Returns the sizes of a decode step's sequences and of a prefill step's sequences, tokens and longest row."""
-    most_seqs, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    most_padded = max(most_tokens, _SMALLEST_PREFILL)
-    names = ("sequences of a step", "sequences of a prefill step", "new tokens of a step", "new tokens of a row")
+def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
+    """Returns the sizes of a decode step's sequences and of a prefill step's tokens."""
+    most_seqs, most_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, _SMALLEST_PREFILL)
+    names = ("sequences of a step", "new tokens of a step")
     if config.batch_invariant:
-        sizes = (most_seqs, most_seqs, most_padded, most_tokens)
-        decode, prefill, tokens, query = (Buckets(name, (size,)) for name, size in zip(names, sizes, strict=True))
-        return decode, prefill, tokens, query
+        return Buckets(names[0], (most_seqs,)), Buckets(names[1], (most_tokens,))
+    # A few sequences cost what one does: the weights are read once. Many cost by their number.
+    few = tuple(size for size in (1, 4, 16) if size < most_seqs)
     return (
-        Buckets.powers_of_two(names[0], most_seqs),
-        # A padded row costs next to nothing in a prefill step, a program more costs seconds.
-        Buckets(names[1], tuple(sorted({1, most_seqs}))),
-        Buckets.powers_of_two(names[2], most_padded, smallest=_SMALLEST_PREFILL),
-        Buckets.powers_of_two(names[3], most_tokens, smallest=_SMALLEST_QUERY),
+        Buckets(names[0], (*few, *(Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes))),
+        Buckets.powers_of_two(names[1], most_tokens, smallest=_SMALLEST_PREFILL),
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int) -> PackedLayout:
-    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
-    return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
-
-
-def _fill_requests(rows: tuple[ScheduledRow, ...], layout: PackedLayout, buffer: np.ndarray) -> None:
+def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: np.ndarray) -> None:
     token_ids = layout["token_ids"].of(buffer)
     first = 0
     for row in rows:
         request = row.request
         new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
+        new += row.guesses
         token_ids[first : first + len(new)] = new
         first += len(new)
     layout["sampling"].of(buffer)[: len(rows)] = [row.request.sampling for row in rows]

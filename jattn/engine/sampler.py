@@ -13,13 +13,12 @@ import numpy as np
 
 from jattn.engine.logprobs import Logprobs, token_logprobs
 from jattn.engine.params import SamplingParams
-from jattn.engine.tables import SlotTables
+from jattn.engine.tables import SamplerState, SlotTables
 
 __all__ = [
     "LogitsProcessor",
     "Rows",
     "Sampler",
-    "SamplerState",
     "SamplingKind",
     "filtered",
     "is_plain",
@@ -72,23 +71,6 @@ class Rows(NamedTuple):
 
 
 _NUM_FLOATS = 6
-
-
-class SamplerState(NamedTuple):
-    """What the sampler has on the device from step to step; None in a plain step.
-
-    Attributes:
-        tables: of the slots; a full step adds the tokens that it samples.
-        masks: int32[rows, ceil(vocab / 32)] of this step, a bit for each token that a grammar allows.
-    """
-
-    tables: SlotTables | None
-    masks: Any
-
-    @property
-    def neutral_slot(self) -> int:
-        """The slot of rows that need none."""
-        return 0 if self.tables is None else len(self.tables.token_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)

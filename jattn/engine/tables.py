@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from torch_core.checks import INT32_MAX
 if TYPE_CHECKING:
     from jattn.engine.request import Request
 
-__all__ = ["SlotTables", "Slots"]
+__all__ = ["SamplerState", "SlotTables", "Slots"]
 
 
 class _Fields(NamedTuple):
@@ -60,6 +60,23 @@ class SlotTables(_Fields):
         )
 
 
+class SamplerState(NamedTuple):
+    """What the sampler has on the device from step to step; None in a plain step.
+
+    Attributes:
+        tables: of the slots; a full step adds the tokens that it samples.
+        masks: int32[rows, ceil(vocab / 32)] of this step, a bit for each token that a grammar allows.
+    """
+
+    tables: SlotTables | None
+    masks: Any
+
+    @property
+    def neutral_slot(self) -> int:
+        """The slot of rows that need none."""
+        return 0 if self.tables is None else len(self.tables.token_ids) - 1
+
+
 class Slots:
     """Gives running requests a slot each and keeps their tables on the device. Not thread-safe.
 
@@ -90,12 +107,26 @@ class Slots:
     def tables(self) -> SlotTables:
         if self._tables is None:
             rows = self._num_slots + 1
-            self._tables = SlotTables(*(jnp.tile(each, (rows, *(1,) * each.ndim)) for each in self._neutral))
+            # Committed, as what a step returns is: jit would compile `_load` for each of the two.
+            place = next(iter(jnp.zeros(()).devices()))
+            self._tables = SlotTables(*(jax.device_put(np.stack([each] * rows), place) for each in self._neutral))
         return self._tables
 
     @tables.setter
     def tables(self, tables: SlotTables) -> None:
         self._tables = tables
+
+    def shapes(self, num_rows: int) -> SamplerState:
+        """Returns the shapes of a full step's state, for a step of so many sequences."""
+        rows = self._num_slots + 1
+        tables = SlotTables(*(jax.ShapeDtypeStruct((rows, *each.shape), each.dtype) for each in self._neutral))
+        return SamplerState(tables, jax.ShapeDtypeStruct((num_rows, len(self._neutral.allowed)), jnp.int32))
+
+    def warmup(self, numbers_of_rows: Iterable[int]) -> None:
+        """Compiles and uploads what requests with tables would otherwise wait for."""
+        self.tables = _load(self.tables, self.neutral, self._neutral)
+        for num_rows in numbers_of_rows:
+            self.masks(num_rows, ())
 
     @property
     def neutral(self) -> int:
@@ -115,7 +146,7 @@ class Slots:
                 masks[row] = mask
             return masks
         if num_rows not in self._no_masks:
-            self._no_masks[num_rows] = jnp.full(shape, -1, jnp.int32)
+            self._no_masks[num_rows] = jnp.asarray(np.full(shape, -1, np.int32))
         return self._no_masks[num_rows]
 
     def of(self, request: Request) -> int:

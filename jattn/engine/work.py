@@ -95,8 +95,10 @@ class Work:
         Raises:
             PoolLost: as `advance`.
         """
-        if self._has_residue and not self._in_flight and not self.scheduler.num_unfinished:
+        if self._has_residue and not self.scheduler.num_unfinished:
             with _own_transfers():
+                while self._in_flight:
+                    self._read_oldest()
                 self._move_blocks(self.cache.scrub())
             self._has_residue = False
 
@@ -121,12 +123,20 @@ class Work:
         result.keep_prompt_logprobs()
         now = time.monotonic()
         ended = []
-        for index, (row, sampled) in enumerate(zip(step.rows, result.tokens.T.tolist(), strict=False)):
+        answers = [
+            (index, row, _accepted(sampled[: row.num_samples], row.guesses))
+            for index, (row, sampled) in enumerate(zip(step.rows, result.tokens.T.tolist(), strict=False))
+            if row.num_samples and row.request.finish_reason is None
+        ]
+        # The slots of wrong guesses go back before the right tokens are known to the cache.
+        cuts = {row.request.request_id: len(new) for _, row, new in answers if len(new) < row.num_samples}
+        if cuts:
+            self.cache.retire(step.committed.step_id, cuts)
+        for index, row, new in answers:
             request = row.request
-            if not row.num_samples or request.finish_reason is not None:
-                continue
             request.num_pending_tokens -= row.num_samples
-            new = _until_stop(sampled[: row.num_samples], request.eos_token_ids)
+            request.num_computed_tokens -= row.num_samples - len(new)
+            new = _until_stop(new, request.eos_token_ids)
             request.outbox.note(request)
             result.keep_logprobs(request, index, len(new))
             request.output_token_ids += new
@@ -136,7 +146,8 @@ class Work:
             if reason := request.end_reason:
                 self.finish(request, reason)
                 ended.append(request)
-        self.cache.retire(step.committed.step_id)
+        if not cuts:
+            self.cache.retire(step.committed.step_id)
         return ended
 
 
@@ -145,6 +156,12 @@ def _own_transfers() -> Iterator[None]:
     """Lets uploads of metadata and downloads of tokens pass the user's transfer guards, which look for his own."""
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield
+
+
+def _accepted(tokens: list[int], guesses: tuple[int, ...]) -> list[int]:
+    """Returns the tokens up to the first one that was guessed wrong: what follows it follows from the guess."""
+    wrong = (index for index, (token, guess) in enumerate(zip(tokens, guesses, strict=False)) if token != guess)
+    return tokens[: next(wrong, len(tokens) - 1) + 1]
 
 
 def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:

@@ -9,7 +9,7 @@ from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, cach
 from torch_core.calls.backward import DenseBackwardCall, backward_of, forward_of
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
-from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, shared_prefix
+from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, cascade_clash, shared_prefix
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 from torch_core.calls.values import check_values
@@ -30,6 +30,7 @@ __all__ = [
     "cache_fields",
     "cascade_attention",
     "cascade_calls",
+    "cascade_clash",
     "check_values",
     "dtype_name",
     "forward_of",
