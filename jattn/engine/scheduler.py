@@ -211,14 +211,15 @@ class Scheduler:
         if self._waiting and len(self._running) < self._config.max_num_seqs:
             num_steps = 1
         while rows := self._decodable():
-            wanted = max(request.num_wanted_tokens for request in rows)
+            wanted = [request.num_wanted_tokens for request in rows]
             # With half of its steps unwanted a program would cost more than the host's work that it saves.
-            num_steps = num_steps if 2 * wanted > num_steps else 1
-            guesses = [self._guess(request, num_guesses) for request in rows]
-            counts = [
-                min(request.num_wanted_tokens, num_steps) + len(some)
-                for request, some in zip(rows, guesses, strict=True)
+            num_steps = num_steps if 2 * max(wanted) > num_steps else 1
+            # The last token that a request wants follows its guesses.
+            guesses = [
+                self._guesses.guess(request, min(num_guesses, most - 1))
+                for request, most in zip(rows, wanted, strict=True)
             ]
+            counts = [min(most, num_steps) + len(some) for most, some in zip(wanted, guesses, strict=True)]
             try:
                 committed = self._cache.step([(r.request_id, count) for r, count in zip(rows, counts, strict=True)])
             except OutOfBlocks:
@@ -235,14 +236,6 @@ class Scheduler:
             )
             return ScheduledStep(scheduled, committed, num_steps)
         return None
-
-    def _guess(self, request: Request, count: int) -> tuple[int, ...]:
-        if request.needs_slot:
-            # Its tokens on the device would be without the guesses.
-            return ()
-        # The last token that it wants follows the guesses.
-        count = min(count, request.num_wanted_tokens - 1)
-        return self._guesses.guess(request, count) if count > 0 else ()
 
     def _decodable(self) -> list[Request]:
         return [r for r in self._running if _remaining(r) == 1 and r.num_wanted_tokens > 0][: self._config.max_num_seqs]

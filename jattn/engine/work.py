@@ -160,6 +160,8 @@ def _own_transfers() -> Iterator[None]:
 
 def _accepted(tokens: list[int], guesses: tuple[int, ...]) -> list[int]:
     """Returns the tokens up to the first one that was guessed wrong: what follows it follows from the guess."""
+    if not guesses:
+        return tokens
     wrong = (index for index, (token, guess) in enumerate(zip(tokens, guesses, strict=False)) if token != guess)
     return tokens[: next(wrong, len(tokens) - 1) + 1]
 

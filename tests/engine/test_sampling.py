@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -230,6 +231,25 @@ def test_a_request_gets_the_tokens_of_a_lone_one_whatever_runs_beside_it(llm, se
     alone = [llm.generate([prompt], params)[0] for prompt, params in requests]
 
     assert [output.outputs for output in together] == [output.outputs for output in alone]
+
+
+def test_speculation_changes_no_token_and_no_logprob(llm, seed) -> None:
+    choose = random.Random(seed)
+    guessing = LLM(
+        llm.model,
+        tokenizer=llm.tokenizer,
+        config=dataclasses.replace(CONFIG, max_num_seqs=2, num_speculative_tokens=2, prompt_lookup_min=1),
+    )
+    # Repeated, so that something is guessed.
+    prompts = [[choose.randrange(257) for _ in range(4)] * 4 for _ in range(8)]
+    params = [SamplingParams(seed=index, max_tokens=9, **random_params(choose)) for index in range(6)]
+    params += [SamplingParams(temperature=0.0, max_tokens=9, logprobs=1), SamplingParams(top_p=0.3, seed=1)]
+
+    outputs, expected = (each.generate(prompts, params) for each in (guessing, llm))
+
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
+    for mine, other in zip(outputs, expected, strict=True):
+        assert mine.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-3)
 
 
 SCHEMA = {

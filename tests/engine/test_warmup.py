@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jattn.engine import Engine, EngineConfig, SamplingParams
 from jattn.engine.progress import progress
@@ -82,6 +83,39 @@ def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:
 
     assert engine.cache_stats().swapped_in > 0
     assert compiled == []
+
+
+def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
+    hits: list[str] = []
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    config = EngineConfig(**(SIZES | {"max_num_seqs": 1}))
+
+    def listen(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        Engine(tiny_decoder(implementation="xla"), config).warmup()
+        assert hits == []
+        # Another model, of the same programs: as another process is.
+        engine = Engine(tiny_decoder(implementation="xla", eos_token_ids=(1,)), config)
+        engine.warmup()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.monitoring.unregister_event_listener(listen)
+
+    assert len(hits) >= engine.num_compilations == 6
 
 
 def test_without_a_terminal_the_progress_is_silent(capsys) -> None:
