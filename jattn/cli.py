@@ -26,6 +26,7 @@ _BENCHMARKS = (
     "engine",
     "tune",
     "compilers",
+    "serve",
 )
 
 

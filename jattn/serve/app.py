@@ -155,7 +155,9 @@ class _Server:
         try:
             if generation.messages is not None:
                 prompts = [await asyncio.to_thread(self._chat_prompt, generation)]
-            submission = await self._llm.submit(prompts, generation.params, salt=generation.salt)
+            submission = await self._llm.submit(
+                prompts, generation.params, salt=generation.salt, priority=generation.priority
+            )
         except Exception as error:
             raise as_request_error(error, default=field) from None
         prefix = "cmpl" if generation.messages is None else "chatcmpl"

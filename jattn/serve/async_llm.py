@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jattn.engine import LLM, CompletionOutput, Outbox, RequestOutput, RequestOutputKind, SamplingParams
 from jattn.engine.delivery import TokenDelta
@@ -96,13 +96,14 @@ class AsyncLLM(contextlib.AbstractContextManager):
         deliver: Deliver,
         request_id: str | None = None,
         salt: bytes | None = None,
+        priority: int = 0,
     ) -> str:
         """Queues a request and returns its id; it may wait for a step to end.
 
         Args:
             prompt, params: as in `LLM.generate`.
             deliver: called with each update; see `Deliver`.
-            request_id, salt: as in `Engine.add`.
+            request_id, salt, priority: as in `Engine.add`.
 
         Raises:
             InvalidInput: a bad argument, or closed; nothing was queued, and nothing is delivered.
@@ -113,7 +114,13 @@ class AsyncLLM(contextlib.AbstractContextManager):
             if self._closed:
                 raise InvalidInput("the AsyncLLM is closed; build another one.")
             request = self.llm.engine.add(
-                token_ids, params, prompt=text, request_id=request_id, salt=salt, outbox=self._outbox
+                token_ids,
+                params,
+                prompt=text,
+                request_id=request_id,
+                salt=salt,
+                priority=priority,
+                outbox=self._outbox,
             )
             reader = PromptReader(self.llm.engine, self.llm.tokenizer, request)
             entry = _Entry(reader, deliver, request.params.output_kind)
@@ -130,11 +137,9 @@ class AsyncLLM(contextlib.AbstractContextManager):
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        salt: bytes | None = None,
+        **options: Any,
     ) -> Submission:
-        """Queues prompts with the same parameters; all of them or, if one is refused, none.
+        """Queues prompts with the same parameters, and `add`'s other options; all or, if one is refused, none.
 
         Raises:
             InvalidInput, RequestTooLong: as `add`.
@@ -144,7 +149,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         def add_all() -> None:
             for index, prompt in enumerate(prompts):
                 deliver = functools.partial(submission.deliver, index)
-                submission.ids.append(self.add(prompt, params, deliver=deliver, request_id=request_id, salt=salt))
+                submission.ids.append(self.add(prompt, params, deliver=deliver, **options))
 
         adding = asyncio.ensure_future(asyncio.to_thread(add_all))
         try:
@@ -159,9 +164,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        salt: bytes | None = None,
+        **options: Any,
     ) -> AsyncIterator[Update]:
         """Yields what each step brings. Closing the generator, or cancelling its task, cancels the request.
 
@@ -169,7 +172,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
             InvalidInput, RequestTooLong: as `add`, before the first update.
             PoolLost: the device failed several times in a row.
         """
-        submission = await self.submit([prompt], params, request_id=request_id, salt=salt)
+        submission = await self.submit([prompt], params, **options)
         with submission:
             async for _, update in submission:
                 yield update
@@ -178,12 +181,10 @@ class AsyncLLM(contextlib.AbstractContextManager):
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        salt: bytes | None = None,
+        **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output as `SamplingParams.output_kind` says; else as `stream`."""
-        async with contextlib.aclosing(self.stream(prompt, params, request_id=request_id, salt=salt)) as updates:
+        async with contextlib.aclosing(self.stream(prompt, params, **options)) as updates:
             async for update in updates:
                 if update.output is not None:
                     yield update.output

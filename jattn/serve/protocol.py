@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Generation:
         echo: begin the answer with the prompt.
         num_choices: of each prompt; below params.n they are the best.
         salt: only requests of equal salt share cached prefixes.
+        priority: lower comes first.
         messages, template: of a chat, with what its template takes.
     """
 
@@ -67,6 +69,7 @@ class Generation:
     echo: bool
     num_choices: int
     salt: bytes | None
+    priority: int
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
 
@@ -157,7 +160,17 @@ def as_request_error(error: Exception, *, default: str | None = None) -> Request
     if not isinstance(error, InvalidInput):
         return RequestError(500, "the server failed on this request.", code="internal_error")
     names = re.findall(r"[a-z][a-z_]*", str(error)[:80])
-    known = (*_SAMPLING, "max_tokens", "logprobs", "logit_bias", "seed", "structured_outputs", "messages", "prompt")
+    known = (
+        *_SAMPLING,
+        "max_tokens",
+        "logprobs",
+        "logit_bias",
+        "seed",
+        "priority",
+        "structured_outputs",
+        "messages",
+        "prompt",
+    )
     param = next((name for name in names if name in known), default)
     param = default if param == "prompt" else param
     if isinstance(error, RequestTooLong):
@@ -209,6 +222,7 @@ def _generation(
     salt = fields.take(
         "cache_salt", lambda value: isinstance(value, str) and 0 < len(value) <= 64, "1 to 64 characters"
     )
+    priority = fields.number("priority", 0) or 0
     for name in _SAMPLING:
         value = fields.take(name, lambda value: True, "")
         if value is not None:
@@ -243,7 +257,9 @@ def _generation(
         bool(options.get("include_usage")),
         echo,
         num_choices,
-        None if salt is None else salt.encode()[:64],
+        # Of any text, and none is another one's beginning.
+        None if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest(),
+        priority,
         messages,
         template,
     )

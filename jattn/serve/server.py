@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
+    parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache (1 GiB)")
     arguments = parser.parse_args(argv)
     keys = () if arguments.api_key_file is None else tuple(_read(arguments.api_key_file, "api_key_file").split())
@@ -59,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         kv_cache_bytes=arguments.kv_cache_bytes,
     )
     llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
+    if not arguments.no_warmup:
+        llm.engine.warmup()
     # uvicorn stops to listen at SIGTERM and SIGINT, and waits for the answers that run.
     uvicorn.run(
         create_app(AsyncLLM(llm), config),

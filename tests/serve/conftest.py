@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import openai
 import pytest
-import uvicorn
 
 from jattn.engine import LLM, EngineConfig
 from jattn.load import ChatTemplate
 from jattn.serve import AsyncLLM
-from jattn.serve.app import ServeConfig, create_app
+from jattn.serve.app import ServeConfig
+from jattn.serve.background import BackgroundServer
 
 MODEL = "embedded"
 KEY = "a key"
@@ -24,50 +23,36 @@ TEMPLATE = (
 MAX_UNFINISHED = 24
 
 
-class Running:
-    """A server on loopback in a thread of its own."""
+class Running(BackgroundServer):
+    """The server, and what it serves."""
 
     def __init__(self) -> None:
         # One shape for every step, so that few programs compile.
-        config = EngineConfig(
-            max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_scheduler_steps=1, batch_invariant=True
+        self.llm = AsyncLLM(
+            LLM(
+                config=EngineConfig(
+                    max_num_seqs=8,
+                    max_num_batched_tokens=256,
+                    max_model_len=256,
+                    num_scheduler_steps=1,
+                    batch_invariant=True,
+                )
+            )
         )
-        self.llm = AsyncLLM(LLM(config=config))
-        served = ServeConfig(
+        config = ServeConfig(
             model_name=MODEL,
             api_keys=("another", KEY),
             max_body_bytes=1 << 16,
             max_unfinished=MAX_UNFINISHED,
             chat_template=ChatTemplate(TEMPLATE),
         )
-        self._server = uvicorn.Server(
-            uvicorn.Config(create_app(self.llm, served), host="127.0.0.1", port=0, log_level="error")
-        )
-        started = threading.Event()
-        startup = self._server.startup
-
-        async def start(sockets: list | None = None) -> None:
-            await startup(sockets)
-            started.set()
-
-        self._server.startup = start
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        assert started.wait(60)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(60)
-        assert not self._thread.is_alive()
+        super().__init__(self.llm, config)
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    running = Running()
-    yield running
-    running.stop()
+    with Running() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ def test_what_runs_is_finished_after_sigterm(tmp_path) -> None:
     keys.write_text("first\nsecond\n")
     command = [sys.executable, "-m", "jattn.cli", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
     process = subprocess.Popen(
-        [*command, "--max-num-seqs", "2", "--max-num-batched-tokens", "64"],
+        [*command, "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--no-warmup"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
