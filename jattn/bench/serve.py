@@ -101,13 +101,14 @@ def run(
         raise InvalidInput("num_requests, prompt_tokens and new_tokens must be at least 1, and rates above 0.")
     random_numbers = random.Random(seed)
     with contextlib.ExitStack() as stack:
-        if url is None:
+        address = url
+        if address is None:
             config = EngineConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=prompt_tokens + new_tokens,
             )
-            url = stack.enter_context(_own_server(model, config)).url
+            address = stack.enter_context(_own_server(model, config)).url
         rows = []
         for rate in [math.inf, *rates]:
             # The first round warms up and is not told.
@@ -123,7 +124,7 @@ def run(
                 for _ in range(num_requests)
             ]
             gaps = [0.0 if math.isinf(rate) else random_numbers.expovariate(rate) for _ in bodies]
-            timelines = asyncio.run(_send(url, api_key, bodies, np.cumsum(gaps).tolist()))
+            timelines = asyncio.run(_send(address, api_key, bodies, np.cumsum(gaps).tolist()))
             rows.append(_row(rate, timelines, ttft_goal_ms, tpot_goal_ms))
     return rows[1:]
 

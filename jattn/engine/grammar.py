@@ -100,11 +100,10 @@ class GrammarCompiler:
         try:
             source = _source(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
             matcher = library.LLMatcher(self._tokens, source, log_level=0)
-            error = matcher.get_error()
-        except ValueError as refused:
-            error = str(refused)
-        if error:
-            raise InvalidInput(f"{name} cannot be compiled: {error.strip()}")
+            if error := matcher.get_error():
+                raise ValueError(error.strip())
+        except ValueError as error:
+            raise InvalidInput(f"{name} cannot be compiled: {error}") from None
         return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
 
 

@@ -169,19 +169,23 @@ class Intake:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Returns the tokens of each bad word, at the beginning of a text and after a space, as vLLM finds them."""
-        if params.bad_words and self._tokenizer is None:
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
             raise InvalidInput("bad_words is given, but there is no tokenizer to find their tokens.")
         found: list[tuple[int, ...]] = []
         for word in params.bad_words:
-            for prefix in ("", " ") if self._tokenizer is not None else ():
-                tokens = tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
-                if not prefix or (tokens[0] != found[-1][0] and len(tokens) == len(found[-1])):
-                    if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
-                        raise InvalidInput(
-                            f"{shown(word)} of bad_words has {len(tokens)} tokens; it must have 1 to "
-                            f"{LIMITS.bad_word_tokens}."
-                        )
-                    found.append(tokens)
+            first, spaced = (
+                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            is_another = first and spaced[0] != first[0] and len(spaced) == len(first)
+            for tokens in (first, spaced) if is_another else (first,):
+                if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
+                    raise InvalidInput(
+                        f"{shown(word)} of bad_words has {len(tokens)} tokens; it must have 1 to "
+                        f"{LIMITS.bad_word_tokens}."
+                    )
+                found.append(tokens)
         return tuple(found)
 
     def _tokens(self, request_id: str, token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ def as_params(
 def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | None]:
     if isinstance(rng, jax.Array):
         try:
-            seeds = np.asarray(jax.random.bits(rng, len(params), "uint32")).tolist()
+            seeds = np.asarray(jax.random.bits(rng, (len(params),), "uint32")).tolist()
         except (TypeError, ValueError):
             raise InvalidInput(
                 f"rng is an array of {rng.dtype}{list(rng.shape)}; pass an int or one jax key."

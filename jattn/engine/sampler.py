@@ -67,7 +67,7 @@ class Rows(NamedTuple):
         """Returns the columns of int32[rows, len(fields)], each with its own type."""
         floats = jax.lax.bitcast_convert_type(packed[:, :_NUM_FLOATS], jnp.float32)
         seed = jax.lax.bitcast_convert_type(packed[:, _NUM_FLOATS + 1], jnp.uint32)
-        return cls(*floats.T, packed[:, _NUM_FLOATS], seed, packed[:, _NUM_FLOATS + 2])
+        return cls._make([*floats.T, packed[:, _NUM_FLOATS], seed, packed[:, _NUM_FLOATS + 2]])
 
 
 _NUM_FLOATS = 6

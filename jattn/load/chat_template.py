@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.nodes
@@ -112,7 +112,7 @@ def _count() -> None:
 class _Generation(Extension):
     """`{% generation %}` marks, for training, what the assistant says; here it means nothing."""
 
-    tags = frozenset({"generation"})
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -165,7 +165,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         prompt: Prompt,
         params: SamplingParams | None = None,
         **options: Any,
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update, None]:
         """Yields what each step brings. Closing the generator, or cancelling its task, cancels the request.
 
         Raises:
@@ -182,7 +182,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         prompt: Prompt,
         params: SamplingParams | None = None,
         **options: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's output as `SamplingParams.output_kind` says; else as `stream`."""
         async with contextlib.aclosing(self.stream(prompt, params, **options)) as updates:
             async for update in updates:

@@ -270,7 +270,7 @@ def _structured(fields: _Fields) -> StructuredOutputsParams | None:
     form = fields.take("response_format", _is_format, "an object with a type: text, json_object or json_schema")
     name = "structured_outputs" if form is None or form["type"] == "text" else "response_format"
     try:
-        if name == "structured_outputs":
+        if form is None or form["type"] == "text":
             return None if wanted is None else StructuredOutputsParams(**wanted)
         if wanted is not None:
             raise InvalidInput("response_format and structured_outputs are both given.")
@@ -292,10 +292,8 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         raise RequestError(400, f"{name} is {shown(message)}; it must be an object with a role.", param=name)
     content = message.get("content")
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
+        texts = [part["text"] for part in content if _is_text(part)]
+        if len(texts) != len(content):
             raise RequestError(
                 400, f"{name}.content has parts that are no text; this server takes text alone.", param=name
             )
@@ -303,6 +301,10 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(content, str | None):
         raise RequestError(400, f"{name}.content is {shown(content)}; it must be text.", param=name)
     return message | {"content": content}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _bias(bias: Mapping[str, Any] | None) -> dict[int, Any] | None:

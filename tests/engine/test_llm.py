@@ -231,6 +231,7 @@ def test_a_model_folder_brings_its_template(folder, tmp_path) -> None:
 
     tokenizer = load_tokenizer(tmp_path)
 
+    assert tokenizer.chat_template is not None
     assert tokenizer.chat_template.render([{"content": "hi"}]) == "<|endoftext|>hi<|endoftext|>"
 
 

@@ -43,13 +43,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(write_tiny_model(tmp_path_factory.mktemp("model"), 0), config=CONFIG)
 
 
-def sampled(llm: LLM, prompt: Any = PROMPT, **params: Any) -> list[int]:
+def sampled(llm: Any, prompt: Any = PROMPT, **params: Any) -> list[int]:
     params = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True} | params
     (output,) = llm.generate([prompt], SamplingParams(**params))
     return list(output.outputs[0].token_ids)
 
 
-def greedy_by_hand(llm: LLM, change: Any, prompt: list[int] = PROMPT) -> list[int]:
+def greedy_by_hand(llm: Any, change: Any, prompt: list[int] = PROMPT) -> list[int]:
     """The tokens of a loop over the dense model; `change(logits, output)` may alter the logits."""
     output: list[int] = []
     for _ in range(NEW):
@@ -115,6 +115,7 @@ def test_logprobs_are_those_of_the_model(llm) -> None:
     )
 
     completion = output.outputs[0]
+    assert completion.logprobs is not None
     tokens = PROMPT + list(completion.token_ids)
     logits = dense_logits(llm.model, np.array(tokens)).astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -125,10 +126,11 @@ def test_logprobs_are_those_of_the_model(llm) -> None:
     assert completion.cumulative_logprob == pytest.approx(
         sum(each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True))
     )
-    first, *others = output.prompt_logprobs
+    first, *others = output.prompt_logprobs or ()
     assert first is None
     for place, found in enumerate(others):
         row = expected[place]
+        assert found is not None
         assert set(found) == set(range(257))
         assert all(abs(each.logprob - row[token]) < 1e-3 for token, each in found.items())
         assert found[PROMPT[place + 1]].decoded_token == llm.tokenizer.decode(PROMPT[place + 1 : place + 2])
@@ -147,9 +149,11 @@ def test_a_prompt_in_chunks_has_all_its_logprobs(llm) -> None:
     for _ in range(2):
         (wide,), (chunks,) = llm.generate([prompt], params), narrow.generate([prompt], params)
 
+        assert chunks.prompt_logprobs is not None
+        assert wide.prompt_logprobs is not None
         assert chunks.prompt_logprobs[0] is None
         for place in range(1, 40):
-            (mine,), (other,) = chunks.prompt_logprobs[place].values(), wide.prompt_logprobs[place].values()
+            (mine,), (other,) = ((each.prompt_logprobs[place] or {}).values() for each in (chunks, wide))
             assert mine.rank == other.rank
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jattn.load import ChatTemplate
@@ -32,7 +34,7 @@ TEMPLATES = [ROLES, TOOLS, COUNTS]
 def test_the_text_is_transformers(source, tools) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    special: Any = {"bos_token": "<s>", "eos_token": "</s>"}
 
     text = ChatTemplate(source, special).render(MESSAGES, tools=tools)
 
