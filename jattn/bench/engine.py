@@ -70,13 +70,13 @@ def main(argv: Sequence[str]) -> None:
             name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.split(",") if each)
         }
         for load in options.decode:
-            _tell(settings, f"decode {load}", *bench.decode(*_sizes(load), chosen))
+            _tell(settings, f"decode {load}", *bench.decode(chosen, *_sizes(load)))
         for load in options.groups:
-            _tell(settings, f"groups {load}", *bench.groups(*_sizes(load), chosen))
+            _tell(settings, f"groups {load}", *bench.groups(chosen, *_sizes(load)))
         for num_tokens in options.prompt:
-            _tell(settings, f"prompt {num_tokens}", *bench.prompt(num_tokens, chosen))
+            _tell(settings, f"prompt {num_tokens}", *bench.prompt(chosen, num_tokens))
         for load in options.throughput:
-            _tell(settings, f"throughput {load}", *bench.throughput(*_sizes(load), chosen))
+            _tell(settings, f"throughput {load}", *bench.throughput(chosen, *_sizes(load)))
 
 
 def random_decoder(config: ModelConfig) -> Decoder:
@@ -93,16 +93,16 @@ class _Bench:
         self._model, self._vocab = random_decoder(config), config.vocab_size
         self._batched_tokens, self._new_tokens = batched_tokens, new_tokens
 
-    def decode(self, batch: int, context: int, settings: dict[str, Any]) -> _Measured:
+    def decode(self, settings: dict[str, Any], batch: int, context: int) -> _Measured:
         """Returns the milliseconds of a decode step with so many sequences."""
         return self._decode(self._prompts(batch, context), settings)
 
-    def groups(self, groups: int, samples: int, context: int, settings: dict[str, Any]) -> _Measured:
+    def groups(self, settings: dict[str, Any], groups: int, samples: int, context: int) -> _Measured:
         """Returns those of a step in which samples share a prompt."""
         prompts = [prompt for prompt in self._prompts(groups, context) for _ in range(samples)]
         return self._decode(prompts, settings, temperature=1.0)
 
-    def prompt(self, num_tokens: int, settings: dict[str, Any]) -> _Measured:
+    def prompt(self, settings: dict[str, Any], num_tokens: int) -> _Measured:
         """Returns the milliseconds to the first token of a prompt in one piece."""
         with self._engine(1, num_tokens + 1, settings | {"max_num_batched_tokens": num_tokens}) as engine:
             times = []
@@ -112,7 +112,7 @@ class _Bench:
                 times.append((time.perf_counter() - started) * 1e3)
             return statistics.median(times[1:]), "ms", engine.compile_seconds
 
-    def throughput(self, requests: int, inputs: int, outputs: int, settings: dict[str, Any]) -> _Measured:
+    def throughput(self, settings: dict[str, Any], requests: int, inputs: int, outputs: int) -> _Measured:
         """Returns the output tokens of a second, of requests that all come at once."""
         with self._engine(requests, inputs + outputs, settings) as engine:
             for each in self._prompts(requests, inputs), self._prompts(requests, inputs, seed=1):
@@ -140,7 +140,7 @@ class _Bench:
             return seconds * 1e3 * len(prompts) / tokens, "ms a step", engine.compile_seconds
 
     def _engine(self, batch: int, length: int, settings: dict[str, Any]) -> Engine:
-        sizes = {
+        sizes: dict[str, Any] = {
             "block_size": _BLOCK_SIZE,
             "max_num_seqs": batch,
             "max_num_batched_tokens": max(self._batched_tokens, batch),
@@ -162,7 +162,7 @@ class _Bench:
             engine.step()
 
 
-def _sizes(load: str) -> list[int]:
+def _sizes(load: str) -> Any:
     return [int(size) for size in load.split("x")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 from flax import nnx
 
@@ -52,7 +53,7 @@ def open_device(
     if kv_cache_dtype not in (None, shape.dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
-    for _, module in nnx.iter_modules(model):
+    for _, module in nnx.iter_modules(cast(nnx.Module, model)):
         choose(getattr(module, "implementation", None))
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)

@@ -69,13 +69,14 @@ class LLM(contextlib.AbstractContextManager):
             if dtype is not None or implementation is not None:
                 raise InvalidInput("dtype and implementation belong to the module that was passed; build it with them.")
         else:
-            folder = embedded_model_folder() if model is None else model
+            folder: Any = embedded_model_folder() if model is None else model
             model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+        served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
-        self.model = model
+        self.model: PagedModel = served
         self.tokenizer = tokenizer
-        self.engine = Engine(model, config, tokenizer=tokenizer)
+        self.engine = Engine(served, config, tokenizer=tokenizer)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""

@@ -15,6 +15,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "no prefixes": {"enable_prefix_caching": False},
     "no overlap": {"steps_in_flight": 1},
     "prompts beside decoding": {"batch_invariant": False},
+    "shared prefixes": {"batch_invariant": False, "enable_cascade_attention": True},
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
     "speculation": {"num_speculative_tokens": 3, "prompt_lookup_min": 1},

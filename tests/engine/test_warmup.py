@@ -15,8 +15,14 @@ from jattn.engine.progress import progress
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 
-SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_scheduler_steps": 1}
-KINDS = (
+SIZES: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_scheduler_steps": 1,
+    "enable_cascade_attention": False,
+}
+KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 1.0, "top_k": 5},
@@ -29,7 +35,7 @@ def compiled() -> Iterator[list[str]]:
     """The names of JAX's events of compiling, as they come."""
     events: list[str] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "backend_compile" in event:
             events.append(event)
 
@@ -72,7 +78,7 @@ def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(co
 
 
 def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:
-    sizes = {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "batch_invariant": True}
+    sizes: dict[str, Any] = {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "batch_invariant": True}
     engine = Engine(tiny_decoder(intermediate_size=48), EngineConfig(**(SIZES | sizes)))
     engine.warmup()
     run(engine, prompts_of(seed, 3))
@@ -93,7 +99,8 @@ def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
-    config = EngineConfig(**(SIZES | {"max_num_seqs": 1}))
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
+    config = EngineConfig(**sizes)
 
     def listen(event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":

@@ -130,7 +130,8 @@ def test_memory_of_the_callers_own_is_copied(engine, other, seed) -> None:
 
 def changed(path: str, leaf: Any) -> dict[Any, Any]:
     state = nnx.to_pure_dict(nnx.state(tiny_decoder()))
-    place, name = state, path.split(".")
+    place: Any = state
+    name = path.split(".")
     for key in name[:-1]:
         place = place[int(key) if key.isdigit() else key]
     if leaf is None:
