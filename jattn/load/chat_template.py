@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.nodes
@@ -112,7 +112,7 @@ def _count() -> None:
 class _Generation(Extension):
     """`{% generation %}` marks, for training, what the assistant says; here it means nothing."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)

@@ -126,7 +126,8 @@ def test_logprobs_are_those_of_the_model(llm) -> None:
     assert completion.cumulative_logprob == pytest.approx(
         sum(each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True))
     )
-    first, *others = output.prompt_logprobs or ()
+    assert output.prompt_logprobs is not None
+    first, others = output.prompt_logprobs[0], output.prompt_logprobs[1:]
     assert first is None
     for place, found in enumerate(others):
         row = expected[place]
@@ -153,7 +154,8 @@ def test_a_prompt_in_chunks_has_all_its_logprobs(llm) -> None:
         assert wide.prompt_logprobs is not None
         assert chunks.prompt_logprobs[0] is None
         for place in range(1, 40):
-            (mine,), (other,) = ((each.prompt_logprobs[place] or {}).values() for each in (chunks, wide))
+            places = (chunks.prompt_logprobs[place], wide.prompt_logprobs[place])
+            mine, other = (next(iter((each or {}).values())) for each in places)
             assert mine.rank == other.rank
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
 
