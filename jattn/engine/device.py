@@ -28,11 +28,13 @@ class Device:
         pool: the cache arrays.
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
+        in_turns: prompts and decoding have steps of their own.
     """
 
     pool: KVPool
     host: HostBlocks | None
     runner: ModelRunner
+    in_turns: bool
 
 
 def open_device(
@@ -53,8 +55,10 @@ def open_device(
     if kv_cache_dtype not in (None, shape.dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
-    for _, module in nnx.iter_modules(cast(nnx.Module, model)):
-        choose(getattr(module, "implementation", None))
+    modules = [module for _, module in nnx.iter_modules(cast(nnx.Module, model))]
+    chosen = {choose(module.implementation) for module in modules if hasattr(module, "implementation")}
+    # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
+    ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
     plan = _plan(config, spec, num_layers=shape.num_layers, max_model_len=max_model_len)
@@ -72,7 +76,9 @@ def open_device(
     )
     pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks)
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    return Device(pool, host, ModelRunner(model, pool, config, max_blocks=max_blocks)), cache_config, plan
+    runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
+    # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
+    return Device(pool, host, runner, in_turns=config.batch_invariant or not ragged), cache_config, plan
 
 
 def _plan(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:

@@ -30,6 +30,7 @@ __all__ = ["ModelRunner"]
 # XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
 # prefill stays on one side, so that a prompt's bits do not depend on the prompts beside it.
 _SMALLEST_PREFILL = 64
+_SMALLEST_QUERY = 16
 # Prompt tokens whose logits are computed at once.
 _PROMPT_LOGPROBS = 64
 
@@ -45,13 +46,14 @@ class ModelRunner:
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
         max_blocks: columns of a block table.
+        ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
 
     Attributes:
         programs: what was compiled.
         weights: what they are run with.
     """
 
-    def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_blocks: int) -> None:
+    def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_blocks: int, ragged: bool) -> None:
         self._pool = pool
         self._max_blocks = max_blocks
         window = model.paged_spec.sliding_window
@@ -59,6 +61,9 @@ class ModelRunner:
         self._config = config
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
         self._num_seqs, self._num_tokens = _buckets(config)
+        self._query_lens = None
+        if not ragged and not config.batch_invariant:
+            self._query_lens = _fourfold("new tokens of a row", _SMALLEST_QUERY, self._num_tokens.largest)
         self._cascade = Cascade.of(cast(nnx.Module, model), config)
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
@@ -116,7 +121,7 @@ class ModelRunner:
         """Compiles every program that a step can need; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
             self.programs.compile(self._all_buckets(), report)
-            self._slots.warmup({self._config.max_num_seqs, *self._num_seqs.sizes})
+            self._slots.warmup({1, self._config.max_num_seqs, *self._num_seqs.sizes})
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
@@ -173,7 +178,8 @@ class ModelRunner:
         sampler = self._plain if all(request.is_plain for request in asking) else self._full
         if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
             return self._decode_bucket(self._num_seqs.pad(len(step.rows)), sampler, step.num_decode_steps)
-        return self._prefill_bucket(self._num_tokens.pad(step.num_tokens), sampler)
+        longest = max(row.num_new_tokens for row in step.rows)
+        return self._prefill_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest, sampler)
 
     def _decode_bucket(self, num_seqs: int, sampler: Sampler, num_steps: int) -> Bucket:
         pieces = 0 if self._cascade is None else self._cascade.num_pieces(num_seqs)
@@ -181,14 +187,24 @@ class ModelRunner:
         count = num_steps + guesses
         return Bucket(num_seqs, num_seqs * count, 1 + guesses, sampler, num_steps, guesses, pieces)
 
-    def _prefill_bucket(self, num_tokens: int, sampler: Sampler) -> Bucket:
-        # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
-        return Bucket(self._config.max_num_seqs, num_tokens, num_tokens, sampler)
+    def _prefill_bucket(self, num_seqs: int, num_tokens: int, longest: int, sampler: Sampler) -> Bucket:
+        most = self._config.max_num_seqs
+        if self._query_lens is None:
+            # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
+            return Bucket(most, num_tokens, num_tokens, sampler)
+        if num_seqs == 1:
+            return Bucket(1, num_tokens, num_tokens, sampler)
+        return Bucket(most, num_tokens, min(num_tokens, self._query_lens.pad(longest)), sampler)
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for sampler in (self._plain, self._full):
             for num_tokens in self._num_tokens.sizes:
-                yield self._prefill_bucket(num_tokens, sampler)
+                longest = (num_tokens,) if self._query_lens is None else self._query_lens.sizes
+                yield from {
+                    self._prefill_bucket(num_seqs, num_tokens, size, sampler): None
+                    for num_seqs in (1, self._config.max_num_seqs)
+                    for size in longest
+                }
             for num_steps in sorted({1, self._config.num_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
                     bucket = self._decode_bucket(num_seqs, sampler, num_steps)
@@ -204,11 +220,17 @@ def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
     if config.batch_invariant:
         return Buckets(names[0], (most_seqs,)), Buckets(names[1], (most_tokens,))
     # A few sequences cost what one does: the weights are read once. Many cost by their number.
-    few = tuple(size for size in (1, 4, 16) if size < most_seqs)
+    few = _fourfold(names[0], 1, min(most_seqs, 16)).sizes
+    many = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes if most_seqs > 16 else ()
     return (
-        Buckets(names[0], (*few, *(Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes))),
+        Buckets(names[0], few + many),
         Buckets.powers_of_two(names[1], most_tokens, smallest=_SMALLEST_PREFILL),
     )
+
+
+def _fourfold(name: str, smallest: int, largest: int) -> Buckets:
+    sizes = [smallest << shift for shift in range(0, largest.bit_length(), 2) if smallest << shift < largest]
+    return Buckets(name, (*sizes, largest))
 
 
 def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: np.ndarray) -> None:

@@ -64,18 +64,26 @@ class Scheduler:
     """Serves requests by their order, prompts in chunks; preempts the last in order when blocks run out.
 
     A step holds a token of every running request and, as far as the token budget goes, chunks of prompts. Requests of
-    equal prompts wait until the first of them has computed what they share. With `batch_invariant` prompts and decoding
-    have steps of their own, and take turns where both are wanted. Not thread-safe; the engine's work owns it. What it
-    holds can be made anew from the requests: after an error that is not a refusal it is thrown away.
+    equal prompts wait until the first of them has computed what they share. Not thread-safe; the engine's work owns it.
+    What it holds can be made anew from the requests: after an error that is not a refusal it is thrown away.
 
     Args:
         config: sizes of a step.
         cache: the allocator; the scheduler is the only one to plan with it.
         move_blocks: executes and retires a step without rows: a swap.
+        in_turns: prompts and decoding have steps of their own, and take turns where both are wanted.
     """
 
-    def __init__(self, config: EngineConfig, cache: CacheManager, move_blocks: Callable[[CommittedStep], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: CacheManager,
+        move_blocks: Callable[[CommittedStep], None],
+        *,
+        in_turns: bool = False,
+    ) -> None:
         self._config = config
+        self._in_turns = in_turns
         self._cache = cache
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -109,9 +117,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Takes the blocks of the next step and returns it, or None when nothing can run before a step retires."""
-        decodable, in_turns = self._decodable(), self._config.batch_invariant
-        if in_turns:
-            # A decoded token's bits must not depend on the prompts beside it.
+        decodable = self._decodable()
+        if self._in_turns:
             step = None if self._prefilled_last and decodable else self._schedule_prefill([])
             self._prefilled_last = step is not None
             step = step or self._schedule_decode() or self._schedule_prefill([])

@@ -39,7 +39,7 @@ class Bench:
             )
         )
         self.swaps: list[CommittedStep] = []
-        self.scheduler = Scheduler(config, self.cache, self._move)
+        self.scheduler = Scheduler(config, self.cache, self._move, in_turns=config.batch_invariant)
         self._next_token = 0
 
     def _move(self, step: CommittedStep) -> None:

@@ -122,7 +122,7 @@ def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
         compilation_cache.reset_cache()
         jax.monitoring.unregister_event_listener(listen)
 
-    assert len(hits) >= engine.num_compilations == 6
+    assert len(hits) >= engine.num_compilations == 4
 
 
 def test_without_a_terminal_the_progress_is_silent(capsys) -> None:
