@@ -22,14 +22,19 @@ if TYPE_CHECKING:
     from jattn.load import save_model as save_model
     from jattn.metadata import AttentionMetadata as AttentionMetadata
     from jattn.nn import MultiHeadAttention as MultiHeadAttention
+    from jattn.nn import MultiHeadLatentAttention as MultiHeadLatentAttention
     from jattn.nn import PagedAttention as PagedAttention
     from jattn.nn import attention_fn as attention_fn
     from jattn.ops import attention as attention
     from jattn.ops import attention_with_lse as attention_with_lse
+    from jattn.ops import dropout_seeds as dropout_seeds
     from jattn.ops import merge_states as merge_states
+    from jattn.ops import mla_attention as mla_attention
+    from jattn.ops import mla_attention_with_lse as mla_attention_with_lse
     from jattn.ops import paged_attention as paged_attention
     from jattn.ops import paged_attention_with_lse as paged_attention_with_lse
     from jattn.ops import write_kv_cache as write_kv_cache
+    from jattn.ops import write_latent_cache as write_latent_cache
     from jattn.pool import KVPool as KVPool
     from torch_core.errors import CacheCorruption as CacheCorruption
     from torch_core.errors import InvalidInput as InvalidInput
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from torch_core.errors import Unsupported as Unsupported
     from torch_core.metadata import SequenceRow as SequenceRow
     from torch_core.specs import KVCacheSpec as KVCacheSpec
+    from torch_core.specs import LatentCacheSpec as LatentCacheSpec
 
 __version__ = "0.1.0"
 
@@ -48,12 +54,15 @@ _HOMES = {
     "jattn.engine": "LLM EngineConfig RequestOutput SamplingParams generate",
     "jattn.load": "load_model save_model",
     "jattn.metadata": "AttentionMetadata",
-    "jattn.nn": "MultiHeadAttention PagedAttention attention_fn",
-    "jattn.ops": ("attention attention_with_lse merge_states paged_attention paged_attention_with_lse write_kv_cache"),
+    "jattn.nn": "MultiHeadAttention MultiHeadLatentAttention PagedAttention attention_fn",
+    "jattn.ops": (
+        "attention attention_with_lse dropout_seeds merge_states mla_attention mla_attention_with_lse paged_attention "
+        "paged_attention_with_lse write_kv_cache write_latent_cache"
+    ),
     "jattn.pool": "KVPool",
     "torch_core.errors": ("CacheCorruption InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"),
     "torch_core.metadata": "SequenceRow",
-    "torch_core.specs": "KVCacheSpec",
+    "torch_core.specs": "KVCacheSpec LatentCacheSpec",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -23,6 +23,8 @@ _BENCHMARKS = (
     "backward",
     "overhead",
     "module",
+    "mla",
+    "moe",
     "engine",
     "tune",
     "compilers",
@@ -70,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     crosscheck.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
     crosscheck.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
     crosscheck.add_argument("--max-tokens", type=int, default=32, help="greedy tokens to compare (32)")
+    crosscheck.add_argument(
+        "--layers", action="store_true", help="compare every layer, and name the first that differs"
+    )
+    crosscheck.add_argument("--picture", metavar="FILE", help="draw the error by layer and position (needs matplotlib)")
+    crosscheck.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
     _add_implementation(crosscheck)
     crosscheck.set_defaults(run=_crosscheck)
 
@@ -187,15 +194,18 @@ def _as_json(output: Any) -> dict[str, Any]:
 
 
 def _crosscheck(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.testing import compare_with_torch
+    from jattn.testing import compare_with_torch, save_picture
 
     report = compare_with_torch(
         arguments.model,
         arguments.prompt,
         implementations=None if arguments.implementation is None else (arguments.implementation,),
         max_tokens=arguments.max_tokens,
+        layers=arguments.layers or arguments.picture is not None,
     )
-    print(report)
+    print(report.to_json() if arguments.json else report)
+    if arguments.picture is not None:
+        save_picture(report, arguments.picture)
     return 0 if report.passed else 1
 
 

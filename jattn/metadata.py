@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import jax
+import jax.numpy as jnp
 
 from torch_core.metadata import CommonAttentionMetadata, SequenceRowLike, build_common_metadata
 
@@ -106,3 +107,18 @@ class AttentionMetadata:
         names = [each.name for each in fields(cls) if each.name not in ("max_query_len", "groups")]
         arrays = jax.device_put({name: getattr(common, name) for name in names})
         return cls(**arrays, max_query_len=common.max_query_len)
+
+    def positions(self, num_tokens: int) -> jax.Array:
+        """Returns int32[num_tokens], where each new token stands in its sequence; that of padding means nothing.
+
+        Example:
+            >>> from torch_core.metadata import SequenceRow
+            >>> rows = [SequenceRow([5], 2, 2), SequenceRow([9], 3, 1)]
+            >>> step = AttentionMetadata.build(rows, block_size=4, num_blocks=16)
+            >>> step.positions(3).tolist()
+            [2, 3, 3]
+        """
+        starts, tokens = self.query_start_loc, jnp.arange(num_tokens)
+        sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
+        first = self.seq_lens - jnp.diff(starts)
+        return first[sequence] + tokens - starts[sequence]

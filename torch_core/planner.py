@@ -6,9 +6,20 @@ from functools import lru_cache
 
 from torch_core.attention.choose import plan_attention, plan_attention_backward
 from torch_core.attention.merge.plan import plan_merge
+from torch_core.attention.mla.plan import plan_latent
 from torch_core.blocks.copy.plan import plan_copy
-from torch_core.blocks.write.plan import plan_write
-from torch_core.calls import AttentionCall, Call, CopyCall, DenseBackwardCall, MergeCall, WriteCall, refuse_unserved
+from torch_core.blocks.write.plan import plan_latent_write, plan_write
+from torch_core.calls import (
+    AttentionCall,
+    Call,
+    CopyCall,
+    DenseBackwardCall,
+    LatentCall,
+    LatentWriteCall,
+    MergeCall,
+    WriteCall,
+    refuse_unserved,
+)
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec
@@ -39,10 +50,14 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
     _refuse_old_device(call, limits)
     if isinstance(call, DenseBackwardCall):
         return plan_attention_backward(call, limits)
+    if isinstance(call, LatentCall):
+        return plan_latent(call, limits)
     if isinstance(call, AttentionCall):
         return plan_attention(call, limits)
     if isinstance(call, WriteCall):
         return plan_write(call)
+    if isinstance(call, LatentWriteCall):
+        return plan_latent_write(call)
     if isinstance(call, CopyCall):
         return plan_copy(call)
     if isinstance(call, MergeCall):

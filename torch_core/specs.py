@@ -19,6 +19,7 @@ __all__ = [
     "ArraySpec",
     "AttentionSpec",
     "KVCacheSpec",
+    "LatentCacheSpec",
     "row_major_strides",
 ]
 
@@ -144,10 +145,9 @@ class KVCacheSpec:
         check_int("num_kv_heads", self.num_kv_heads, 1, 1 << 16)
         check_int("head_size", self.head_size, 1, _MAX_HEAD_SIZE)
         check_int("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
-        if self.dtype not in KV_CACHE_DTYPES:
-            raise Unsupported(f"dtype is {self.dtype!r}; a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}.")
+        _check_cache_dtype(self.dtype)
 
-    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
         """Returns the shape of one layer's cache array for `num_blocks` blocks."""
         return (num_blocks, 2, self.block_size, self.num_kv_heads, self.head_size)
 
@@ -155,6 +155,45 @@ class KVCacheSpec:
     def bytes_per_block(self) -> int:
         """Bytes that one block takes in one layer."""
         return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentCacheSpec:
+    """The layout of one layer's cache of multi-head latent attention: `(num_blocks, block_size, latent + rope)`.
+
+    Block 0 is the null block, as in a `KVCacheSpec`.
+
+    Attributes:
+        kv_lora_rank: elements of a token's latent.
+        rope_dim: elements of its rotary key, which all heads share.
+        block_size: tokens of one block, 1 to 256.
+        dtype: element type by name, one of `KV_CACHE_DTYPES`.
+
+    Example:
+        >>> spec = LatentCacheSpec(kv_lora_rank=512, rope_dim=64, block_size=64, dtype="bfloat16")
+        >>> spec.shape(8), spec.bytes_per_block
+        ((8, 64, 576), 73728)
+    """
+
+    kv_lora_rank: int
+    rope_dim: int
+    block_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_int("kv_lora_rank", self.kv_lora_rank, 1, 1 << 16)
+        check_int("rope_dim", self.rope_dim, 1, 1 << 16)
+        check_int("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
+        _check_cache_dtype(self.dtype)
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Returns the shape of one layer's cache array for `num_blocks` blocks."""
+        return (num_blocks, self.block_size, self.kv_lora_rank + self.rope_dim)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes in one layer."""
+        return math.prod(self.shape(1)) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,3 +237,8 @@ class AttentionSpec:
         cap = self.logits_soft_cap
         if cap is not None and not (math.isfinite(cap) and cap > 0):
             raise InvalidInput(f"logits_soft_cap is {cap}; it must be a positive finite number, or None for off.")
+
+
+def _check_cache_dtype(dtype: str) -> None:
+    if dtype not in KV_CACHE_DTYPES:
+        raise Unsupported(f"dtype is {dtype!r}; a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}.")

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from jattn.bench import measure, peers
-from jattn.bench.batch import HEADS, packed, random_batch
+from jattn.bench.batch import HEADS, dense_call, packed, random_batch
 from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
 from torch_core.calls import backward_of
-from torch_core.specs import AttentionSpec
 
 __all__ = ["main", "run"]
 
@@ -73,17 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ours(batch: Any, both: bool) -> Callable[[], Any]:
-    (key, value), d_out = packed(batch), torch.randn_like(batch.query)
-    call = ops.dense_call(
-        batch.query,
-        key,
-        value,
-        batch.starts,
-        batch.starts,
-        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
-        max_query_len=batch.max_query_len,
-        max_key_len=batch.max_key_len,
-    )
+    call, d_out = dense_call(batch), torch.randn_like(batch.query)
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         results = ops.run(dataclasses.replace(call, with_lse=True))
@@ -141,7 +130,5 @@ def _attend(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
 
 
 def _cudnn(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
-    import jax
-
     rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
-    return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(query.shape)
+    return peers.cudnn(*rows).reshape(query.shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from jattn.bench import measure
-from torch_core.calls import PagedCall
+from torch_core.calls import DenseCall, PagedCall
 from torch_core.run import run
 from torch_core.specs import AttentionSpec
 
@@ -21,6 +21,7 @@ __all__ = [
     "Batch",
     "Parts",
     "cold_batches",
+    "dense_call",
     "fa3",
     "ours",
     "packed",
@@ -112,6 +113,21 @@ def paged_call(batch: Batch) -> PagedCall[torch.Tensor]:
         query_start_loc=batch.starts,
         spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
         max_query_len=batch.max_query_len,
+    )
+
+
+def dense_call(batch: Batch) -> DenseCall[torch.Tensor]:
+    """Returns the same attention over dense keys and values, of a batch without earlier tokens."""
+    key, value = packed(batch)
+    return DenseCall(
+        query=batch.query,
+        key=key,
+        value=value,
+        query_start_loc=batch.starts,
+        key_start_loc=batch.starts,
+        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
+        max_query_len=batch.max_query_len,
+        max_key_len=batch.max_key_len,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["load_peers", "pallas_paged", "sdpa", "xla_gather"]
+__all__ = ["cudnn", "cudnn_fp8", "load_peers", "pallas_paged", "sdpa", "xla_gather"]
 
 
 def load_peers(directory: Path | None) -> Any:
@@ -48,6 +48,29 @@ def sdpa(backend: str) -> Callable[..., torch.Tensor]:
             )
 
     return call
+
+
+def cudnn(query: Any, key: Any, value: Any) -> Any:
+    """Causal attention of cuDNN through JAX, on [batch, n, heads, d]."""
+    import jax
+
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def cudnn_fp8(query: Any, key: Any, value: Any) -> Any:
+    """The same in e4m3, with scales of 1; JAX has it under a private name only.
+
+    Raises:
+        ImportError: this JAX has it no longer.
+    """
+    import jax.numpy as jnp
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    scales = dict.fromkeys(fused.fp8_params_keys, jnp.ones((1, 1, 1, 1), jnp.float32))
+    # Its own annotations say less than it takes and returns.
+    attend: Any = fused.dot_product_attention
+    options = {"fp8_params": scales, "use_fp8": True, "mask_type": fused.MaskType.CAUSAL}
+    return attend(query, key, value, scale=query.shape[-1] ** -0.5, **options)[0]
 
 
 def pallas_paged() -> Callable[..., Any]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from jattn.bench import chunks, measure, mixed, peers
-from jattn.bench.batch import HEADS, Batch, fa3, ours, packed, random_batch, vllm_triton
+from jattn.bench.batch import HEADS, Batch, dense_call, fa3, ours, packed, random_batch, vllm_triton
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
-from torch_core.specs import AttentionSpec
 
 __all__ = ["HEAD_SIZES", "LENGTHS", "main", "run"]
 
@@ -24,7 +25,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TOTAL_TOKENS = 16384
 #: Head sizes that the peers have too.
 HEAD_SIZES = (64, 128, 256)
-_TAKE_FP8 = (f"{OURS} paged", "FA3 block 16")
+_TAKE_FP8 = (f"{OURS} paged", "FA3 block 16", "cuDNN e4m3 in JAX dense")
 
 
 def run(
@@ -40,14 +41,14 @@ def run(
     Args:
         lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
         head_size: elements of a head.
-        fp8: e4m3 queries over an e4m3 cache instead, paged alone; the device's matmul speed stays that of bfloat16.
+        fp8: e4m3 queries over an e4m3 cache instead, ours paged alone; the device's matmul speed stays that of
+            bfloat16.
         peers_directory: see `jattn.bench.peers.load_peers`.
         jax_columns: measure the JAX call and the JAX peers too.
     """
     session = Session("prefill", peers_directory)
     columns = _columns(session.peers, jax_columns)
-    if fp8:
-        columns = {name: column for name, column in columns.items() if name in _TAKE_FP8}
+    columns = {name: column for name, column in columns.items() if (name in _TAKE_FP8 if fp8 else "e4m3" not in name)}
     element = torch.float8_e4m3fn if fp8 else torch.bfloat16
     for length in lengths:
         parts = ((TOTAL_TOKENS // length, length, 0),)
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         )
     print(report.table())
     for peer in () if options.mixed or options.chunks else report.columns:
-        ours = f"{OURS} paged" if "paged" in peer or "block" in peer else f"{OURS} dense"
+        ours = f"{OURS} paged" if options.fp8 or "paged" in peer or "block" in peer else f"{OURS} dense"
         if not peer.startswith(OURS):
             print(f"{peer} takes {report.ratio(peer, ours):.2f} x the time of {ours} (geometric mean)")
     report.write(json_path=options.json, png_path=options.png)
@@ -107,23 +108,14 @@ def _columns(found: Any, jax_columns: bool) -> dict[str, Column]:
     columns = {name: in_graph(call) for name, call in calls.items()}
     if jax_columns:
         columns[f"{OURS} dense in JAX"] = _dense_in_jax
-        columns["cuDNN in JAX dense"] = _cudnn_in_jax
+        columns["cuDNN in JAX dense"] = functools.partial(_cudnn_in_jax, attend=peers.cudnn)
+        columns["cuDNN e4m3 in JAX dense"] = functools.partial(_cudnn_in_jax, attend=peers.cudnn_fp8)
     return columns
 
 
 def _dense(batch: Batch) -> Callable[[], Any]:
-    key, value = packed(batch)
-    return lambda: ops.attention(
-        batch.query,
-        key,
-        value,
-        batch.starts,
-        batch.starts,
-        spec=AttentionSpec(scale=batch.query.shape[-1] ** -0.5),
-        max_query_len=batch.max_query_len,
-        max_key_len=batch.max_key_len,
-        out=batch.out,
-    )
+    call = replace(dense_call(batch), out=batch.out)
+    return lambda: ops.run(call)
 
 
 def _sdpa(backend: str, batch: Batch) -> Callable[[], Any]:
@@ -156,16 +148,14 @@ def _dense_in_jax(batches: list[Batch]) -> float:
     return _chained(attend, batches)
 
 
-def _cudnn_in_jax(batches: list[Batch]) -> float:
-    import jax
-
+def _cudnn_in_jax(batches: list[Batch], attend: Callable[..., Any]) -> float:
     length = batches[0].max_query_len
 
-    def attend(query: Any, key: Any, value: Any, starts: Any) -> Any:
+    def causal(query: Any, key: Any, value: Any, starts: Any) -> Any:
         rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
-        return jax.nn.dot_product_attention(*rows, is_causal=True, implementation="cudnn").reshape(query.shape)
+        return attend(*rows).reshape(query.shape)
 
-    return _chained(attend, batches)
+    return _chained(causal, batches)
 
 
 def _chained(attend: Callable[..., Any], batches: list[Batch]) -> float:

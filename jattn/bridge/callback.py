@@ -13,7 +13,7 @@ import re
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from jax.experimental.buffer_callback import buffer_callback
 from torch._C import _from_dlpack
 
-__all__ = ["call_torch", "recorded", "typed_errors"]
+__all__ = ["call_torch", "original_error", "recorded", "typed_errors"]
 
 
 def call_torch(
@@ -72,8 +72,7 @@ def call_torch(
         return call(*arguments)
 
 
-@contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
+class typed_errors:  # noqa: N801 (used as contextlib's own managers are)
     """Re-raises what a torch function raised inside a JAX program as itself, not as the error that JAX makes of it.
 
     Wait for the program's results inside the block: JAX reports a failure only when somebody looks.
@@ -82,18 +81,28 @@ def typed_errors() -> Iterator[None]:
         Exception: whatever the torch function raised, KeyboardInterrupt included; where it happened stands in a note.
             The first look at a failure gives the very object, a later one a copy.
     """
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # A program's first run raises a JaxRuntimeError, JAX's fast dispatch of later runs a plain ValueError.
-        original = _recorded.find(str(error))
-        if original is None:
-            raise
+
+    def __enter__(self) -> None:
+        pass
+
+    # No generator: from Python 3.13 on contextlib's `__exit__` and an error that becomes another one there keep each
+    # other, and so whatever the frames between hold.
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        original = error if error is None else original_error(error)
         try:
-            raise original from None
+            if original is not None and original is not error:
+                raise original from None
         finally:
             # An error and a frame that it passed would be a cycle, and keep what the other frames hold.
-            del original
+            del original, error, frames
+
+
+def original_error(error: BaseException) -> BaseException:
+    """Returns what a torch function raised, if `error` is what JAX made of it, else the error itself."""
+    # A program's first run raises a JaxRuntimeError, JAX's fast dispatch of later runs a plain ValueError.
+    if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
+        return _recorded.find(str(error)) or error
+    return error
 
 
 def recorded(error: BaseException) -> RuntimeError:

@@ -15,6 +15,8 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    LatentCall,
+    LatentWriteCall,
     MergeCall,
     PagedCall,
     SharedPrefix,
@@ -76,5 +78,15 @@ def _register(call_class: type[Call[Any]]) -> None:
     jax.tree_util.register_pytree_with_keys(call_class, flatten, unflatten)
 
 
-for _call_class in (PagedCall, DenseCall, DenseBackwardCall, WriteCall, CopyCall, MergeCall, SharedPrefix):
+for _call_class in (
+    PagedCall,
+    LatentCall,
+    DenseCall,
+    DenseBackwardCall,
+    WriteCall,
+    LatentWriteCall,
+    CopyCall,
+    MergeCall,
+    SharedPrefix,
+):
     _register(_call_class)

@@ -78,9 +78,10 @@ class _Parts:
         dims = fields[name if name in fields else name.removeprefix("d_")].dims
         if "..." not in dims:
             return dims
-        # Blocks that are copied whole: heads are where all caches have them.
+        # Blocks that are copied whole: heads are where all caches have them, and latents have none.
         ndim = len(self.call.arrays()[name].shape)
-        return (dims[0], *("num_kv_heads" if axis == ndim - 2 else f"axis {axis}" for axis in range(1, ndim)))
+        heads = ndim - 2 if ndim > 3 else None
+        return (dims[0], *("num_kv_heads" if axis == heads else f"axis {axis}" for axis in range(1, ndim)))
 
     def specs(self, mesh: Any, found: Sequence[Any]) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
         """Returns how operands have to be split over a mesh, and how results are, from the operands' shardings.

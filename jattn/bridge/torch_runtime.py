@@ -10,7 +10,7 @@ import torch
 
 from jattn.bridge.callback import call_torch
 from jattn.bridge.calls import array_spec
-from torch_core.calls import Call, DenseCall, PagedCall, check_values
+from torch_core.calls import Call, DenseCall, TableCall, check_values
 from torch_core.cpu import run_on_cpu
 from torch_core.plan.plan import OperationPlan
 from torch_core.specs import ArraySpec
@@ -131,8 +131,8 @@ def _call(
 
 def _work(call: Call[ArraySpec]) -> int:
     """Returns about how many multiply-adds, or elements to move, a call is."""
-    if isinstance(call, PagedCall):
+    if isinstance(call, TableCall):
         return call.query.size * call.table_tokens
     if isinstance(call, DenseCall):
         return call.query.size * (call.max_key_len or call.key.shape[0])
-    return sum(spec.size for name, spec in call.arrays().items() if name in ("key", "out_a"))
+    return sum(spec.size for name, spec in call.arrays().items() if name in ("key", "kv_c", "out_a"))

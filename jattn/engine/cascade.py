@@ -78,4 +78,5 @@ class Cascade:
 
 
 def _sees_distances(layer: PagedAttention) -> bool:
-    return layer.sliding_window is not None or layer.attention_chunk is not None
+    masks = (layer.sliding_window, layer.attention_chunk, layer.alibi_slopes)
+    return any(mask is not None for mask in masks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,11 +93,17 @@ def chat_prompt(
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
         raise InvalidInput("the model has no chat template; pass chat_template.")
-    template = ChatTemplate(template) if isinstance(template, str) else template
+    if not isinstance(template, ChatTemplate):
+        template = _compiled(template, tuple(tokenizer.special_tokens.items()))
     text = template.render(messages, **options)
     _check_text(text)
     # The template writes the special tokens itself.
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
 
 
 def _check_text(text: str) -> None:

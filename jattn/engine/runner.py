@@ -63,7 +63,8 @@ class ModelRunner:
         self._num_seqs, self._num_tokens = _buckets(config)
         self._query_lens = None
         if not ragged and not config.batch_invariant:
-            self._query_lens = _fourfold("new tokens of a row", _SMALLEST_QUERY, self._num_tokens.largest)
+            largest = self._num_tokens.largest
+            self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
         self._cascade = Cascade.of(cast(nnx.Module, model), config)
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
@@ -220,17 +221,12 @@ def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
     if config.batch_invariant:
         return Buckets(names[0], (most_seqs,)), Buckets(names[1], (most_tokens,))
     # A few sequences cost what one does: the weights are read once. Many cost by their number.
-    few = _fourfold(names[0], 1, min(most_seqs, 16)).sizes
-    many = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes if most_seqs > 16 else ()
+    few = tuple(size for size in (1, 4, 16) if size < most_seqs)
+    many = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes
     return (
         Buckets(names[0], few + many),
         Buckets.powers_of_two(names[1], most_tokens, smallest=_SMALLEST_PREFILL),
     )
-
-
-def _fourfold(name: str, smallest: int, largest: int) -> Buckets:
-    sizes = [smallest << shift for shift in range(0, largest.bit_length(), 2) if smallest << shift < largest]
-    return Buckets(name, (*sizes, largest))
 
 
 def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: np.ndarray) -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from jattn.load.chat_template import ChatTemplate
 from jattn.load.config import parse_config, render_config
+from jattn.load.families import Family, Key, known_families, register_family
+from jattn.load.generation import GenerationDefaults, load_generation_defaults
 from jattn.load.model import embedded_model_folder, load_model, save_model
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
     "ChatTemplate",
+    "Family",
+    "GenerationDefaults",
+    "Key",
     "TextTokenizer",
     "embedded_model_folder",
+    "known_families",
+    "load_generation_defaults",
     "load_model",
     "load_tokenizer",
     "parse_config",
+    "register_family",
     "render_config",
     "save_model",
 ]

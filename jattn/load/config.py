@@ -2,68 +2,96 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.config import ModelConfig, RopeScaling
+from jattn.load.families import Family, known_families, nearest_family
+from jattn.load.generation import token_ids
+from jattn.load.rope import ROPE_NAMES, read_rope, write_rope
+from jattn.models.config import ModelConfig, MoEConfig
+from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
-__all__ = ["parse_config", "render_config"]
+__all__ = ["family_of", "parse_config", "render_config"]
 
 _NAME = "config.json"
-_MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-_OPTIONAL = (
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED_FIELDS = (*_REQUIRED, "max_position_embeddings")
+#: How weights may be quantised; they are read as numbers of the model's dtype.
+QUANT_METHODS = ("fp8", "mxfp4")
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
+#: Keys that every file may have besides those that set a field.
+_STRUCTURE = (
     "architectures",
     "model_type",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "sliding_window",
-    "use_sliding_window",
-    "layer_types",
+    *ROPE_NAMES,
+    *_WINDOW_KEYS,
     "torch_dtype",
     "dtype",
     "bos_token_id",
     "eos_token_id",
+    "quantization_config",
 )
+#: What is read by the functions of a family.
+_DERIVED = ("mlp_only_layers", "decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval")
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 #: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
 _IGNORED = (
     "_attn_implementation_autoset",
     "_name_or_path",
     "attention_dropout",
+    "attention_probs_dropout_prob",
+    "gradient_checkpointing",
+    "hidden_dropout_prob",
+    "attention_softmax_in_fp32",
+    "attn_pdrop",
+    "bias_dropout_fusion",
+    "cache_implementation",
     "chunk_size_feed_forward",
+    "classifier_dropout",
+    "embd_pdrop",
+    "embedding_dropout",
     "finetuning_task",
+    "hidden_dropout",
     "id2label",
+    "initial_context_length",
     "initializer_range",
     "is_decoder",
     "is_llama_config",
     "label2id",
+    "masked_softmax_fusion",
     "max_window_layers",
+    "n_ctx",
+    "offset_alibi",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
+    "reorder_and_upcast_attn",
+    "resid_pdrop",
+    "residual_dropout",
     "return_dict",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "seq_length",
+    "skip_bias_add",
+    "skip_bias_add_qkv",
+    "slow_but_exact",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
     "task_specific_params",
     "tf_legacy_loss",
     "tokenizer_class",
     "torchscript",
     "transformers_version",
+    "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
     "use_bfloat16",
@@ -72,25 +100,22 @@ _IGNORED = (
 #: Keys with one value under which the model is the one that is computed here.
 _INERT = {
     "add_cross_attention": False,
-    "hidden_act": "silu",
+    "attention_bias": False,
     "is_encoder_decoder": False,
+    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
     "rope_interleaved": False,
     "tie_encoder_decoder": False,
     "use_mrope": False,
 }
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """Builds the config of a supported model from the object in its config.json.
 
-    `dtype` is the one in which the file says its weights are stored (float32 when it says nothing).
+    `dtype` is the one in which the file says its weights are stored (float32 when it says nothing). What the file
+    leaves out has the value that transformers gives it.
 
     Args:
         raw: the parsed JSON object; not changed.
@@ -107,39 +132,42 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         >>> config.head_dim, config.num_key_value_heads, config.dtype
         (16, 4, 'bfloat16')
     """
-    architecture = _architecture(raw)
-    raw = _without_inert(raw)
-    _check_keys(raw)
-    if raw.get("head_dim") is None:
-        raw = {**raw, "head_dim": _derived_head_dim(raw)}
-    if raw.get("num_key_value_heads") is None:
-        raw = {**raw, "num_key_value_heads": raw["num_attention_heads"]}
-    rope_theta, rope_scaling = _rope(raw)
-    for name in ("attention_bias", "mlp_bias"):
-        if architecture != "LlamaForCausalLM" and raw.get(name, False) is not False:
-            raise Unsupported(f"{_NAME}: {name} is {_short(raw[name])}; {architecture} has no such option.")
-    llama_bias = raw.get("attention_bias", False)
-    options = {
-        "sliding_window": _sliding_window(raw, architecture),
-        "rope_theta": rope_theta,
-        "rope_scaling": rope_scaling,
-        "attention_bias": True if architecture == "Qwen2ForCausalLM" else llama_bias,
-        "attention_output_bias": llama_bias,
-        "mlp_bias": raw.get("mlp_bias", False),
-        "dtype": _stored_dtype(raw),
-        "bos_token_id": raw.get("bos_token_id"),
-        "eos_token_ids": token_ids(raw.get("eos_token_id"), f"{_NAME}: eos_token_id"),
-    }
-    options |= {name: raw[name] for name in (*_REQUIRED, "head_dim", "num_key_value_heads")}
-    options |= {name: raw[name] for name in ("rms_norm_eps", "tie_word_embeddings") if name in raw}
+    family = _family(raw)
+    raw = _checked_keys(raw, family)
+    options = dict(family.options)
+    for name, key in family.all_keys.items():
+        if name in raw:
+            options |= dict.fromkeys(key.fields, key.read(raw[name]))
+    for name in _REQUIRED_FIELDS[1:]:
+        check_int(f"{_NAME}: {name}", options[name], 1)
+    if options.get("num_key_value_heads") is None:
+        options["num_key_value_heads"] = options["num_attention_heads"]
+    if options.get("head_dim") is None:
+        options["head_dim"] = _derived_head_dim(options)
     try:
-        return ModelConfig(**options)
-    except InvalidInput as error:
-        raise InvalidInput(f"{_NAME}: {error}") from None
+        if family.derive is not None:
+            options |= family.derive(raw)
+        options |= read_rope(raw, family, options["max_position_embeddings"]) | _windows(raw, family)
+        moe = {name.removeprefix("moe."): options.pop(name) for name in list(options) if name.startswith("moe.")}
+        return ModelConfig(
+            **options,
+            moe=MoEConfig(**moe) if moe else None,
+            dtype=_stored_dtype(raw),
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+            architecture=family.architecture,
+        )
+    except (InvalidInput, Unsupported) as error:
+        raise type(error)(f"{_NAME}: {error}") from None
+    except (TypeError, ValueError, ZeroDivisionError, KeyError) as error:
+        raise InvalidInput(f"{_NAME}: values of {family.architecture} do not fit each other ({error}).") from None
 
 
 def render_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     """Returns the config.json object that `parse_config`, and transformers, read as this config.
+
+    It is of the architecture that the config was read as; a config that was built by hand becomes the first known one
+    that has its options.
 
     Args:
         config: of the model.
@@ -148,101 +176,148 @@ def render_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     Raises:
         Unsupported: no supported architecture has this combination of options.
     """
-    if config.attention_bias and not config.attention_output_bias and not config.mlp_bias:
-        architecture = "Qwen2ForCausalLM"
-    elif config.sliding_window is not None and not config.attention_bias and not config.mlp_bias:
-        architecture = "MistralForCausalLM"
-    else:
-        architecture = "LlamaForCausalLM"
-    rendered = {
-        "architectures": [architecture],
-        "model_type": _MODEL_TYPES[architecture],
-        "hidden_act": "silu",
-        "rope_scaling": _render_rope(config.rope_scaling),
-        "torch_dtype": dtype,
-        "eos_token_id": list(config.eos_token_ids) or None,
-    }
-    same = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "bos_token_id")
-    rendered |= {name: getattr(config, name) for name in (*_REQUIRED, *same)}
-    if architecture == "LlamaForCausalLM":
-        rendered |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    if architecture == "MistralForCausalLM":
-        rendered["sliding_window"] = config.sliding_window
-    again = parse_config(rendered)
-    for name in ("attention_bias", "attention_output_bias", "mlp_bias", "sliding_window", "head_dim"):
-        if getattr(again, name) != getattr(config, name):
-            raise Unsupported(
-                f"config has attention_bias={config.attention_bias}, "
-                f"attention_output_bias={config.attention_output_bias}, mlp_bias={config.mlp_bias}, "
-                f"sliding_window={config.sliding_window}; no supported architecture of {', '.join(_MODEL_TYPES)} "
-                "stores that."
-            )
-    return rendered
+    return _rendered(config, dtype)[1]
 
 
-def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """Returns an id, a list of ids or null as a tuple; ranges are ModelConfig's to check.
+def family_of(config: ModelConfig) -> Family:
+    """Returns the family that a config was read as, or under which `render_config` stores one that was built by hand.
 
     Raises:
-        InvalidInput: anything else.
+        Unsupported: none has this combination of options.
     """
-    values = [] if value is None else value if isinstance(value, list) else [value]
-    if len(values) > 64 or any(isinstance(token, bool) or not isinstance(token, int) for token in values):
-        raise InvalidInput(f"{name} is {_short(value)}; it must be a token id, a list of at most 64, or null.")
-    return tuple(values)
+    known = known_families()
+    return known[config.architecture] if config.architecture in known else _rendered(config, config.dtype)[0]
 
 
-def _architecture(raw: dict[str, Any]) -> str:
-    for key in ("auto_map", "quantization_config"):
-        if raw.get(key) is not None:
-            reason = "code from a model folder is never run" if key == "auto_map" else "quantized weights are not read"
-            raise Unsupported(f"{_NAME} has {key}; {reason}.")
+def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
+    known = known_families()
+    tried = [known[config.architecture]] if config.architecture in known else list(known.values())
+    differing: list[str] = []
+    for family in tried:
+        rendered = _render(config, family, dtype)
+        try:
+            again = parse_config(rendered)
+        except (InvalidInput, Unsupported):
+            continue
+        wanted = dataclasses.replace(config, dtype=dtype)
+        if again == wanted:
+            return family, rendered
+        fields = [field.name for field in dataclasses.fields(ModelConfig) if field.compare]
+        found = [name for name in fields if getattr(again, name) != getattr(wanted, name)]
+        differing = min(differing or found, found, key=len)
+    asked = ", ".join(f"{name}={shown(getattr(config, name))}" for name in differing) or "options"
+    raise Unsupported(
+        f"config has {asked}; no supported architecture of {', '.join(f.architecture for f in tried)} stores that."
+    )
+
+
+def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    rendered: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": dtype,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        # transformers' own default may lie outside the vocabulary.
+        "pad_token_id": None,
+        **family.inert,
+    }
+    for name, key in family.all_keys.items():
+        place, _, attribute = key.fields[0].rpartition(".")
+        source = getattr(config, place) if place else config
+        if source is not None:
+            rendered[name] = key.write(getattr(source, attribute))
+    if config.moe is not None and "moe.num_experts" in {key.field for key in family.all_keys.values()}:
+        rendered |= {"mlp_only_layers": list(config.moe.dense_layers)} if config.moe.dense_layers else {}
+    if config.nope_layers:
+        rendered["no_rope_layers"] = [int(index not in config.nope_layers) for index in range(config.num_hidden_layers)]
+    elif family.model_type == "smollm3":
+        rendered["no_rope_layers"] = [1] * config.num_hidden_layers
+    return rendered | write_rope(config, family) | _write_windows(config, family)
+
+
+def _family(raw: dict[str, Any]) -> Family:
+    if raw.get("auto_map") is not None:
+        raise Unsupported(f"{_NAME} has auto_map; code from a model folder is never run.")
     named = raw.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
-        raise InvalidInput(f"{_NAME}: architectures is {_short(named)}; it must be a list of one name.")
-    architecture = named[0]
-    if not isinstance(architecture, str) or architecture not in _MODEL_TYPES:
+        raise InvalidInput(f"{_NAME}: architectures is {shown(named)}; it must be a list of one name.")
+    known = known_families()
+    if not isinstance(named[0], str) or named[0] not in known:
+        nearest = nearest_family(str(named[0])[:200])
+        unread = sorted(set(raw) - _allowed(nearest) - set(_IGNORED) - {*_INERT, *nearest.inert})
+        missing = f", which has no {', '.join(map(shown, unread[:8]))}" if unread else ""
         raise Unsupported(
-            f"{_NAME}: architectures[0] is {_short(architecture)}; this build has {', '.join(_MODEL_TYPES)}."
+            f"{_NAME}: architectures[0] is {shown(named[0])}; the nearest that this build has is "
+            f"{nearest.architecture}{missing}. It has {', '.join(known)}."
         )
-    model_type = raw.get("model_type", _MODEL_TYPES[architecture])
-    if model_type != _MODEL_TYPES[architecture]:
+    family = known[named[0]]
+    _check_quantization(raw.get("quantization_config"))
+    if raw.get("model_type", family.model_type) != family.model_type:
         raise InvalidInput(
-            f"{_NAME}: model_type is {_short(model_type)}; {architecture} needs {_MODEL_TYPES[architecture]!r}."
+            f"{_NAME}: model_type is {shown(raw['model_type'])}; {family.architecture} needs {family.model_type!r}."
         )
-    return architecture
+    return family
 
 
-def _without_inert(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that say something: neither inert nor, unless the key is known, null."""
-    for key in _INERT.keys() & raw.keys():
-        value, inert = raw[key], _INERT[key]
-        if value is not None and (value != inert or isinstance(value, bool) != isinstance(inert, bool)):
-            shown = str(inert).lower() if isinstance(inert, bool) else repr(inert)
-            raise Unsupported(f"{_NAME}: {key} is {_short(value)}; this build has {shown}.")
-    known = {*_REQUIRED, *_OPTIONAL}
-    return {key: value for key, value in raw.items() if key in known or not (key in _INERT or value is None)}
+def _check_quantization(given: Any) -> None:
+    if given is None:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if method not in QUANT_METHODS:
+        raise Unsupported(
+            f"{_NAME}: quantization_config.quant_method is {shown(method)}; this build reads "
+            f"{', '.join(QUANT_METHODS)}."
+        )
+    if method == "fp8" and given.get("weight_block_size") != [128, 128]:
+        raise Unsupported(
+            f"{_NAME}: quantization_config.weight_block_size is {shown(given.get('weight_block_size'))}; this build "
+            "reads [128, 128]."
+        )
 
 
-def _check_keys(raw: dict[str, Any]) -> None:
-    allowed = {*_REQUIRED, *_OPTIONAL}
-    unknown = sorted(set(raw) - allowed - set(_IGNORED))
+def _allowed(family: Family) -> set[str]:
+    windows = set() if family.windows is None else set(_PATTERNS)
+    derived = set() if family.derive is None else set(_DERIVED)
+    return {*_STRUCTURE, *family.all_keys, *family.aliases, *family.rope_keys.values(), *windows, *derived}
+
+
+def _checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the keys that say something, with the family's defaults for those that the file leaves out."""
+    allowed, inert = _allowed(family), _INERT | dict(family.inert)
+    for key in inert.keys() - allowed | family.inert.keys():
+        value, expected = raw.get(key), inert[key]
+        if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
+            known = str(expected).lower() if isinstance(expected, bool) else repr(expected)
+            raise Unsupported(f"{_NAME}: {key} is {shown(value)}; this build has {known}.")
+    unknown = sorted(
+        key for key, value in raw.items() if value is not None and key not in allowed | set(_IGNORED) | set(inert)
+    )
     if unknown:
-        shown = ", ".join(_short(key) for key in unknown[:8]) + (", ..." if len(unknown) > 8 else "")
+        named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
         raise InvalidInput(
-            f"{_NAME} has unknown keys: {shown}. Keys that are read: {', '.join(sorted(allowed))}. "
-            f"Keys that are ignored: {', '.join(_IGNORED)}. Keys of one value: {', '.join(_INERT)}."
+            f"{_NAME} has unknown keys: {named}. Keys that are read: {', '.join(sorted(allowed))}. "
+            f"Keys that are ignored: {', '.join(_IGNORED)}. Keys of one value: {', '.join(inert)}."
         )
-    missing = [key for key in _REQUIRED if key not in raw]
+    given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
+    for alias, key in family.aliases.items():
+        if alias in given:
+            given.setdefault(key, given.pop(alias))
+    required = [key for key in family.all_keys if set(family.all_keys[key].fields) & {*_REQUIRED_FIELDS}]
+    missing = [key for key in required if key not in given and key not in family.defaults]
     if missing:
         raise InvalidInput(f"{_NAME} lacks {', '.join(missing)}.")
+    for key, default in family.defaults.items():
+        if callable(default) and given.get(key) is None:
+            check_int(f"{_NAME}: {required[0]}", given[required[0]], 1)
+            given[key] = default(given)
+        elif not callable(default):
+            given.setdefault(key, default)
+    return given
 
 
-def _derived_head_dim(raw: dict[str, Any]) -> int:
-    hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
-    for name, value in (("hidden_size", hidden_size), ("num_attention_heads", num_heads)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidInput(f"{_NAME}: {name} is {_short(value)}; it must be a positive int.")
+def _derived_head_dim(options: Mapping[str, Any]) -> int:
+    hidden_size, num_heads = options["hidden_size"], options["num_attention_heads"]
     if hidden_size % num_heads:
         raise InvalidInput(
             f"{_NAME}: hidden_size is {hidden_size}, not a multiple of num_attention_heads ({num_heads}); "
@@ -251,67 +326,61 @@ def _derived_head_dim(raw: dict[str, Any]) -> int:
     return hidden_size // num_heads
 
 
-def _rope(raw: dict[str, Any]) -> tuple[Any, RopeScaling | None]:
-    """Returns the base and the scaling from rope_theta and rope_scaling, or from the newer rope_parameters."""
-    name = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
-    if name == "rope_parameters" and raw.get("rope_scaling") is not None:
-        raise InvalidInput(f"{_NAME} has both rope_scaling and rope_parameters; keep one.")
-    given = raw.get(name)
-    theta = raw.get("rope_theta", 10000.0)
-    if given is None:
-        return theta, None
-    if not isinstance(given, dict):
-        raise InvalidInput(f"{_NAME}: {name} is {_short(given)}; it must be an object or null.")
-    given = _without_inert(given)
-    theta = given.pop("rope_theta", theta)
-    rope_type = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
-        raise Unsupported(f"{_NAME}: {name}.rope_type is {_short(rope_type)}; this build has {', '.join(_ROPE_KEYS)}.")
-    expected = set(_ROPE_KEYS[rope_type])
-    if set(given) != expected:
+def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the window of all layers, or of each, from what the file says and the family's pattern."""
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
+    is_used = raw.get("use_sliding_window", True)
+    if not isinstance(is_used, bool):
+        raise InvalidInput(f"use_sliding_window is {shown(is_used)}; it must be true or false.")
+    if types is not None and (
+        not isinstance(types, list)
+        or len(types) != count
+        or any(kind not in ("sliding_attention", "full_attention") for kind in types)
+    ):
         raise InvalidInput(
-            f"{_NAME}: {name} of type {rope_type!r} has the keys {_short(sorted(given))}; it needs {sorted(expected)}."
+            f"layer_types is {shown(types)}; it must have 'full_attention' or 'sliding_attention' for each of the "
+            f"{count} layers."
         )
-    try:
-        return theta, RopeScaling(rope_type=rope_type, **given) if expected else None
-    except InvalidInput as error:
-        raise InvalidInput(f"{_NAME}: {error}") from None
+    if family.windows is None:
+        asked = {
+            "sliding_window": window is not None and raw.get("use_sliding_window") is not False,
+            "use_sliding_window": raw.get("use_sliding_window") is True,
+            "layer_types": "sliding_attention" in (types or ()),
+        }
+        for name in (name for name, is_asked in asked.items() if is_asked):
+            raise Unsupported(f"{name} is {shown(raw[name])}; {family.architecture} has no windows.")
+        return {}
+    if window is None or not is_used:
+        return {}
+    check_int("num_hidden_layers", count, 1, 512)
+    if types is not None and family.windows != "all":
+        slides = [kind == "sliding_attention" for kind in types]
+    else:
+        slides = [family.windows == "all" or family.windows(layer, raw) for layer in range(count)]  # type: ignore[operator]
+    if all(slides):
+        return {"sliding_window": window}
+    return {"layer_windows": tuple(window if slide else None for slide in slides)} if any(slides) else {}
 
 
-def _render_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {"rope_type": scaling.rope_type} | {key: getattr(scaling, key) for key in _ROPE_KEYS[scaling.rope_type]}
+def _write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    windows = [config.window_of(layer) for layer in range(config.num_hidden_layers)]
+    window = next((window for window in windows if window is not None), None)
+    if family.windows is None:
+        return {}
+    written: dict[str, Any] = {"sliding_window": window}
+    if "use_sliding_window" in family.defaults:
+        written["use_sliding_window"] = window is not None
+    if family.windows != "all":
+        written["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+    return written
 
 
-def _sliding_window(raw: dict[str, Any], architecture: str) -> Any:
-    layer_types = raw.get("layer_types")
-    uniform = "sliding_attention" if architecture == "MistralForCausalLM" else "full_attention"
-    if layer_types is not None and (not isinstance(layer_types, list) or any(kind != uniform for kind in layer_types)):
-        raise Unsupported(f"{_NAME}: layer_types is {_short(layer_types)}; this build has all {uniform!r} here.")
-    window = raw.get("sliding_window")
-    if architecture == "MistralForCausalLM":
-        return window
-    if raw.get("use_sliding_window", False) is not False:
-        raise Unsupported(f"{_NAME}: use_sliding_window is {_short(raw['use_sliding_window'])}; this build has false.")
-    if window is not None and "use_sliding_window" not in raw:
-        raise Unsupported(f"{_NAME}: sliding_window is {_short(window)}; {architecture} has none in this build.")
-    return None
-
-
-def _stored_dtype(raw: dict[str, Any]) -> str:
+def _stored_dtype(raw: Mapping[str, Any]) -> str:
     given = {key: raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None}
     if len(set(map(str, given.values()))) > 1:
-        raise InvalidInput(f"{_NAME}: torch_dtype and dtype differ ({_short(given)}).")
+        raise InvalidInput(f"torch_dtype and dtype differ ({shown(given)}).")
     name = next(iter(given.values()), "float32")
     if not isinstance(name, str) or name not in QUERY_DTYPES:
-        raise Unsupported(
-            f"{_NAME}: {next(iter(given))} is {_short(name)}; it must be one of {', '.join(QUERY_DTYPES)}."
-        )
+        raise Unsupported(f"{next(iter(given))} is {shown(name)}; it must be one of {', '.join(QUERY_DTYPES)}.")
     return name
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,10 +15,14 @@ from torch_core.errors import InvalidInput
 __all__ = ["check_folder", "member", "read_json", "read_object", "read_text"]
 
 _MAX_JSON_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
     """Returns the folder as a resolved path.
+
+    A name like `org/name` that is no folder here is looked up in the cache of huggingface_hub, where that package is
+    installed; nothing is fetched.
 
     Raises:
         InvalidInput: it does not exist or is not a folder.
@@ -25,9 +30,12 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
     if not isinstance(folder, (str, os.PathLike)):
         raise InvalidInput(f"folder is a {type(folder).__name__}; it must be a path.")
     path = Path(folder)
-    if not path.is_dir():
-        raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder.")
-    return path.resolve()
+    if path.is_dir():
+        return path.resolve()
+    cached, reason = _cached_snapshot(folder) if isinstance(folder, str) else (None, "")
+    if cached is None:
+        raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder{reason}.")
+    return cached
 
 
 def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | None:
@@ -119,6 +127,20 @@ def read_json(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidInput(f"{name} holds a JSON {type(value).__name__}; it must be an object.")
     return value
+
+
+def _cached_snapshot(name: str) -> tuple[Path | None, str]:
+    """Returns the downloaded snapshot of a model of the hub, or None and why there is none."""
+    if not _HUB_NAME.fullmatch(name):
+        return None, ""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return None, ", and without huggingface_hub its cache is not searched"
+    try:
+        return Path(snapshot_download(name, local_files_only=True)).resolve(), ""
+    except (OSError, ValueError):
+        return None, f", and the Hugging Face cache has no such model; fetch it with `hf download {name}`"
 
 
 def _homes(folder: Path) -> tuple[Path, ...]:

@@ -14,15 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
+from rich.console import Console
+from rich.progress import track
 from tokenizers import Tokenizer
 
-from jattn.load.config import parse_config, render_config, token_ids
-from jattn.load.folder import check_folder, member, read_object
+from jattn.load.config import family_of, parse_config, render_config
+from jattn.load.folder import check_folder, read_object
+from jattn.load.generation import load_generation_defaults
 from jattn.load.plan import ParameterPlan, plan_parameters
 from jattn.load.safetensors_file import STORED_DTYPES
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import check_weights, find_weights, read_parameter
 from jattn.models import Decoder, ModelConfig
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 from torch_core.specs import QUERY_DTYPES
 
@@ -40,20 +44,29 @@ def load_model(
     dtype: str | None = None,
     implementation: str | None = None,
     with_tokenizer: bool = True,
+    max_model_len: int | None = None,
+    progress: bool = False,
 ) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
-    """Loads a Hugging Face folder of a Llama, Mistral or Qwen2 model.
+    """Loads a Hugging Face folder of any family in `jattn.load.known_families()`.
 
     Everything is checked before the first array is made: config.json against a list of known keys, every
     safetensors header against the shapes that follow from the config, the tokenizer against the vocabulary. Code,
     pickles and links that leave the folder are refused. From generation_config.json only the token ids
-    `bos_token_id` and `eos_token_id` are taken; they win over config.json's.
+    `bos_token_id` and `eos_token_id` are taken; they win over config.json's (`load_generation_defaults` has the rest).
+
+    Weights are mapped into memory and go to the device tensor by tensor, where they are cast, transposed and joined.
+    Those in FP8 (with scales by blocks of 128 x 128) and MXFP4 become numbers of `dtype` there.
 
     Args:
-        folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json.
+        folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name like
+            `org/name` that huggingface_hub has in its cache.
         dtype: of parameters and computation: float32, bfloat16 or float16. None for the dtype that the config
             names, but float32 where JAX's default device is a CPU, which has no fast arithmetic for the others.
         implementation: of the paged ops; see `Decoder`.
         with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
+        max_model_len: the longest sequence that will be computed, where it is shorter than the model's own. Models
+            with "longrope" have other frequencies where this is not above the context of their first training.
+        progress: show a bar on stderr.
 
     Returns:
         The model on JAX's default device, its config (with the dtype in use) and its tokenizer.
@@ -65,11 +78,18 @@ def load_model(
     path = check_folder(folder)
     config = parse_config(read_object(path, "config.json"))
     config = _with_generation_config(path, config)
+    if max_model_len is not None:
+        check_int("max_model_len", max_model_len, 1, config.max_position_embeddings)
+        # A learned table of positions stays as long as it is.
+        if config.position_embedding != "learned":
+            config = dataclasses.replace(config, max_position_embeddings=max_model_len)
     if dtype is not None and dtype not in QUERY_DTYPES:
         raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
-    plan = plan_parameters(config)
     tensors = find_weights(path)
-    check_weights(tensors, plan)
+    family = family_of(config)
+    is_bare = not any(name.startswith(family.prefix) for name in tensors)
+    plan = plan_parameters(config, prefix="" if is_bare else None)
+    check_weights(tensors, plan, unread=family.unread)
     tokenizer = load_tokenizer(path) if with_tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise InvalidInput(
@@ -78,7 +98,11 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
-    values = {parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype)) for parameter in plan}
+    on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
+    values = {
+        parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype), on_host=on_host)
+        for parameter in track(plan, "Loading", console=Console(stderr=True), disable=not progress)
+    }
     return _build(config, values, implementation), config, tokenizer
 
 
@@ -98,7 +122,7 @@ def save_model(
         folder: made if it does not exist; files of the same names are replaced.
         model: its parameters are copied to the host.
         config: of the model.
-        tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers.
+        tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers, and its chat template.
         dtype: in which to store the weights; None for the config's.
 
     Raises:
@@ -121,41 +145,42 @@ def save_model(
     _write_json(path / "config.json", rendered)
     end = list(config.eos_token_ids) or None
     _write_json(path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": end})
+    if isinstance(tokenizer, TextTokenizer) and tokenizer.chat_template is not None:
+        _write(path / "chat_template.jinja", tokenizer.chat_template.encode())
     if tokenizer is not None:
         _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
 
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
-    name = "generation_config.json"
-    if member(folder, name) is None:
-        return config
-    raw = read_object(folder, name)
-    changes: dict[str, Any] = {}
-    if raw.get("bos_token_id") is not None:
-        changes["bos_token_id"] = raw["bos_token_id"]
-    if raw.get("eos_token_id") is not None:
-        changes["eos_token_ids"] = token_ids(raw["eos_token_id"], f"{name}: eos_token_id")
+    defaults = load_generation_defaults(folder)
+    named = {name: getattr(defaults, name) for name in ("bos_token_id", "eos_token_ids")}
     try:
-        return dataclasses.replace(config, **changes)
+        return dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
     except InvalidInput as error:
-        raise InvalidInput(f"{name}: {error}") from None
+        raise InvalidInput(f"generation_config.json: {error}") from None
 
 
-def _build(config: ModelConfig, values: dict[Any, np.ndarray], implementation: str | None) -> Decoder:
+def _build(config: ModelConfig, values: dict[Any, jax.Array], implementation: str | None) -> Decoder:
     """Makes the model around the given parameters, without ever initialising random ones."""
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation))
     graph, state = nnx.split(abstract)
-    filled = [(path, variable.replace(jnp.asarray(values[path]))) for path, variable in nnx.to_flat_state(state)]
+    filled = [(path, variable.replace(values[path])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def _pieces(parameter: ParameterPlan, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
     """Cuts one parameter of the model into the tensors of the file; the inverse of `read_parameter`."""
-    if len(parameter.pieces) == 1 and not parameter.transposed:
-        return [(parameter.pieces[0].name, value)]
-    ends = np.cumsum([piece.shape[0] for piece in parameter.pieces])
-    cut = np.split(value, ends[:-1], axis=-1)
-    return [(piece.name, part.T) for piece, part in zip(parameter.pieces, cut, strict=True)]
+    if parameter.order is not None:
+        value = value[..., np.argsort(parameter.order)]
+    groups = list(value) if parameter.num_stacked else [value]
+    size = len(parameter.pieces) // len(groups)
+    axis = 0 if parameter.transposed else -1
+    ends = np.cumsum([piece.shape[axis] for piece in parameter.pieces[:size]])
+    parts = [part for group in groups for part in np.split(group, ends[:-1], axis=-1)]
+    return [
+        (piece.name, part.T if parameter.transposed else part)
+        for piece, part in zip(parameter.pieces, parts, strict=True)
+    ]
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from jattn.load.config import family_of
+from jattn.load.families import Family
 from jattn.models.config import ModelConfig
+from jattn.models.shapes import ParameterPath, parameter_shapes
 
 __all__ = ["ParameterPlan", "TensorPlan", "plan_parameters"]
+
+_EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +30,34 @@ class ParameterPlan:
 
     Attributes:
         path: of the parameter in the nnx state.
-        pieces: joined in this order along the parameter's last axis.
+        shape: of the parameter.
+        pieces: joined in this order along the parameter's last axis. Pieces of one axis less are one expert's: those
+            of the first come first, and each expert's are joined and then stacked.
         transposed: the file holds each piece as [out, in], the model as [in, out].
+        order: place in the joined pieces of each element of the parameter's last axis; None where it is its own.
     """
 
-    path: tuple[str | int, ...]
+    path: ParameterPath
+    shape: tuple[int, ...]
     pieces: tuple[TensorPlan, ...]
     transposed: bool = False
+    order: np.ndarray | None = field(default=None, compare=False)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter in the model."""
-        if len(self.pieces) == 1 and not self.transposed:
-            return self.pieces[0].shape
-        columns = sum(piece.shape[0] for piece in self.pieces)
-        return (self.pieces[0].shape[1], columns) if self.transposed else (columns,)
+    def num_stacked(self) -> int:
+        """How many groups of pieces are stacked; 0 where the pieces are joined alone."""
+        return self.shape[0] if len(self.pieces[0].shape) < len(self.shape) else 0
 
 
-def plan_parameters(config: ModelConfig) -> tuple[ParameterPlan, ...]:
+def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[ParameterPlan, ...]:
     """Returns the plan of every parameter, from the config alone.
+
+    Args:
+        config: of the model; its family names the tensors and says how they lie in the file.
+        prefix: what the family's own prefix is in this file; None for as it is.
+
+    Raises:
+        Unsupported: no family has this combination of options.
 
     Example:
         >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
@@ -51,38 +67,70 @@ def plan_parameters(config: ModelConfig) -> tuple[ParameterPlan, ...]:
         >>> fused.shape, [piece.name.rsplit(".", 2)[1] for piece in fused.pieces]
         ((64, 128), ['q_proj', 'k_proj', 'v_proj'])
     """
-    hidden = config.hidden_size
-    query, key_value, inner = config.query_size, config.key_value_size, config.intermediate_size
-    plans = [
-        ParameterPlan(
-            ("embed_tokens", "embedding"), (TensorPlan("model.embed_tokens.weight", (config.vocab_size, hidden)),)
-        ),
-        ParameterPlan(("norm", "weight"), (TensorPlan("model.norm.weight", (hidden,)),)),
-    ]
-    if not config.tie_word_embeddings:
-        plans += _linear(("lm_head",), "", {"lm_head": config.vocab_size}, hidden, use_bias=False)
-    for index in range(config.num_hidden_layers):
-        path, prefix = ("layers", index), f"model.layers.{index}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            plans.append(ParameterPlan((*path, norm, "weight"), (TensorPlan(f"{prefix}{norm}.weight", (hidden,)),)))
-        attention, mlp = (*path, "self_attn"), (*path, "mlp")
-        qkv = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        plans += _linear((*attention, "qkv_proj"), f"{prefix}self_attn.", qkv, hidden, config.attention_bias)
-        plans += _linear(
-            (*attention, "o_proj"), f"{prefix}self_attn.", {"o_proj": hidden}, query, config.attention_output_bias
-        )
-        plans += _linear((*mlp, "gate_up_proj"), f"{prefix}mlp.", gate_up, hidden, config.mlp_bias)
-        plans += _linear((*mlp, "down_proj"), f"{prefix}mlp.", {"down_proj": hidden}, inner, config.mlp_bias)
-    return tuple(plans)
+    family = family_of(config)
+    planner = _Planner(config, family, family.prefix if prefix is None else prefix)
+    return tuple(planner.plan(path, shape) for path, shape in parameter_shapes(config).items())
 
 
-def _linear(
-    path: tuple[str | int, ...], prefix: str, outputs: dict[str, int], inputs: int, use_bias: bool
-) -> list[ParameterPlan]:
-    weights = tuple(TensorPlan(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in outputs.items())
-    plans = [ParameterPlan((*path, "kernel"), weights, transposed=True)]
-    if use_bias:
-        biases = tuple(TensorPlan(f"{prefix}{name}.bias", (rows,)) for name, rows in outputs.items())
-        plans.append(ParameterPlan((*path, "bias"), biases))
-    return plans
+class _Planner:
+    def __init__(self, config: ModelConfig, family: Family, prefix: str) -> None:
+        self._config, self._family, self._prefix = config, family, prefix
+        self._orders = {module: self._order(module) for module in ("self_attn.qkv_proj", "moe.gate_up_proj")}
+        if family.rotates_neighbours:
+            self._orders |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _halves(config))
+
+    def plan(self, path: ParameterPath, shape: tuple[int, ...]) -> ParameterPlan:
+        family, leaf = self._family, path[-1]
+        where, inner = ("", path) if path[0] != "layers" else (str(family.tensor_name("layer")), path[2:])
+        module = ".".join(map(str, inner[:-1]))
+        if leaf == "sinks":
+            module, suffix = f"{module}.sinks", ""
+        else:
+            suffix = ".bias" if leaf == "bias" else ".weight"
+        names = family.tensor_name(module)
+        names = (names,) if isinstance(names, str) else names
+        transposed = leaf == "kernel" and not (family.in_out and where)
+        is_expert = module in _EXPERTS
+        if is_expert and "{expert}" not in names[0]:
+            # All experts in one tensor, which lies as the model's does.
+            suffix, transposed = "_bias" if leaf == "bias" else "", False
+            pieces = [(names[0], shape)]
+        else:
+            front = shape[1:-1] if is_expert else shape[:-1]
+            sizes = self._output_sizes(module, shape[-1]) if len(names) > 1 else (shape[-1],)
+            pieces = [
+                (name.replace("{expert}", str(expert)), (size, *front) if transposed else (*front, size))
+                for expert in range(shape[0] if is_expert else 1)
+                for name, size in zip(names, sizes, strict=True)
+            ]
+        where = where.format(layer=path[1]) if where else where
+        planned = tuple(TensorPlan(self._renamed(f"{where}{name}{suffix}"), each) for name, each in pieces)
+        return ParameterPlan(path, shape, planned, transposed, self._orders.get(module))
+
+    def _renamed(self, name: str) -> str:
+        own = self._family.prefix
+        return self._prefix + name.removeprefix(own) if own and name.startswith(own) else name
+
+    def _output_sizes(self, module: str, total: int) -> tuple[int, ...]:
+        if module == "self_attn.qkv_proj":
+            return self._config.query_size, self._config.key_value_size, self._config.key_value_size
+        return total // 2, total // 2
+
+    def _order(self, module: str) -> np.ndarray | None:
+        config, kind = self._config, self._family.order.get(module)
+        if kind == "alternating" and config.moe is not None:
+            return np.arange(2 * config.moe.intermediate_size).reshape(-1, 2).T.ravel()
+        heads, size = config.num_attention_heads + 2 * config.num_key_value_heads, config.head_dim
+        columns = np.arange(heads * size).reshape(heads, size)
+        if kind == "by_head":
+            return columns.reshape(-1, 3, size).swapaxes(0, 1).ravel()
+        if module == "self_attn.qkv_proj" and self._family.rotates_neighbours:
+            rotated = heads - config.num_key_value_heads
+            return np.concatenate([columns[:rotated, _halves(config)], columns[rotated:]]).ravel()
+        return None
+
+
+def _halves(config: ModelConfig) -> np.ndarray:
+    """Returns the places, among neighbours that rotate together, of the first of each pair and then of the second."""
+    rotated = np.arange(config.rotary_dim).reshape(-1, 2).T.ravel()
+    return np.concatenate([rotated, np.arange(config.rotary_dim, config.head_dim)])

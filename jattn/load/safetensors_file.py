@@ -1,4 +1,4 @@
-"""Reads one safetensors file defensively: size, kind and header are checked before a tensor is allocated.
+"""Reads one safetensors file defensively: size, kind and header are checked before a tensor is touched.
 
 The rules of the format (github.com/huggingface/safetensors, README) are the library's to check: types, shapes, byte
 ranges that follow each other and cover the file. Around it stand limits that are narrower than its own (a header of
@@ -8,6 +8,7 @@ that the format does not have.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from jattn.load.folder import read_json
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["STORED_DTYPES", "SafetensorsFile", "open_safetensors", "read_tensor"]
+__all__ = ["QUANTIZED_DTYPES", "STORED_DTYPES", "SafetensorsFile", "StoredTensor", "open_safetensors", "read_tensor"]
 
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_TENSORS = 50_000
@@ -29,6 +30,23 @@ STORED_DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 }
+#: The types of quantised weights, which need scales, and of their scales.
+QUANTIZED_DTYPES = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in its file.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: in which it is stored.
+        offset: of its first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +55,13 @@ class SafetensorsFile:
 
     Attributes:
         path: of the file.
-        shapes: of every tensor in it.
+        tensors: by name.
+        stamp: the file's inode, size and time of change when the header was checked.
     """
 
     path: Path
-    shapes: dict[str, tuple[int, ...]]
+    tensors: dict[str, StoredTensor]
+    stamp: tuple[int, int, int]
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
@@ -49,10 +69,11 @@ def open_safetensors(path: Path) -> SafetensorsFile:
 
     Raises:
         InvalidInput: not a safetensors file, truncated, or with a header that breaks a rule of the format.
-        Unsupported: a tensor of a type that is not in `STORED_DTYPES`.
+        Unsupported: a tensor of a type that is neither in `STORED_DTYPES` nor in `QUANTIZED_DTYPES`.
     """
     name = path.name
     try:
+        stamp = _stamp(path)
         with path.open("rb") as file:
             start = file.read(9)
             _refuse_pickle(start, name)
@@ -64,36 +85,44 @@ def open_safetensors(path: Path) -> SafetensorsFile:
             names = file.keys()
             if len(names) > _MAX_TENSORS:
                 raise InvalidInput(f"{name}: the header lists {len(names)} tensors; at most {_MAX_TENSORS} are read.")
-            stored = {tensor: file.get_slice(tensor) for tensor in names}
-            found = {tensor: (view.get_dtype(), tuple(view.get_shape())) for tensor, view in stored.items()}
     except (OSError, SafetensorError) as error:
         raise _unreadable(name, error) from None
     entries = read_json(header.decode(), f"{name}: the header")
-    for tensor, (dtype, shape) in found.items():
-        where = f"{name}: tensor {_short(tensor)}"
-        if set(entries[tensor]) != {"dtype", "shape", "data_offsets"}:
+    dtypes = STORED_DTYPES | QUANTIZED_DTYPES
+    tensors = {}
+    for tensor in names:
+        where, entry = f"{name}: tensor {_short(tensor)}", entries[tensor]
+        if set(entry) != {"dtype", "shape", "data_offsets"}:
             raise InvalidInput(f"{where} must have exactly dtype, shape and data_offsets.")
-        if dtype not in STORED_DTYPES:
-            raise Unsupported(f"{where} has dtype {dtype!r}; weights may be {', '.join(STORED_DTYPES)}.")
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        if dtype not in dtypes:
+            raise Unsupported(f"{where} has dtype {dtype!r}; weights may be {', '.join(dtypes)}.")
         if len(shape) > _MAX_RANK:
             raise InvalidInput(f"{where} has shape {list(shape)}; it must be up to {_MAX_RANK} sizes.")
-    return SafetensorsFile(path, {tensor: shape for tensor, (_, shape) in found.items()})
+        tensors[tensor] = StoredTensor(shape, dtypes[dtype], 8 + length + entry["data_offsets"][0])
+    return SafetensorsFile(path, tensors, stamp)
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
-    """Returns one tensor as a new array.
+    """Returns one tensor as a view of the file, mapped into memory: reading it is what reads the file.
 
     Raises:
         InvalidInput: the file changed since its header was checked, or cannot be read.
     """
+    stored = file.tensors[name]
     try:
-        with safe_open(file.path, framework="numpy") as opened:
-            tensor = opened.get_tensor(name)
-    except (OSError, SafetensorError) as error:
+        if _stamp(file.path) != file.stamp:
+            raise InvalidInput(f"{file.path.name} was changed while it was read.")
+        if 0 in stored.shape:
+            return np.zeros(stored.shape, stored.dtype)
+        return np.memmap(file.path, stored.dtype, "r", stored.offset, stored.shape)
+    except OSError as error:
         raise _unreadable(file.path.name, error) from None
-    if tensor.shape != file.shapes[name]:
-        raise InvalidInput(f"{file.path.name} was replaced while it was read: tensor {name!r} has another shape.")
-    return tensor
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _unreadable(name: str, error: OSError | SafetensorError) -> InvalidInput:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from jattn.load.chat_template import ChatTemplate
 from jattn.load.folder import check_folder, member, read_object, read_text
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["TextTokenizer", "load_tokenizer"]
 
 _NAME = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
 _MAX_BYTES = 64 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class TextTokenizer:
@@ -26,12 +26,19 @@ class TextTokenizer:
 
     Args:
         tokenizer: of the `tokenizers` library; must not be changed afterwards.
-        chat_template: of the model, or None.
+        chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
+        special_tokens: texts of the tokens that the model's folder names, as in {"bos_token": "<s>"}; for templates.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
 
     @property
     def vocab_size(self) -> int:
@@ -62,7 +69,9 @@ class TextTokenizer:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
-    """Reads tokenizer.json of a model folder; its truncation and padding, which would change prompts, are switched off.
+    """Reads tokenizer.json of a model folder, and its chat template.
+
+    Truncation and padding, which would change prompts, are switched off.
 
     Raises:
         InvalidInput: there is none, or it is broken.
@@ -81,26 +90,31 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    return TextTokenizer(tokenizer, _chat_template(path))
+    return TextTokenizer(tokenizer, _chat_template(path), _special_tokens(path))
 
 
-def _chat_template(path: Path) -> ChatTemplate | None:
-    """Returns chat_template.jinja, or else what tokenizer_config.json has, with the special tokens it names."""
-    described = read_object(path, _CONFIG) if member(path, _CONFIG) is not None else {}
-    source = described.get("chat_template")
-    if isinstance(source, list):
-        # Several by name; older models have one for tools beside the default.
-        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
-    file = member(path, _TEMPLATE, max_bytes=_MAX_BYTES)
+def _chat_template(folder: Path) -> str | None:
+    """Returns the default template of chat_template.jinja or, in older folders, of tokenizer_config.json."""
+    file = member(folder, "chat_template.jinja", max_bytes=_MAX_TEMPLATE_BYTES)
     if file is not None:
-        source = read_text(file)
-    special = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in described.items()
-        if name.endswith("_token")
-    }
-    special = {name: value for name, value in special.items() if isinstance(value, str)}
-    return None if source is None else ChatTemplate(source, special)
+        return read_text(file)
+    if member(folder, _CONFIG) is None:
+        return None
+    found = read_object(folder, _CONFIG).get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    if not isinstance(found, str | None):
+        raise InvalidInput(f"{_CONFIG}: chat_template is {shown(found)}; it must be a text, or a list with a default.")
+    return found
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Returns what tokenizer_config.json names bos_token, eos_token and so on: a text, or an object with one."""
+    described = {} if member(folder, _CONFIG) is None else read_object(folder, _CONFIG)
+    named = {name: value for name, value in described.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 @contextlib.contextmanager

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.load.folder import member, read_json, read_text
 from jattn.load.plan import ParameterPlan
+from jattn.load.quantized import dequantized, parts_of
 from jattn.load.safetensors_file import SafetensorsFile, open_safetensors, read_tensor
 from torch_core.errors import InvalidInput
 
@@ -19,8 +23,8 @@ _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 32 << 20
 _MAX_SHARDS = 1000
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-#: A buffer that older writers stored next to the weights; it follows from the config.
-_IGNORED_TENSOR = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+#: Buffers that older writers stored next to the weights; they follow from the config.
+_IGNORED_TENSOR = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias)")
 
 
 def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
@@ -34,7 +38,7 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
         raise InvalidInput(f"the folder has both {_SINGLE} and {_INDEX}; keep one.")
     if single is not None:
         file = open_safetensors(single)
-        return dict.fromkeys(file.shapes, file)
+        return dict.fromkeys(file.tensors, file)
     if index is not None:
         return _read_index(folder, read_json(read_text(index), _INDEX))
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLE_SUFFIXES)
@@ -46,40 +50,73 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
     raise InvalidInput(f"the folder has neither {_SINGLE} nor {_INDEX}.")
 
 
-def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...]) -> None:
+def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
     """Compares what the files hold with what the config asks for.
+
+    Args:
+        tensors: of `find_weights`.
+        plan: of `plan_parameters`.
+        unread: a regular expression of names that may be there and are not looked at.
 
     Raises:
         InvalidInput: a missing or extra tensor, or one of another shape.
+        Unsupported: weights in a type that needs scales which are not there.
     """
-    expected = {piece.name: piece.shape for parameter in plan for piece in parameter.pieces}
+    expected: dict[str, tuple[int, ...]] = {}
+    for parameter in plan:
+        for piece in parameter.pieces:
+            expected |= parts_of(piece, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing:
-        raise InvalidInput(f"the weights lack {_listed(missing)}; the config asks for {len(expected)} tensors.")
-    extra = sorted(name for name in tensors if name not in expected and not _IGNORED_TENSOR.fullmatch(name))
+        raise InvalidInput(
+            f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
+        )
+    unknown = (name for name in tensors if name not in expected and not _IGNORED_TENSOR.fullmatch(name))
+    extra = sorted(name for name in unknown if not re.fullmatch(unread, name))
     if extra:
         hint = " (tie_word_embeddings is true, so the head is the embedding)" if extra == ["lm_head.weight"] else ""
         raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for{hint}.")
     for name, shape in expected.items():
-        found = tensors[name].shapes[name]
+        found = tensors[name].tensors[name].shape
         if found != shape:
             raise InvalidInput(
                 f"{tensors[name].path.name}: tensor {name!r} has shape {found}; the config asks for {shape}."
             )
 
 
-def read_parameter(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, dtype: np.dtype) -> np.ndarray:
-    """Returns one parameter of the model, its pieces transposed and joined, as a new array of `dtype`."""
-    if len(parameter.pieces) == 1 and not parameter.transposed:
-        name = parameter.pieces[0].name
-        return read_tensor(tensors[name], name).astype(dtype, copy=False)
-    joined = np.empty(parameter.shape, dtype)
-    column = 0
+def read_parameter(
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, dtype: np.dtype, *, on_host: bool
+) -> jax.Array:
+    """Returns one parameter of the model on JAX's default device: its pieces cast, transposed, joined, put in order.
+
+    Args:
+        tensors: of `find_weights`.
+        parameter: of `plan_parameters`.
+        dtype: of the result.
+        on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
+            Otherwise each tensor goes to the device as it lies in the file, and the host never holds a copy.
+    """
+    xp: Any = np if on_host else jnp
+
+    def read(name: str) -> Any:
+        view = read_tensor(tensors[name], name)
+        return view if on_host else jnp.asarray(view)
+
+    blocks = []
     for piece in parameter.pieces:
-        data = read_tensor(tensors[piece.name], piece.name)
-        joined[..., column : column + piece.shape[0]] = data.T
-        column += piece.shape[0]
-    return joined
+        parts = parts_of(piece, tensors)
+        block = read(piece.name) if len(parts) == 1 else dequantized(piece, read, parts, xp)
+        blocks.append((block.T if parameter.transposed else block).astype(dtype))
+    if parameter.num_stacked:
+        size = len(blocks) // parameter.num_stacked
+        groups = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+        value = xp.stack([group[0] if size == 1 else xp.concatenate(group, -1) for group in groups])
+    else:
+        value = blocks[0] if len(blocks) == 1 else xp.concatenate(blocks, -1)
+    if parameter.order is not None:
+        value = value[..., parameter.order]
+    # A copy of its own on a host: a view of the file would change with the file.
+    return jnp.array(value, dtype) if on_host else value
 
 
 def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
@@ -101,7 +138,7 @@ def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
         if path is None:
             raise InvalidInput(f"{_INDEX} names {shard!r}, which is not in the folder.")
         file = open_safetensors(path)
-        for name in file.shapes:
+        for name in file.tensors:
             if name in tensors:
                 raise InvalidInput(f"tensor {name!r} is in both {tensors[name].path.name} and {shard}.")
             if weight_map.get(name) != shard:
@@ -113,6 +150,6 @@ def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
     return tensors
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name[:120]) for name in names[:3])
+def _listed(names: list[str], shapes: dict[str, tuple[int, ...]] | None = None) -> str:
+    shown = ", ".join(repr(name[:120]) + (f" {shapes[name]}" if shapes else "") for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,9 +1,10 @@
-"""Decoder-only language models in Flax nnx, built from one config: the Llama family."""
+"""Decoder-only language models in Flax nnx: one decoder whose options a config switches on."""
 
 from __future__ import annotations
 
-from jattn.models.config import ModelConfig, RopeScaling
+from jattn.models.config import ModelConfig, MoEConfig
 from jattn.models.decoder import Decoder
 from jattn.models.paged_model import PagedModel, PagedSpec
+from jattn.models.rope_scaling import RopeScaling
 
-__all__ = ["Decoder", "ModelConfig", "PagedModel", "PagedSpec", "RopeScaling"]
+__all__ = ["Decoder", "MoEConfig", "ModelConfig", "PagedModel", "PagedSpec", "RopeScaling"]

@@ -1,17 +1,18 @@
-"""ModelConfig: the shape and the options of one Llama-family decoder, checked when it is made."""
+"""ModelConfig: the shape and the options of one decoder-only language model, checked when it is made."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jattn.models.rope_scaling import MAX_CONTEXT, RopeScaling, check_number
+from jattn.models.shapes import parameter_shapes
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
-__all__ = ["ModelConfig", "RopeScaling"]
+__all__ = ["MoEConfig", "ModelConfig"]
 
-_ROPE_TYPES = ("linear", "llama3")
 #: Upper limits of every size: far above any published model, far below what would exhaust memory while planning.
 _SIZE_LIMITS = {
     "vocab_size": 1 << 20,
@@ -21,75 +22,123 @@ _SIZE_LIMITS = {
     "num_attention_heads": 1024,
     "num_key_value_heads": 1024,
     "head_dim": 256,
-    "max_position_embeddings": 1 << 24,
+    "max_position_embeddings": MAX_CONTEXT,
 }
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "norm_type": ("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm"),
+    "norm_placement": ("before", "after", "both", "residual"),
+    "qk_norm": (None, "head", "per_head", "all"),
+    "parallel_block": (None, "shared_norm", "two_norms"),
+    "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai"),
+    "position_embedding": ("rope", "learned", "alibi"),
+}
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "norm_bias",
+    "gated_mlp",
+    "embedding_norm",
+    "attention_sinks",
+    "is_encoder",
+)
+_SCALARS = ("embedding_multiplier", "residual_multiplier", "logits_scale")
+_OPTIONAL_SCALARS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the context that the model was first trained on.
+class MoEConfig:
+    """A feed-forward layer of experts; every token goes to some of them, none is dropped.
 
     Attributes:
-        rope_type: "linear" divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595); "llama3" divides
-            only the slow ones and blends in between (Llama 3.1; the arithmetic of transformers' `rope_type="llama3"`).
-        factor: how many times longer the context becomes; at least 1.
-        low_freq_factor: llama3 only; wavelengths above original_max_position_embeddings / this are divided fully.
-        high_freq_factor: llama3 only; wavelengths below original_max_position_embeddings / this are kept.
-        original_max_position_embeddings: llama3 only; the context of the first training, in tokens.
+        num_experts: experts of a layer.
+        num_experts_per_tok: experts of a token, those with the largest router logits.
+        intermediate_size: width of one expert.
+        norm_topk_prob: the weights of a token's experts sum to 1; without it they are their shares among all experts.
+        router_bias: the router has a bias.
+        expert_bias: the experts' projections have one.
+        shared_intermediate_size: width of an expert that every token goes to; 0 for none.
+        dense_layers: indices of the layers that have an ordinary feed-forward part instead.
 
     Raises:
-        InvalidInput: a number is out of its range.
-        Unsupported: another rope_type.
+        InvalidInput: a value of the wrong type or outside its limits.
     """
 
-    rope_type: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rope_type not in _ROPE_TYPES:
-            raise Unsupported(f"rope_type is {self.rope_type!r}; this build has default, {', '.join(_ROPE_TYPES)}.")
-        _check_number("rope_scaling.factor", self.factor, 1.0, 1e6)
-        _check_number("rope_scaling.low_freq_factor", self.low_freq_factor, 1e-6, 1e6)
-        _check_number("rope_scaling.high_freq_factor", self.high_freq_factor, 1e-6, 1e6)
-        context = self.original_max_position_embeddings
-        check_int("rope_scaling.original_max_position_embeddings", context, 1, _SIZE_LIMITS["max_position_embeddings"])
-        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise InvalidInput(
-                f"rope_scaling.high_freq_factor is {self.high_freq_factor}; it must be greater than low_freq_factor "
-                f"({self.low_freq_factor})."
-            )
+        check_int("num_experts", self.num_experts, 1, 4096)
+        check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
+        check_int("moe.intermediate_size", self.intermediate_size, 1, _SIZE_LIMITS["intermediate_size"])
+        check_int("shared_intermediate_size", self.shared_intermediate_size, 0, _SIZE_LIMITS["intermediate_size"])
+        _check_flags(self, ("norm_topk_prob", "router_bias", "expert_bias"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything that decides the shapes and the arithmetic of a decoder; the names are Hugging Face's.
+    """Everything that decides the shapes and the arithmetic of a decoder; names are Hugging Face's where it has one.
 
     Attributes:
         vocab_size: rows of the embedding.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the gated feed-forward layer.
+        intermediate_size: width of the feed-forward layer.
         num_hidden_layers: decoder layers.
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads; divides num_attention_heads.
-        head_dim: elements of one head; even.
+        head_dim: elements of one head.
         max_position_embeddings: the longest sequence that the model is meant for, in tokens.
-        rms_norm_eps: added to the mean square before its root.
+        norm_type: "rms_norm" rounds to the model's dtype before its weight, "rms_norm_wide" after it; "gemma_rms_norm"
+            multiplies by 1 + weight; "layer_norm".
+        norm_bias: a layer norm has a bias.
+        norm_placement: of the norms of each branch: "before" it, "after" it, "both", or "residual": after what the
+            branch adds was added.
+        rms_norm_eps: added to the mean square, or to the variance, before its root.
+        qk_norm: norm of queries and keys before they are rotated: over each "head" with one weight for all heads
+            ("per_head": a weight for each), or over "all" heads at once; None for none.
+        parallel_block: attention and feed-forward both read the layer's input, behind one norm ("shared_norm") or
+            one each ("two_norms"); None for one after the other.
+        hidden_act: of the feed-forward layer.
+        gated_mlp: the activation gates a second projection.
+        moe: experts in the place of the feed-forward layer.
+        position_embedding: "rope", "learned" (added to the embedding) or "alibi" (added to the scores).
         rope_theta: base of the rotary frequencies.
+        rope_local_theta: base in layers with a window, without scaling; None for the same in all.
         rope_scaling: None for the default frequencies.
+        partial_rotary_factor: share of a head's elements that are rotated, the first ones.
+        nope_layers: indices of layers that do not rotate.
+        token_types: rows of an embedding of the kind of a token, of which the first is added to all; 0 for none.
+        embedding_norm: a norm behind the embedding.
+        embedding_multiplier: of the embedding, in the model's dtype.
+        residual_multiplier: of what each branch adds.
+        logits_scale: of the logits.
+        attention_scale: of the attention scores; None for head_dim ** -0.5.
+        attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
+        final_logit_softcapping: likewise of the logits.
+        attention_sinks: every head has a logit without a value in its softmax.
+        is_encoder: every token sees every other; there is no last norm, no output projection and no cache.
         tie_word_embeddings: the output projection is the embedding.
         attention_bias: the query, key and value projections have a bias.
         attention_output_bias: the output projection of attention has one.
-        mlp_bias: the three feed-forward projections have one.
-        sliding_window: tokens that a query sees, its own included; None for all.
+        mlp_bias: the feed-forward projections have one.
+        sliding_window: tokens that a query sees in every layer, its own included; None for all.
+        layer_windows: where layers differ, the window of each; empty otherwise.
         dtype: of the parameters and the computation, by name: float32, bfloat16 or float16.
         bos_token_id: the token that starts a document, or None.
         eos_token_ids: the tokens that end a generation.
+        architecture: the family that the config was read as, which `save_model` writes again. It changes nothing that
+            is computed and is not compared.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
+        Unsupported: an option of another name.
 
     Example:
         >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -106,17 +155,41 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int = 2048
+    norm_type: str = "rms_norm"
+    norm_bias: bool = False
+    norm_placement: str = "before"
     rms_norm_eps: float = 1e-6
+    qk_norm: str | None = None
+    parallel_block: str | None = None
+    hidden_act: str = "silu"
+    gated_mlp: bool = True
+    moe: MoEConfig | None = None
+    position_embedding: str = "rope"
     rope_theta: float = 10000.0
+    rope_local_theta: float | None = None
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    nope_layers: tuple[int, ...] = ()
+    token_types: int = 0
+    embedding_norm: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scale: float = 1.0
+    attention_scale: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
+    is_encoder: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    architecture: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name, limit in _SIZE_LIMITS.items():
@@ -126,20 +199,55 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})."
             )
-        if self.head_dim % 2:
-            raise InvalidInput(f"head_dim is {self.head_dim}; rotary embeddings need an even number.")
-        _check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 1.0)
-        _check_number("rope_theta", self.rope_theta, 1.0, 1e12)
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise InvalidInput(f"rope_scaling is {self.rope_scaling!r}; it must be a RopeScaling or None.")
-        for name in ("tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be true or false.")
-        if self.sliding_window is not None:
-            check_int("sliding_window", self.sliding_window, 1, _SIZE_LIMITS["max_position_embeddings"])
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = ", ".join(map(str, choices))
+                raise Unsupported(f"{name} is {shown(getattr(self, name))}; this build has {known}.")
+        self._check_positions()
+        check_int("token_types", self.token_types, 0, 1 << 16)
+        check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 1.0)
+        _check_flags(self, _FLAGS)
+        for name in (*_SCALARS, *_OPTIONAL_SCALARS):
+            if name in _SCALARS or getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 1e-6, 1e6)
+        self._check_windows()
+        if self.moe is not None and not isinstance(self.moe, MoEConfig):
+            raise InvalidInput(f"moe is {shown(self.moe)}; it must be a MoEConfig or None.")
+        if self.moe is not None and not self.gated_mlp:
+            raise Unsupported("gated_mlp is False; experts are gated in this build.")
         if self.dtype not in QUERY_DTYPES:
             raise InvalidInput(f"dtype is {self.dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}.")
         self._check_tokens()
+
+    def _check_positions(self) -> None:
+        check_number("rope_theta", self.rope_theta, 1.0, 1e12)
+        if self.rope_local_theta is not None:
+            check_number("rope_local_theta", self.rope_local_theta, 1.0, 1e12)
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise InvalidInput(f"rope_scaling is {self.rope_scaling!r}; it must be a RopeScaling or None.")
+        check_number("partial_rotary_factor", self.partial_rotary_factor, 1e-3, 1.0)
+        if self.position_embedding == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
+            which = "head_dim" if self.partial_rotary_factor == 1 else "head_dim * partial_rotary_factor"
+            raise InvalidInput(f"{which} is {self.rotary_dim}; rotary embeddings need an even number.")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_rotary_dim(self.rotary_dim)
+
+    def _check_windows(self) -> None:
+        windows = [("sliding_window", self.sliding_window)]
+        windows += [(f"layer_windows[{index}]", window) for index, window in enumerate(self.layer_windows)]
+        for name, window in windows:
+            if window is not None:
+                check_int(name, window, 1, MAX_CONTEXT)
+        if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
+            raise InvalidInput(
+                f"layer_windows has {len(self.layer_windows)} entries; it must have one for each of the "
+                f"{self.num_hidden_layers} layers, or none."
+            )
+        if self.layer_windows and self.sliding_window is not None:
+            raise InvalidInput(
+                f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
+                "second where they differ: leave one out."
+            )
 
     def _check_tokens(self) -> None:
         named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []
@@ -159,22 +267,30 @@ class ModelConfig:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def norms_before_and_after(self) -> tuple[bool, bool]:
+        """Whether branches have a norm before them, and whether they have one behind."""
+        return self.norm_placement in ("before", "both"), self.norm_placement != "before"
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the tokens that a query of this layer sees, its own included; None for all."""
+        return self.layer_windows[layer] if self.layer_windows else self.sliding_window
+
+    def is_sparse(self, layer: int) -> bool:
+        """Returns whether this layer has experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
     def num_parameters(self) -> int:
         """How many numbers the model has, a tied head counted once."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.key_value_size)
-        attention += self.attention_bias * (self.query_size + 2 * self.key_value_size)
-        attention += self.attention_output_bias * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        layers = self.num_hidden_layers * (attention + mlp + 2 * self.hidden_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return sum(math.prod(shape) for shape in parameter_shapes(self).values())
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    # An int may be larger than any float, so it is compared, never converted.
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite:
-        raise InvalidInput(f"{name} is {value!r}; it must be a finite number from {low:g} to {high:g}.")
-    if not low <= value <= high:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be from {low:g} to {high:g}.")
+def _check_flags(config: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise InvalidInput(f"{name} is {getattr(config, name)!r}; it must be true or false.")

@@ -1,91 +1,73 @@
-"""Decoder: the Llama-family language model over a paged cache, and the same weights over dense sequences."""
+"""Decoder: a decoder-only language model over a paged cache, and the same weights over dense sequences."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jattn.metadata import AttentionMetadata
+from jattn.models.attention import Angles, Attention
 from jattn.models.config import ModelConfig
-from jattn.models.layers import INITIALIZER, GatedMLP, RMSNorm, linear
+from jattn.models.experts import SparseMLP
+from jattn.models.layers import INITIALIZER, MLP, linear, norm
 from jattn.models.paged_model import PagedSpec
-from jattn.models.rotary import apply_rotary, inverse_frequencies, rotary_angles
-from jattn.nn import PagedAttention
-from torch_core.errors import InvalidInput
+from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
+from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["Attention", "Decoder", "DecoderLayer"]
-
-
-class Attention(nnx.Module):
-    """Self-attention with rotary embeddings; query, key and value share one matrix product.
-
-    Args:
-        config: the model's.
-        rngs: source of the initial values.
-        implementation: of the paged ops; see `jattn.ops.paged_attention`.
-    """
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:
-        self.config = config
-        fused, options = config.query_size + 2 * config.key_value_size, {"param_dtype": jnp.dtype(config.dtype)}
-        self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, rngs=rngs, **options)
-        self.o_proj = linear(
-            config.query_size, config.hidden_size, use_bias=config.attention_output_bias, rngs=rngs, **options
-        )
-        self.paged_attention = PagedAttention(
-            config.num_attention_heads,
-            config.head_dim,
-            num_kv_heads=config.num_key_value_heads,
-            sliding_window=config.sliding_window,
-            implementation=implementation,
-        )
-
-    def __call__(
-        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], kv_cache: jax.Array, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
-        query, key, value = self._project(x, angles)
-        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata)
-        return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
-
-    def forward_dense(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Attends within each row of `[batch, tokens, hidden]`; no cache."""
-        query, key, value = self._project(x, angles)
-        window, scale = self.config.sliding_window, self.config.head_dim**-0.5
-        seen = None if window is None else (window - 1, 0)
-        output = jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True, local_window_size=seen)
-        return self.o_proj(output.reshape(*x.shape[:-1], -1))
-
-    def _project(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        heads = self.qkv_proj(x).reshape(*x.shape[:-1], num_heads + 2 * num_kv_heads, self.config.head_dim)
-        rotated = apply_rotary(heads[..., : num_heads + num_kv_heads, :], *angles)
-        return rotated[..., :num_heads, :], rotated[..., num_heads:, :], heads[..., num_heads + num_kv_heads :, :]
+__all__ = ["Decoder", "DecoderLayer"]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, one after the other or side by side, added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:
-        norm = {"epsilon": config.rms_norm_eps, "dtype": config.dtype}
-        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.self_attn = Attention(config, rngs=rngs, implementation=implementation)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = GatedMLP(config, rngs=rngs)
+    def __init__(
+        self, config: ModelConfig, layer: int = 0, *, rngs: nnx.Rngs, implementation: str | None = None
+    ) -> None:
+        self.config = config
+        before, after = config.norms_before_and_after
+        self.input_layernorm = norm(config) if before else None
+        self.self_attn = Attention(config, layer, rngs=rngs, implementation=implementation)
+        self.attention_output_norm = norm(config) if after else None
+        self.post_attention_layernorm = norm(config) if before and config.parallel_block != "shared_norm" else None
+        self.is_sparse = config.is_sparse(layer)
+        if self.is_sparse:
+            self.moe = SparseMLP(config, rngs=rngs)
+        else:
+            self.mlp = MLP(config, rngs=rngs)
+        self.mlp_output_norm = norm(config) if after else None
 
     def __call__(
-        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], kv_cache: jax.Array, metadata: AttentionMetadata
+        self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
         """Maps packed tokens `[tokens, hidden]` and this layer's cache to the next ones."""
-        attended, kv_cache = self.self_attn(self.input_layernorm(x), angles, kv_cache, metadata)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), kv_cache
+        normed = _through(self.input_layernorm, x)
+        attended, kv_cache = self.self_attn(normed, angles, kv_cache, metadata)
+        return self._added(x, normed, attended, lambda branch: branch), kv_cache
 
-    def forward_dense(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], dropout: nnx.Dropout) -> jax.Array:
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, dropout: nnx.Dropout, lengths: jax.Array | None = None
+    ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
-        x = x + dropout(self.self_attn.forward_dense(self.input_layernorm(x), angles))
-        return x + dropout(self.mlp(self.post_attention_layernorm(x)))
+        normed = _through(self.input_layernorm, x)
+        return self._added(x, normed, self.self_attn.forward_dense(normed, angles, lengths), dropout)
+
+    def _added(
+        self, x: jax.Array, normed: jax.Array, attended: jax.Array, dropout: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """Adds what attention found, and what the feed-forward part makes of it, to the residual stream."""
+        feed_forward = self.moe if self.is_sparse else self.mlp
+        if self.config.norm_placement == "residual":
+            x = _through(self.attention_output_norm, x + dropout(attended))
+            return _through(self.mlp_output_norm, x + dropout(feed_forward(x)))
+        kind, scale = self.config.parallel_block, self.config.residual_multiplier
+        after_attention = x + _scaled(dropout(_through(self.attention_output_norm, attended)), scale)
+        seen = normed if kind == "shared_norm" else x if kind == "two_norms" else after_attention
+        branch = feed_forward(_through(self.post_attention_layernorm, seen))
+        return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
 
 
 class Decoder(nnx.Module):
@@ -104,13 +86,27 @@ class Decoder(nnx.Module):
         self.config = config
         sizes, options = (config.vocab_size, config.hidden_size), {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
         self.embed_tokens = nnx.Embed(*sizes, embedding_init=INITIALIZER, **options)
-        self.layers = nnx.List(
-            [DecoderLayer(config, rngs=rngs, implementation=implementation) for _ in range(config.num_hidden_layers)]
+        self.position_embedding = (
+            nnx.Embed(config.max_position_embeddings, config.hidden_size, embedding_init=INITIALIZER, **options)
+            if config.position_embedding == "learned"
+            else None
         )
-        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=config.dtype)
+        self.token_type_embedding = (
+            nnx.Embed(config.token_types, config.hidden_size, embedding_init=INITIALIZER, **options)
+            if config.token_types
+            else None
+        )
+        self.embedding_norm = norm(config) if config.embedding_norm else None
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, index, rngs=rngs, implementation=implementation)
+                for index in range(config.num_hidden_layers)
+            ]
+        )
+        self.norm = None if config.is_encoder else norm(config)
         self.lm_head = (
             None
-            if config.tie_word_embeddings
+            if config.tie_word_embeddings or config.is_encoder
             else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
         )
 
@@ -118,6 +114,8 @@ class Decoder(nnx.Module):
     def paged_spec(self) -> PagedSpec:
         """What the engine needs to know of it."""
         config = self.config
+        if config.is_encoder:
+            raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
         return PagedSpec(
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
@@ -144,21 +142,41 @@ class Decoder(nnx.Module):
             The normalised hidden states `[tokens, hidden]`, to be given to `logits` (pick the rows first), and the
             caches with the new keys and values.
         """
-        x = self.embed_tokens(token_ids)
-        angles = rotary_angles(positions, inverse_frequencies(self.config))
-        new_caches = []
+        *_, (hidden, new_caches) = self.paged_hidden_states(token_ids, positions, kv_caches, metadata)
+        return hidden, new_caches
+
+    def paged_hidden_states(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
+        """Yields what `hidden_states` does, of packed tokens, each with the caches that were written so far.
+
+        Args:
+            token_ids, positions, kv_caches, metadata: of a call.
+        """
+        if self.config.is_encoder:
+            raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
+        x, angles = self._embedded(token_ids, positions)
+        new_caches: list[jax.Array] = []
+        yield x, ()
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, kv_cache = layer(x, angles, kv_cache, metadata)
             new_caches.append(kv_cache)
-        return self.norm(x), tuple(new_caches)
+            yield x, tuple(new_caches)
+        yield _through(self.norm, x), tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""
+        if self.config.is_encoder:
+            raise Unsupported("this model is an encoder and has no output projection; use embed.")
         if self.lm_head is not None:
-            return self.lm_head(hidden)
-        # Not Embed.attend, which rounds the logits to the dtype of the model.
-        embedding = self.embed_tokens.embedding[...]
-        return jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
+            logits = self.lm_head(hidden)
+        else:
+            # Not Embed.attend, which rounds the logits to the dtype of the model.
+            embedding = self.embed_tokens.embedding[...]
+            logits = jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
+        logits = _scaled(logits, self.config.logits_scale)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def forward_dense(
         self, token_ids: jax.Array, *, dropout_rate: float = 0.0, dropout_key: jax.Array | None = None
@@ -178,9 +196,76 @@ class Decoder(nnx.Module):
         if dropout_rate and dropout_key is None:
             raise InvalidInput(f"dropout_rate is {dropout_rate} but dropout_key is None; pass a jax.random.key.")
         dropout = nnx.Dropout(dropout_rate, rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key))
-        x = dropout(self.embed_tokens(token_ids))
-        positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
-        angles = rotary_angles(positions, inverse_frequencies(self.config))
+        *_, hidden = self.hidden_states(token_ids, dropout)
+        return self.logits(hidden)
+
+    def embed(self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean") -> jax.Array:
+        """Returns float32[batch, hidden], a vector of length 1 for each row: what a text is about.
+
+        Args:
+            token_ids: int32[batch, tokens]; what lies past a row's length may be any token.
+            lengths: int32[batch], real tokens of each row, at least 1.
+            pooling: the "mean" of the last hidden states, that of the first token ("cls") or of the last ("last").
+
+        Raises:
+            InvalidInput: another pooling.
+        """
+        if pooling not in ("mean", "cls", "last"):
+            raise InvalidInput(f"pooling is {pooling!r}; use 'mean', 'cls' or 'last'.")
+        *_, hidden = self.hidden_states(token_ids, lengths=lengths)
+        hidden, places = hidden.astype(jnp.float32), jnp.arange(token_ids.shape[1])
+        if pooling == "mean":
+            chosen = (places < lengths[:, None]) / lengths[:, None]
+        else:
+            chosen = places == (0 if pooling == "cls" else lengths[:, None] - 1)
+        chosen = jnp.broadcast_to(chosen, token_ids.shape)
+        # Not a product with 0: padding may hold anything, and 0 times NaN is NaN.
+        pooled = jnp.where(chosen[..., None] > 0, hidden * chosen[..., None], 0).sum(1)
+        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True)
+
+    def hidden_states(
+        self, token_ids: jax.Array, dropout: nnx.Dropout | None = None, lengths: jax.Array | None = None
+    ) -> Iterator[jax.Array]:
+        """Yields `[batch, tokens, hidden]` behind the embedding, behind each layer, and behind the last norm.
+
+        The last is what `logits` takes; the one before it is the last layer's, not normalised yet.
+
+        Args:
+            token_ids: int32[batch, tokens]; every row starts at position 0.
+            dropout: of the embedding and of each residual branch; None for off.
+            lengths: int32[batch], real tokens of each row; None for all.
+        """
+        dropout = nnx.Dropout(0.0) if dropout is None else dropout
+        x, angles = self._embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
+        x = dropout(x)
+        yield x
         for layer in self.layers:
-            x = layer.forward_dense(x, angles, dropout)
-        return self.logits(self.norm(x))
+            x = layer.forward_dense(x, angles, dropout, lengths)
+            yield x
+        yield _through(self.norm, x)
+
+    def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Angles | None]:
+        """Returns the embedded tokens, and the rotary angles of their positions if the model has any."""
+        config = self.config
+        x = _scaled(self.embed_tokens(token_ids), config.embedding_multiplier)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        if self.token_type_embedding is not None:
+            x = x + self.token_type_embedding.embedding[0]
+        x = _through(self.embedding_norm, x)
+        if config.position_embedding != "rope":
+            return x, None
+        factor = attention_factor(config.rope_scaling)
+        angles = rotary_angles(positions, inverse_frequencies(config), factor)
+        if config.rope_local_theta is None:
+            return x, (angles, angles)
+        return x, (angles, rotary_angles(positions, inverse_frequencies(config, local=True)))
+
+
+def _through(module: Any, x: jax.Array) -> jax.Array:
+    return x if module is None else module(x)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    # A Python number is rounded to the array's dtype first, as Gemma was trained.
+    return x if scale == 1 else x * scale

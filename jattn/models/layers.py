@@ -1,7 +1,8 @@
-"""The building blocks of a decoder layer: linear, RMS norm and gated feed-forward."""
+"""The building blocks of a decoder layer: linear, norms and the feed-forward part."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 
 from jattn.models.config import ModelConfig
 
-__all__ = ["INITIALIZER", "GatedMLP", "RMSNorm", "linear"]
+__all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "gated", "linear", "norm"]
 
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
@@ -38,31 +39,116 @@ def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rng
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    It rounds to the model's dtype before it multiplies by the weight, as the models were trained: in bfloat16 every
-    bit is that of Hugging Face's. `nnx.RMSNorm` rounds once, after the weight, and a quarter of its bits differ.
+    It rounds to the model's dtype where the models were trained to: Llama before the weight, OLMo 2 and Gemma after
+    it. In bfloat16 every bit of Llama's is Hugging Face's; of `nnx.RMSNorm`, which always rounds after, a quarter of
+    them differ.
+
+    Args:
+        features: size of the last axis, or the last axes of the weight.
+        epsilon: added to the mean square.
+        dtype: of the weight.
+        norm_type: see `ModelConfig`.
     """
 
-    def __init__(self, features: int, *, epsilon: float, dtype: str) -> None:
-        self.weight = nnx.Param(jnp.ones((features,), jnp.dtype(dtype)))
+    def __init__(
+        self, features: int | tuple[int, ...], *, epsilon: float, dtype: str, norm_type: str = "rms_norm"
+    ) -> None:
+        shape = (features,) if isinstance(features, int) else features
+        self.weight = nnx.Param(jnp.full(shape, norm_type != "gemma_rms_norm", jnp.dtype(dtype)))
         self.epsilon = epsilon
+        self.norm_type = norm_type
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises `[..., features]`; keeps shape and dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * self.weight[...]
+        weight = self.weight[...]
+        if self.norm_type == "rms_norm":
+            return wide.astype(x.dtype) * weight
+        weight = weight.astype(jnp.float32)
+        return (wide * (1 + weight if self.norm_type == "gemma_rms_norm" else weight)).astype(x.dtype)
 
 
-class GatedMLP(nnx.Module):
-    """The SwiGLU feed-forward layer (Shazeer 2020, arXiv:2002.05202); gate and up share one matrix product."""
+class LayerNorm(nnx.Module):
+    """Subtracts the mean and divides by the deviation, in float32 (Ba et al. 2016, arXiv:1607.06450).
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        width, inner = config.hidden_size, config.intermediate_size
+    `nnx.LayerNorm` takes the variance as a difference of two means, which loses digits where the mean is large.
+    """
+
+    def __init__(self, features: int | tuple[int, ...], *, epsilon: float, dtype: str, use_bias: bool) -> None:
+        shape = (features,) if isinstance(features, int) else features
+        self.weight = nnx.Param(jnp.ones(shape, jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros(shape, jnp.dtype(dtype))) if use_bias else None
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises `[..., features]`; keeps shape and dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * self.weight[...].astype(jnp.float32)
+        if self.bias is not None:
+            wide = wide + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)
+
+
+def norm(config: ModelConfig, features: int | tuple[int, ...] | None = None, *, use_bias: bool = True) -> Any:
+    """Returns the model's kind of norm, over its residual stream unless `features` says otherwise."""
+    features = config.hidden_size if features is None else features
+    options = {"epsilon": config.rms_norm_eps, "dtype": config.dtype}
+    if config.norm_type == "layer_norm":
+        return LayerNorm(features, use_bias=config.norm_bias and use_bias, **options)
+    return RMSNorm(features, norm_type=config.norm_type, **options)
+
+
+class MLP(nnx.Module):
+    """The feed-forward layer: plain, or gated as SwiGLU is (Shazeer 2020, arXiv:2002.05202).
+
+    Gate and up share one matrix product.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, intermediate_size: int | None = None) -> None:
+        width, inner = config.hidden_size, intermediate_size or config.intermediate_size
         options = {"use_bias": config.mlp_bias, "param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
-        self.gate_up_proj = linear(width, 2 * inner, **options)
+        self.hidden_act = config.hidden_act
+        # One or the other, and their names in a checkpoint.
+        if config.gated_mlp:
+            self.gate_up_proj = linear(width, 2 * inner, **options)
+        else:
+            self.up_proj = linear(width, inner, **options)
+        self.is_gated = config.gated_mlp
         self.down_proj = linear(inner, width, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        if not self.is_gated:
+            return self.down_proj(_ACTIVATIONS[self.hidden_act](self.up_proj(x)))
+        return self.down_proj(gated(self.hidden_act, self.gate_up_proj(x)))
+
+
+def gated(hidden_act: str, gate_up: jax.Array) -> jax.Array:
+    """Returns `act(gate) * up` of `[..., gate | up]`."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    if hidden_act == "swigluoai":
+        # gpt-oss (arXiv:2508.10925): a clamped gate with the sigmoid's slope of GELU, and 1 added to what is gated.
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    return _ACTIVATIONS[hidden_act](gate) * up
+
+
+def _gelu_tanh(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": _gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}

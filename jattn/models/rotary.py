@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) with the default, linear and llama3 frequencies."""
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), with every type of `RopeScaling`."""
 
 from __future__ import annotations
 
@@ -9,53 +9,99 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.models.config import ModelConfig
+from jattn.models.rope_scaling import RopeScaling
 
-__all__ = ["apply_rotary", "inverse_frequencies", "rotary_angles"]
+__all__ = ["apply_rotary", "attention_factor", "inverse_frequencies", "rotary_angles"]
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Returns the angle per position of each pair of elements, float32[head_dim / 2], scaling included.
+def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarray:
+    """Returns the angle per position of each rotated pair of elements, float32[rotary_dim / 2], scaling included.
 
     Computed in float64 and rounded once: at position p an error of one unit in the last place of a frequency is an
     error of p units in the angle.
+
+    Args:
+        config: of the model.
+        local: of layers with a window, where `rope_local_theta` is their own base.
     """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
-    if scaling is None:
+    exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim
+    if local and config.rope_local_theta is not None:
+        return (config.rope_local_theta**-exponents).astype(np.float32)
+    frequencies = config.rope_theta**-exponents
+    if scaling is None or scaling.rope_type in ("default", "dynamic"):
         return frequencies.astype(np.float32)
+    if scaling.rope_type == "longrope":
+        is_long = config.max_position_embeddings > scaling.original_max_position_embeddings
+        return (frequencies / np.array(scaling.long_factor if is_long else scaling.short_factor)).astype(np.float32)
     if scaling.rope_type == "linear":
         return (frequencies / scaling.factor).astype(np.float32)
-    context = scaling.original_max_position_embeddings
-    wavelengths = 2 * math.pi / frequencies
-    # 1 where the wavelength is short enough to be kept, 0 where it is divided by the factor.
-    keep = (context / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = np.clip(keep, 0.0, 1.0)
+    keep = _kept_by_llama3(frequencies, scaling) if scaling.rope_type == "llama3" else _kept_by_yarn(config, scaling)
     return (keep * frequencies + (1 - keep) * frequencies / scaling.factor).astype(np.float32)
 
 
-def rotary_angles(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosine and the sine of every angle, float32[..., tokens, 1, head_dim / 2], for `apply_rotary`.
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """Returns what cosine and sine are multiplied by: where a long context would flatten the attention."""
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.rope_type == "yarn":
+        return 0.1 * math.log(scaling.factor) + 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
+
+
+def rotary_angles(positions: jax.Array, frequencies: np.ndarray, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """Returns the cosine and the sine of every angle, float32[..., tokens, 1, rotary_dim / 2], for `apply_rotary`.
 
     Args:
         positions: int32[..., tokens].
-        frequencies: float32[head_dim / 2], of `inverse_frequencies`.
+        frequencies: float32[rotary_dim / 2], of `inverse_frequencies`.
+        factor: of `attention_factor`.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    return (cosine, sine) if factor == 1 else (cosine * factor, sine * factor)
 
 
 def apply_rotary(heads: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Rotates each pair (element i, element i + head_dim / 2) of every head, the pairing of Hugging Face's weights.
+    """Rotates each pair (element i, element i + rotary_dim / 2) of every head, the pairing of Hugging Face's weights.
 
     Args:
-        heads: [..., tokens, num_heads, head_dim].
-        cosine: float32[..., tokens, 1, head_dim / 2].
+        heads: [..., tokens, num_heads, head_dim]; elements past rotary_dim stay as they are.
+        cosine: float32[..., tokens, 1, rotary_dim / 2].
         sine: the same shape.
 
     Returns:
         The rotated heads in the dtype of `heads`; the arithmetic is float32.
     """
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    half = cosine.shape[-1]
+    rotated, rest = heads[..., : 2 * half], heads[..., 2 * half :]
+    first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(heads.dtype)
+    rotated = rotated.astype(heads.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+
+
+def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Returns 1 where the wavelength is short enough to be kept, 0 where it is divided by the factor."""
+    rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return np.clip(keep, 0.0, 1.0)
+
+
+def _kept_by_yarn(config: ModelConfig, scaling: RopeScaling) -> np.ndarray:
+    """Returns 1 for pairs below the one that rotates `beta_fast` times, 0 above `beta_slow`, a line in between."""
+    pairs = config.rotary_dim // 2
+    low, high = (
+        pairs
+        * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi))
+        / math.log(config.rope_theta)
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
+    return 1 - np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0.0, 1.0)

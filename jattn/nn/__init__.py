@@ -2,8 +2,19 @@
 
 from jattn.nn.dense import attention_fn
 from jattn.nn.held import PagedCache
+from jattn.nn.latent import MultiHeadLatentAttention
 from jattn.nn.multi_head import MultiHeadAttention
 from jattn.nn.paged import PagedAttention
 from jattn.nn.scan import layer_metadata, scan_layers
+from jattn.nn.yarn import DeepSeekRoPE
 
-__all__ = ["MultiHeadAttention", "PagedAttention", "PagedCache", "attention_fn", "layer_metadata", "scan_layers"]
+__all__ = [
+    "DeepSeekRoPE",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "PagedAttention",
+    "PagedCache",
+    "attention_fn",
+    "layer_metadata",
+    "scan_layers",
+]

@@ -31,7 +31,6 @@ def checked_features(
     qkv_features: int | None,
     head_dim: int | None,
     *,
-    alibi_slopes: Sequence[float] | None,
     attention_fn: Any,
     own_fn: Any,
 ) -> int | None:
@@ -40,10 +39,6 @@ def checked_features(
         raise Unsupported(
             "attention_fn is a function of your own; this module computes attention itself, so that training and "
             "paged decoding agree. Give your function to flax's module."
-        )
-    if alibi_slopes is not None and len(alibi_slopes) != num_heads:
-        raise InvalidInput(
-            f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
         )
     if head_dim is None:
         return qkv_features

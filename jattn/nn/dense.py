@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,37 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jattn import ops
-from jattn.nn.padded import Packing, real_tokens
-from jattn.nn.paged import CORE_OPTIONS
+from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["attention_fn", "dense_attention"]
 
 # Outside jit one program and not one for each primitive; what looks at weights has effects of its own.
-_one_program = jax.jit(ops.masked_attention, static_argnames=("precision", "causal", *CORE_OPTIONS[:-1]), inline=True)
+_one_program = jax.jit(ops.masked_attention, static_argnames=("precision", *ops.MASK_OPTIONS), inline=True)
 _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
+
+
+class Dropout(NamedTuple):
+    """What Flax says of dropout.
+
+    Attributes:
+        rng: a JAX key.
+        rate: the share of weights that go.
+        broadcast: all of a batch and all heads drop the same weights.
+        batch_dims: the batch axes of the caller.
+    """
+
+    rng: jax.Array
+    rate: float
+    broadcast: bool
+    batch_dims: tuple[int, ...]
+
+    def drop(self, weights: jax.Array) -> jax.Array:
+        """Drops of [batch, heads, length, key_length]; in the shapes that flax draws in, so what flax would drop."""
+        heads, *lengths = weights.shape[1:]
+        shape = (*(1 for _ in self.batch_dims), 1, *lengths) if self.broadcast else (*self.batch_dims, heads, *lengths)
+        keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, shape).reshape(-1, *shape[-3:])
+        return weights * keep.astype(weights.dtype) / (1.0 - self.rate)
 
 
 def attention_fn(
@@ -52,9 +74,9 @@ def attention_fn(
     """Replaces `nnx.dot_product_attention` and linen's: `MultiHeadAttention(attention_fn=jattn.attention_fn)`.
 
     The kernels serve calls without a mask, and those with a padding mask `[batch..., 1, 1, key_length]` where no
-    option asks for positions: its keys are packed, and it becomes lengths. Any other mask, a bias, dropout, a precision
-    and weights to be sown are computed in jnp, exactly; an explicit `implementation` that does not serve them is
-    refused. With `functools.partial` the options of `jattn.attention` apply, and `rope`.
+    option asks for positions: its keys are packed, and it becomes lengths. Any other mask, a bias, a precision and
+    weights to be sown are computed in jnp, exactly; an explicit `implementation` that does not serve them is refused.
+    With `functools.partial` the options of `jattn.attention` apply, and `rope`.
 
     Two differences: a row that sees no key gives 0 and not the mean of all values, and `is_causal` with more keys than
     queries shows the last query all of them (flax 0.12.11 and older shows a single query the first key alone).
@@ -64,7 +86,8 @@ def attention_fn(
         key: float[batch..., key_length, num_kv_heads, head_size].
         value: float[batch..., key_length, num_kv_heads, value_head_size].
         bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision, module,
-            promote_dtype, is_causal: as in `nnx.dot_product_attention`. Dropout draws flax's own numbers.
+            promote_dtype, is_causal: as in `nnx.dot_product_attention`. In jnp dropout draws flax's own numbers, in
+            the kernels those of `jattn.attention`, by seeds from `dropout_rng`.
         input_positions: int[batch..., length] or [length], for `rope`.
         rope: `nnx.RoPE`, or any function of x[heads, tokens, head_size] and positions[tokens].
         lengths, key_lengths: int32[batch...], real tokens of each row, the rest being padding; outputs of padding are
@@ -72,8 +95,7 @@ def attention_fn(
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
         force_fp32_for_softmax: the softmax is float32 whatever this says.
         qk_attn_weights_einsum, attn_weights_value_einsum: None.
-        **options: scale, sliding_window, logits_soft_cap, attention_chunk, alibi_slopes, use_alibi_sqrt, sinks,
-            relative_bias.
+        **options: how scores are masked, scaled and biased, as in `jattn.attention`.
 
     Returns:
         float[batch..., length, num_heads, value_head_size].
@@ -97,24 +119,24 @@ def attention_fn(
         query, key = (rotated(rope, x, input_positions) for x in (query, key))
     elif input_positions is not None:
         raise InvalidInput("input_positions is given and rope is not; pass functools.partial(attention_fn, rope=...).")
-    on_weights = None
+    dropout = None
     if dropout_rate > 0.0 and not deterministic:
         if dropout_rng is None:
             raise InvalidInput(f"dropout_rate is {dropout_rate} and dropout_rng None; pass a jax.random key.")
-        on_weights = _dropout(dropout_rng, dropout_rate, broadcast_dropout, batch_dims)
-    if module is not None:
-        on_weights = _sown(module, on_weights, batch_dims)
+        dropout = Dropout(dropout_rng, dropout_rate, broadcast_dropout, batch_dims)
     size = math.prod(batch_dims)
     if key_lengths is None and key.shape[-3] == query.shape[-3]:
         key_lengths = lengths
-    lengths, key_lengths = (None if x is None else jnp.asarray(x).reshape(size) for x in (lengths, key_lengths))
+    lengths = flat_lengths("lengths", lengths, batch_dims)
+    key_lengths = flat_lengths("key_lengths", key_lengths, batch_dims)
     out = dense_attention(
         *(x.reshape(size, *x.shape[-3:]) for x in (query, key, value)),
         mask=None if mask is None else _scores_like("mask", mask, query, key).astype(bool),
         bias=None if bias is None else _scores_like("bias", bias, query, key),
         lengths=lengths,
         key_lengths=key_lengths,
-        on_weights=on_weights,
+        dropout=dropout,
+        sow=None if module is None else _sow(module, batch_dims),
         precision=precision,
         implementation=implementation,
         causal=is_causal,
@@ -132,23 +154,22 @@ def dense_attention(
     bias: jax.Array | None,
     lengths: jax.Array | None,
     key_lengths: jax.Array | None,
-    on_weights: Callable[[jax.Array], jax.Array] | None,
+    dropout: Dropout | None,
+    sow: Callable[[jax.Array], None] | None,
     precision: Any,
     implementation: str | None,
     **options: Any,
 ) -> jax.Array:
     """Attends within `[batch, length, heads, head_size]`; arguments as in `ops.masked_attention` and `attention_fn`."""
     (batch, length), key_length = query.shape[:2], key.shape[1]
-    positional = (options["causal"] and length > 1) or any(
-        options.get(name) is not None for name in ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
-    )
+    positional = (options["causal"] and length > 1) or any(options.get(name) is not None for name in ops.POSITIONAL)
     is_padding = mask is not None and mask.shape[1:3] == (1, 1) and not positional
     reasons = {
         "a mask that is not [batch..., 1, 1, key_length], or one beside causal, a window, a chunk or ALiBi": (
             mask is not None and not is_padding
         ),
         "a bias": bias is not None,
-        "dropout or weights to sow": on_weights is not None,
+        "weights to sow": sow is not None,
         f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
@@ -162,8 +183,14 @@ def dense_attention(
     if chosen == "xla":
         # Padded as they come: the packed jnp path would gather every row.
         padded = {"query_lens": lengths, "key_lens": key_lengths, "mask": mask, "bias": bias, "precision": precision}
-        if on_weights is None:
+        if sow is None and dropout is None:
             return _one_program(query, key, value, **padded, **options)
+
+        def on_weights(weights: jax.Array) -> jax.Array:
+            if sow is not None:
+                sow(weights)
+            return weights if dropout is None else dropout.drop(weights)
+
         return ops.masked_attention(query, key, value, **padded, **options, on_weights=on_weights)
     real_keys = real_tokens(key_lengths, key_length)
     if mask is not None:
@@ -171,6 +198,9 @@ def dense_attention(
         real_keys = padding if real_keys is None else padding & real_keys
     queries = Packing.of(batch, length, real_tokens(lengths, length))
     keys = Packing.of(batch, key_length, real_keys)
+    if dropout is not None:
+        seeds = ops.dropout_seeds(dropout.rng, batch, query.shape[2], broadcast=dropout.broadcast)
+        options |= {"dropout_rate": dropout.rate, "dropout_seeds": seeds}
     out = ops.attention(
         queries.pack(query),
         keys.pack(key),
@@ -179,7 +209,7 @@ def dense_attention(
         keys.start_loc,
         max_query_len=length,
         max_key_len=key_length,
-        implementation=chosen,
+        implementation=implementation,
         **options,
     )
     return queries.unpack(out).reshape(batch, length, *out.shape[1:])
@@ -223,25 +253,10 @@ def _scores_like(name: str, array: jax.Array, query: jax.Array, key: jax.Array) 
     return array.reshape(-1, *array.shape[-3:])
 
 
-def _dropout(
-    rng: jax.Array, rate: float, broadcast: bool, batch_dims: tuple[int, ...]
-) -> Callable[[jax.Array], jax.Array]:
-    def drop(weights: jax.Array) -> jax.Array:
-        heads, *lengths = weights.shape[1:]
-        # Flax draws in these shapes, so the same key drops the same weights.
-        shape = (*(1 for _ in batch_dims), 1, *lengths) if broadcast else (*batch_dims, heads, *lengths)
-        keep = jax.random.bernoulli(rng, 1.0 - rate, shape).reshape(-1, *shape[-3:])
-        return weights * keep.astype(weights.dtype) / (1.0 - rate)
+def _sow(module: Any, batch_dims: tuple[int, ...]) -> Callable[[jax.Array], None]:
+    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
 
-    return drop
-
-
-def _sown(
-    module: Any, on_weights: Callable[[jax.Array], jax.Array] | None, batch_dims: tuple[int, ...]
-) -> Callable[[jax.Array], jax.Array]:
-    def sow(weights: jax.Array) -> jax.Array:
-        collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+    def sow(weights: jax.Array) -> None:
         module.sow(collection, "attention_weights", weights.reshape(*batch_dims, *weights.shape[1:]))
-        return weights if on_weights is None else on_weights(weights)
 
     return sow

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata
 from jattn.nn.checks import refuse_donated
-from jattn.nn.padded import Packing, real_tokens
+from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from jattn.nn.paged import PagedAttention
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.specs import PAD_SLOT_ID
@@ -135,7 +135,7 @@ def decode_held(
         cache: see `HeldCache`.
         lengths: int32[batch...], real tokens of each row of queries; None for all.
         key_lengths: the same of keys; `lengths` for self-attention.
-        **options: sinks, alibi_slopes, k_scale, v_scale.
+        **options: what the core takes with each call.
 
     Returns:
         [batch..., length, num_heads, head_dim] and the cache. Rows of padding are 0; rows that no longer fit into
@@ -147,15 +147,16 @@ def decode_held(
     batch_dims, length, sequences = query.shape[:-3], query.shape[-3], cache.seq_lens.size
     lens = cache.seq_lens.reshape(-1)
     blocks, block_size = cache.blocks_per_sequence, cache.key.shape[1]
-    queries = Packing.of(sequences, length, real_tokens(_flat(lengths), length))
+    lengths = flat_lengths("lengths", lengths, batch_dims)
+    queries = Packing.of(sequences, length, real_tokens(lengths, length))
     before = lens if core.causal else jnp.zeros_like(lens)
     after, overflow, keys = lens, jnp.zeros_like(lens, bool), None
     tables = 1 + jnp.arange(sequences * blocks, dtype=jnp.int32).reshape(sequences, blocks)
     slots = jnp.zeros(0, jnp.int32)
     if new is not None:
         key_length = new[0].shape[-3]
-        key_lengths = lengths if core.causal else key_lengths
-        keys = Packing.of(sequences, key_length, real_tokens(_flat(key_lengths), key_length))
+        key_lengths = lengths if core.causal else flat_lengths("key_lengths", key_lengths, batch_dims)
+        keys = Packing.of(sequences, key_length, real_tokens(key_lengths, key_length))
         after = before + jnp.diff(keys.start_loc)
         _check_room(cache, after)
         overflow = after > cache.max_length
@@ -179,10 +180,6 @@ def decode_held(
     out = queries.unpack(out).reshape(sequences, length, *out.shape[1:])
     out = jnp.where(overflow[:, None, None, None], jnp.nan, out)
     return out.reshape(*batch_dims, *out.shape[1:]), HeldCache(key, value, after.reshape(cache.seq_lens.shape))
-
-
-def _flat(lengths: jax.Array | None) -> jax.Array | None:
-    return None if lengths is None else jnp.asarray(lengths).reshape(-1)
 
 
 def _rows(array: jax.Array) -> jax.Array:

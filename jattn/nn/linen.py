@@ -28,8 +28,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
 
     Attributes:
         num_kv_heads: key and value heads; num_heads by default.
-        head_dim, scale, rope, sliding_window, attention_chunk, logits_soft_cap, alibi_slopes, use_alibi_sqrt,
-            implementation: as in `jattn.nn.MultiHeadAttention`.
+        head_dim, rope, and the options of `PagedAttention`: as in `jattn.nn.MultiHeadAttention`.
         max_length: tokens of a sequence that the cache can hold; needed for `decode`.
         block_size: tokens of a block of it.
         kv_cache_dtype: of its elements; that of the keys by default.
@@ -80,7 +79,6 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             self.num_heads,
             self.qkv_features,
             self.head_dim,
-            alibi_slopes=self.alibi_slopes,
             attention_fn=self.attention_fn,
             own_fn=linen.dot_product_attention,
         )
@@ -98,7 +96,6 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         key = self._projected("key", core.num_kv_heads, core, inputs_k)
         value = self._projected("value", core.num_kv_heads, core, inputs_k if inputs_v is None else inputs_v)
         dropout_rng = self._dropout_rng(deterministic, dropout_rng)
-        slopes = None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32)
         held = self._cache(query.shape[:-3], core, key.dtype) if self.decode else None
         if held is None or self.is_initializing():
             x = attention_fn(
@@ -117,7 +114,6 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 input_positions=input_positions,
                 rope=self.rope,
                 lengths=lengths,
-                alibi_slopes=slopes,
                 **core.options,
             )
         else:
@@ -129,7 +125,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 if input_positions is None:
                     input_positions = cache.seq_lens[..., None] + jnp.arange(query.shape[-3])
                 query, key = (rotated(self.rope, x, input_positions) for x in (query, key))
-            x, cache = decode_held(core, query, (key, value), cache, lengths=lengths, alibi_slopes=slopes)
+            x, cache = decode_held(core, query, (key, value), cache, lengths=lengths)
             for variable, array in zip(held, cache, strict=True):
                 variable.value = array
         return self._dense(

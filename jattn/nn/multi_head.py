@@ -49,7 +49,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         head_dim: elements of a head, in place of qkv_features = num_heads * head_dim.
         rope: `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied after norms.
         sinks: each head learns a sink logit, the parameter `sinks`; zeros at first.
-        alibi_slopes: a number for each head; they are not trained.
         attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (its cache is written with an
             encoder's keys whenever `inputs_k` is given, and else read).
         kv_sharing: no `key` and `value` parameters: the layer takes `shared_kv=other.keys_and_values(x)`, or reads that
@@ -58,8 +57,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         k_scale, v_scale: what a unit of an 8-bit cache is worth.
         attention_fn: refused unless it is flax's default or `jattn.attention_fn`.
         rngs: source of the initial values, and of dropout.
-        **options: flax's other arguments; scale, sliding_window, attention_chunk, logits_soft_cap, use_alibi_sqrt and
-            implementation of `PagedAttention`.
+        **options: flax's other arguments; how scores are masked, scaled and biased and `implementation`, as in
+            `PagedAttention`.
 
     Raises:
         InvalidInput: options that do not go together; the message names them.
@@ -87,7 +86,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         head_dim: int | None = None,
         rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         sinks: bool = False,
-        alibi_slopes: Sequence[float] | None = None,
         attention_type: str = "decoder",
         kv_sharing: bool = False,
         kv_cache_dtype: Any = None,
@@ -98,12 +96,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         **options: Any,
     ) -> None:
         qkv_features = checked_features(
-            num_heads,
-            qkv_features,
-            head_dim,
-            alibi_slopes=alibi_slopes,
-            attention_fn=attention_fn,
-            own_fn=nnx.dot_product_attention,
+            num_heads, qkv_features, head_dim, attention_fn=attention_fn, own_fn=nnx.dot_product_attention
         )
         check_attention_type(attention_type, rope)
         check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
@@ -114,12 +107,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.core = PagedAttention(num_heads, self.head_dim, num_kv_heads=self.num_kv_heads, causal=causal, **of_core)
         self.rope = rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
-        self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))
         self.attention_type = attention_type
-        self.kv_sharing = kv_sharing
-        self.kv_cache_dtype = kv_cache_dtype
-        self.k_scale = k_scale
-        self.v_scale = v_scale
+        self.kv_sharing, self.kv_cache_dtype = kv_sharing, kv_cache_dtype
+        self.k_scale, self.v_scale = k_scale, v_scale
         if kv_sharing:
             self.key, self.value, self.key_ln = nnx.data(None), nnx.data(None), nnx.data(None)
 
@@ -189,19 +179,16 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             new = self.keys_and_values(
                 inputs_k, inputs_v, input_positions=input_positions if alike else None, qkv_sharding=qkv_sharding
             )
-        scores: dict[str, Any] = {
-            "sinks": None if self.sinks is None else self.sinks[...],
-            "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
-        }
-        scales: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        scores: dict[str, Any] = {"sinks": None if self.sinks is None else self.sinks[...]}
+        lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
+        of_cache = {**scores, "k_scale": self.k_scale, "v_scale": self.v_scale}
         if held is not None:
-            lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
-            x, held = decode_held(self.core, query, new, held, **lens, **scores, **scales)
+            x, held = decode_held(self.core, query, new, held, **lens, **of_cache)
             for variable, array in zip(self._cache_variables(), held, strict=True):
                 variable.put(array)
         elif cache is not None and metadata is not None:
             key, value = (None, None) if new is None else (_packed(array) for array in new)
-            x, cache = self.core(_packed(query), key, value, cache, metadata, **scores, **scales)
+            x, cache = self.core(_packed(query), key, value, cache, metadata, **of_cache)
             x = x.reshape(query.shape)
         elif new is not None:
             x = dense.attention_fn(
@@ -216,8 +203,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 precision=self.precision,
                 module=self if sow_weights else None,
                 is_causal=is_causal,
-                lengths=lengths,
-                key_lengths=key_lengths,
+                **lens,
                 **self.core.options,
                 **scores,
             )
@@ -307,12 +293,7 @@ def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMeta
     """Returns the positions of queries behind a cache; None where they count from 0."""
     if held is not None:
         return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
-    if metadata is None:
-        return None
-    starts, tokens = metadata.query_start_loc, jnp.arange(query[..., 0, 0].size)
-    sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
-    first = metadata.seq_lens - jnp.diff(starts)
-    return (first[sequence] + tokens - starts[sequence]).reshape(query.shape[:-2])
+    return None if metadata is None else metadata.positions(query[..., 0, 0].size).reshape(query.shape[:-2])
 
 
 def _packed(array: jax.Array) -> jax.Array:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Packing"]
+from torch_core.errors import InvalidInput
+
+__all__ = ["Packing", "flat_lengths", "real_tokens"]
 
 
 class Packing(NamedTuple):
@@ -43,6 +45,22 @@ class Packing(NamedTuple):
             return packed
         found = packed[jnp.maximum(jnp.cumsum(self.real) - 1, 0)]
         return jnp.where(self.real.reshape(-1, *(1,) * (packed.ndim - 1)), found, 0)
+
+
+def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...]) -> jax.Array | None:
+    """Returns the lengths of a batch's rows as one axis; None where there are none.
+
+    Raises:
+        InvalidInput: they are not integers, or not one for each row.
+    """
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != batch_dims or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise InvalidInput(
+            f"{name} is {lengths.dtype}{list(lengths.shape)}; it must be int32{list(batch_dims)}, one for each row."
+        )
+    return lengths.reshape(-1)
 
 
 def real_tokens(lengths: jax.Array | None, length: int) -> jax.Array | None:

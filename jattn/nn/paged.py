@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jattn import ops
@@ -14,7 +16,7 @@ from torch_core.errors import InvalidInput
 __all__ = ["CORE_OPTIONS", "PagedAttention"]
 
 #: What paged and dense attention take alike.
-CORE_OPTIONS = ("scale", "sliding_window", "attention_chunk", "logits_soft_cap", "use_alibi_sqrt", "implementation")
+CORE_OPTIONS = (*(name for name in ops.MASK_OPTIONS if name != "causal"), "alibi_slopes", "implementation")
 
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
@@ -24,7 +26,7 @@ class PagedAttention(nnx.Module):
 
     It has no parameters and keeps no cache: the cache goes in and comes out, so the module is valid in nnx's graph
     and tree modes, under `jax.jit` with a donated cache, in `lax.scan` and in `lax.while_loop`. Arrays that a layer
-    learns or is given (sinks, slopes, scales) go in with each call.
+    learns or is given (a sink of each head, scales) go in with each call.
 
     Args:
         num_heads: query heads.
@@ -37,13 +39,14 @@ class PagedAttention(nnx.Module):
             to each side; None for all.
         attention_chunk: a query sees its own chunk of this many positions only; None for all.
         logits_soft_cap: cap on the scores; None for off.
+        alibi_slopes: a number for each head; they are not trained. Given with a call, an array takes their place.
         use_alibi_sqrt: the square-root form of ALiBi.
         kv_chunk_size: see `jattn.paged_attention`.
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
         rngs: not needed; `nnx.bridge.to_linen` gives them to every module.
 
     Raises:
-        InvalidInput: num_heads is no multiple of num_kv_heads, or a size is below 1.
+        InvalidInput: num_heads is no multiple of num_kv_heads, a size is below 1, or a slope is missing.
 
     Example:
         >>> import jax.numpy as jnp
@@ -68,6 +71,7 @@ class PagedAttention(nnx.Module):
         sliding_window: int | tuple[int | None, int | None] | None = None,
         attention_chunk: int | None = None,
         logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | None = None,
         use_alibi_sqrt: bool = False,
         kv_chunk_size: int | None = None,
         implementation: str | None = None,
@@ -83,6 +87,10 @@ class PagedAttention(nnx.Module):
         for name, size in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
             if size < 1:
                 raise InvalidInput(f"{name} is {size}; it must be at least 1.")
+        if alibi_slopes is not None and len(alibi_slopes) != num_heads:
+            raise InvalidInput(
+                f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
+            )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -92,14 +100,16 @@ class PagedAttention(nnx.Module):
         self.sliding_window = sliding_window
         self.attention_chunk = attention_chunk
         self.logits_soft_cap = logits_soft_cap
+        self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))
         self.use_alibi_sqrt = use_alibi_sqrt
         self.kv_chunk_size = kv_chunk_size
         self.implementation = implementation
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values of `CORE_OPTIONS`, by keyword."""
-        return {name: getattr(self, name) for name in CORE_OPTIONS}
+        """The values of `CORE_OPTIONS`, by keyword, as the ops take them."""
+        slopes = None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32)
+        return {**{name: getattr(self, name) for name in CORE_OPTIONS}, "alibi_slopes": slopes}
 
     def __call__(
         self,
@@ -123,8 +133,7 @@ class PagedAttention(nnx.Module):
             kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch.
             k_scale, v_scale: what a stored unit is worth, for a quantised cache: written and read with it.
-            **options: sinks, slopes, biases, ranges, flags and the output's dtype and scale, as `jattn.paged_attention`
-                takes them.
+            **options: what else `jattn.paged_attention` takes with each call.
 
         Returns:
             float[num_tokens, num_heads, value_head_dim] and the updated cache.
@@ -167,7 +176,6 @@ class PagedAttention(nnx.Module):
             kv_chunk_size=self.kv_chunk_size,
             k_scale=k_scale,
             v_scale=v_scale,
-            **self.options,
-            **options,
+            **{**self.options, **options},
         )
         return output, kv_cache

@@ -1,6 +1,8 @@
 """Attention on JAX arrays: keywords make a call, and one function checks it, chooses and crosses the bridge."""
 
+from jattn.ops.arguments import MASK_OPTIONS
 from jattn.ops.attention import (
+    POSITIONAL,
     PagedOptions,
     attention,
     attention_with_lse,
@@ -10,6 +12,8 @@ from jattn.ops.attention import (
 from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose
+from jattn.ops.dropout import dropout_seeds
+from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
 from jattn.ops.transforms import RESIDUAL_NAMES
@@ -17,6 +21,8 @@ from torch_core.calls import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "MASK_OPTIONS",
+    "POSITIONAL",
     "RESIDUAL_NAMES",
     "PagedOptions",
     "attention",
@@ -24,12 +30,16 @@ __all__ = [
     "available_implementations",
     "cascade_attention",
     "choose",
+    "dropout_seeds",
     "masked_attention",
     "merge_states",
+    "mla_attention",
+    "mla_attention_with_lse",
     "paged_attention",
     "paged_attention_with_lse",
     "run",
     "shared_prefix",
     "write_kv_cache",
     "write_kv_cache_per_token_head",
+    "write_latent_cache",
 ]

@@ -16,12 +16,29 @@ from jattn.ops.cascade import attend_groups
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
 
-__all__ = ["PagedOptions", "attention", "attention_with_lse", "paged_attention", "paged_attention_with_lse"]
+__all__ = [
+    "POSITIONAL",
+    "PagedOptions",
+    "Request",
+    "attention",
+    "attention_with_lse",
+    "dense_call",
+    "operation",
+    "output",
+    "output_and_lse",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "request_of",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 #: A call, and what runs it.
-_Request: TypeAlias = tuple[AttentionCall[jax.Array], Callable[[Any], dict[str, jax.Array]]]
+Request: TypeAlias = tuple[AttentionCall[jax.Array], Callable[[Any], dict[str, jax.Array]]]
+
+
+#: The options beside the causal mask that ask for the positions of keys.
+POSITIONAL = ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
 
 
 class PagedOptions(TypedDict, total=False):
@@ -68,13 +85,13 @@ def _paged(
     kv_chunk_size: int | None = None,
     groups: PrefixGroups | None = None,
     implementation: str | None = None,
-) -> _Request:
+) -> Request:
     """Attends any mix of prefill, chunked prefill and decode rows to a paged KV cache.
 
     The new tokens' keys and values must be in the cache already (`write_kv_cache`); their queries are packed one
     sequence after the other. The mask is aligned bottom-right: the last query of a sequence stands at
     `seq_len - 1`. Under jit the values of metadata arrays are trusted; `torch_core.metadata` checks them on the host
-    when it builds them.
+    when it builds them. It has a gradient with every implementation, that of the cache included.
 
     Args:
         query: float[num_tokens, num_heads, head_size], or fp8 with q_scale. Rows past `query_start_loc[-1]` are
@@ -122,7 +139,7 @@ def _paged(
     """
     given = locals()
     del given["groups"]
-    call, attend = _request(PagedCall, **cache_fields(given.pop("kv_cache")), **given)
+    call, attend = request_of(PagedCall, **cache_fields(given.pop("kv_cache")), **given)
     if groups is not None:
         attend = functools.partial(attend_groups, groups=groups, implementation=implementation)
     return call, attend
@@ -149,10 +166,12 @@ def _dense(
     relative_bias: jax.Array | None = None,
     qq_bias: jax.Array | None = None,
     seq_causal: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seeds: jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     out_scale: float | jax.Array | None = None,
     implementation: str | None = None,
-) -> _Request:
+) -> Request:
     """Attends packed queries to packed keys, sequence by sequence; the mask is aligned bottom-right.
 
     It has a gradient with every implementation; `docs/architecture.md` says which one runs.
@@ -166,6 +185,10 @@ def _dense(
         max_query_len, max_key_len: static upper bounds; max_key_len is max_query_len by default.
         scale, causal, sliding_window, logits_soft_cap, attention_chunk, alibi_slopes, use_alibi_sqrt, sinks,
             mm_prefix_range, qq_bias, seq_causal, out_dtype, out_scale, implementation: as in `paged_attention`.
+        dropout_rate: static, the share of softmax weights that go, to a multiple of 2^-16; the others are divided by
+            the share that stays. The LSE is without it.
+        dropout_seeds: int32[num_seqs, num_heads, 2], any numbers; `jattn.dropout_seeds` draws them. Which weights go is
+            a function of seed, query and key position (`torch_core.calls.dropout`), the same by every implementation.
 
     Returns:
         float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with
@@ -177,12 +200,12 @@ def _dense(
     """
     key_start_loc = query_start_loc if key_start_loc is None else key_start_loc
     max_key_len = max_query_len if max_key_len is None else max_key_len
-    return _request(DenseCall, **locals())
+    return request_of(DenseCall, **locals())
 
 
-def _request(
+def request_of(
     call_class: type[AttentionCall[jax.Array]], *, implementation: str | None, out_dtype: Any, **given: Any
-) -> _Request:
+) -> Request:
     """Returns the call of an operation's keywords: the mask's options go into its spec, the others are its fields."""
     spec = attention_spec(given["query"], **{name: given.pop(name) for name in MASK_OPTIONS})
     out_dtype = None if out_dtype is None else jnp.dtype(out_dtype).name
@@ -190,9 +213,11 @@ def _request(
     return call_class(**given, spec=spec, out_dtype=out_dtype), attend
 
 
-def _operation(
-    request: Callable[_P, _Request], name: str, *, with_lse: bool, of: Callable[[dict[str, jax.Array]], _R]
+def operation(
+    request: Callable[_P, Request], name: str, *, with_lse: bool, of: Callable[[dict[str, jax.Array]], _R]
 ) -> Callable[_P, _R]:
+    """Returns the operation of that name which runs what its keywords request."""
+
     @functools.wraps(request)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         call, run_call = request(*args, **kwargs)
@@ -204,16 +229,23 @@ def _operation(
     return attend
 
 
-def _output(results: dict[str, jax.Array]) -> jax.Array:
+def output(results: dict[str, jax.Array]) -> jax.Array:
+    """Returns the output of an operation."""
     return results["out"]
 
 
-def _output_and_lse(results: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def output_and_lse(results: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of an operation, and its log-sum-exp."""
     return results["out"], results["lse"]
 
 
+def dense_call(*args: Any, **options: Any) -> DenseCall[jax.Array]:
+    """Returns the call that `attention` would run."""
+    return _dense(*args, **options)[0]  # type: ignore[return-value]
+
+
 # One list of keywords for each operation: the functions differ in what they return.
-paged_attention = _operation(_paged, "paged_attention", with_lse=False, of=_output)
-paged_attention_with_lse = _operation(_paged, "paged_attention_with_lse", with_lse=True, of=_output_and_lse)
-attention = _operation(_dense, "attention", with_lse=False, of=_output)
-attention_with_lse = _operation(_dense, "attention_with_lse", with_lse=True, of=_output_and_lse)
+paged_attention = operation(_paged, "paged_attention", with_lse=False, of=output)
+paged_attention_with_lse = operation(_paged, "paged_attention_with_lse", with_lse=True, of=output_and_lse)
+attention = operation(_dense, "attention", with_lse=False, of=output)
+attention_with_lse = operation(_dense, "attention_with_lse", with_lse=True, of=output_and_lse)

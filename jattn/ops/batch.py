@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from torch_core.calls import DenseBackwardCall, DenseCall
+from torch_core.calls.call import array_fields
 
 __all__ = ["fold", "folds"]
 
-# By what their first axis counts; the other arrays belong to all sequences.
-_ROWS = ("query", "key", "value", "out", "lse", "d_out", "d_lse")
-_SEQS = ("mm_prefix_range", "seq_causal")
-_STARTS = ("query_start_loc", "key_start_loc")
+# What the first axes of arrays count; arrays with others belong to all sequences.
+_ROWS, _SEQS, _STARTS = ("num_tokens", "num_keys"), "num_seqs", "num_seqs+1"
 
 
 def folds(call: DenseCall[Any], arrays: Mapping[str, jax.Array], batched: Mapping[str, bool]) -> bool:
     """Whether the examples may become one call: what all sequences share is the same, or has no gradient."""
-    shared = [name for name in arrays if name not in (*_ROWS, *_SEQS, *_STARTS)]
+    axes = _first_axes(call, arrays)
+    shared = [name for name, axis in axes.items() if axis not in (*_ROWS, _SEQS, _STARTS)]
     return not any(batched[name] for name in shared) and not (isinstance(call, DenseBackwardCall) and shared)
 
 
@@ -39,26 +39,25 @@ def fold(
         batched: which arrays differ from example to example.
         axis_size: the examples.
     """
-    every = {
-        name: x if batched[name] else jnp.broadcast_to(x, (axis_size, *x.shape))
-        for name, x in arrays.items()
-        if name in (*_ROWS, *_SEQS, *_STARTS)
-    }
+    every = {name: x if batched[name] else jnp.broadcast_to(x, (axis_size, *x.shape)) for name, x in arrays.items()}
     num_tokens, num_keys = every["query"].shape[1], every["key"].shape[1]
-    queries, keys = (every[name] for name in _STARTS)
+    queries, keys = every["query_start_loc"], every["key_start_loc"]
     folded = {
         "query_start_loc": _starts(queries, jnp.full_like(queries[:, :1], num_tokens), num_tokens),
         "key_start_loc": _starts(keys, keys[:, -1:], num_keys),
-        **{name: every[name].reshape(-1, *every[name].shape[2:]) for name in _ROWS if name in every},
     }
-    for name in _SEQS:
-        if name in every:
-            padding = [(0, 0), (0, 2), *[(0, 0)] * (every[name].ndim - 2)]
+    for name, axis in _first_axes(call, arrays).items():
+        padding = [(0, 0), (0, 2 if axis == _SEQS else 0), *[(0, 0)] * (every[name].ndim - 2)]
+        if axis in (*_ROWS, _SEQS):
             folded[name] = jnp.pad(every[name], padding).reshape(-1, *every[name].shape[2:])
     bounds = {"max_query_len": max(call.max_query_len, num_tokens)}
     if call.max_key_len is not None:
         bounds["max_key_len"] = max(call.max_key_len, num_keys)
     return replace(call, **bounds).with_arrays({**arrays, **folded})
+
+
+def _first_axes(call: DenseCall[Any], arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    return {name: array_fields(type(call))[name].dims[0] for name in arrays}
 
 
 def _starts(starts: jax.Array, more: jax.Array, rows: int) -> jax.Array:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops import softmax
-from jattn.ops.arguments import attention_spec
+from jattn.ops.attention import dense_call
 from torch_core.calls import DenseCall
+from torch_core.calls.call import array_fields
 
 __all__ = ["masked_attention"]
 
@@ -24,17 +25,9 @@ def masked_attention(
     key_lens: jax.Array | None = None,
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    relative_bias: jax.Array | None = None,
     on_weights: Callable[[jax.Array], jax.Array] | None = None,
     precision: Any = None,
-    scale: float | None = None,
-    causal: bool = True,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    attention_chunk: int | None = None,
-    use_alibi_sqrt: bool = False,
+    **options: Any,
 ) -> jax.Array:
     """Attends within each row of a padded batch; every score is kept for the derivative.
 
@@ -46,10 +39,9 @@ def masked_attention(
             with the last real key.
         mask: bool, broadcastable to [batch, num_heads, length, key_length]; False hides.
         bias: float, likewise, added to the scores.
-        sinks, alibi_slopes, relative_bias: as in `attention`.
         on_weights: takes the weights float[batch, num_heads, length, key_length] and returns those to use: dropout.
         precision: of the two products.
-        scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt: as in `attention`.
+        **options: how scores are masked, scaled and biased, as in `attention`.
 
     Returns:
         float[batch, length, num_heads, value_head_size] in the query's dtype; rows that see nothing are 0, and so are
@@ -59,31 +51,14 @@ def masked_attention(
         InvalidInput: shapes or dtypes do not fit.
     """
     (batch, length, num_heads, head_size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
-    spec = attention_spec(
-        query,
-        scale=scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        attention_chunk=attention_chunk,
-        use_alibi_sqrt=use_alibi_sqrt,
-    )
     # Only described, never run: what masks and score modifications of the packed form need to know.
-    call = DenseCall(
-        query=query.reshape(-1, num_heads, head_size),
-        key=key.reshape(-1, *key.shape[2:]),
-        value=value.reshape(-1, *value.shape[2:]),
-        query_start_loc=jnp.arange(batch + 1, dtype=jnp.int32) * length,
-        key_start_loc=jnp.arange(batch + 1, dtype=jnp.int32) * key_length,
-        spec=spec,
-        max_query_len=length,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        relative_bias=relative_bias,
-    )
+    starts = jnp.arange(batch + 1, dtype=jnp.int32)
+    packed = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    call = dense_call(*packed, starts * length, starts * key_length, max_query_len=length, **options)
     call.check()
     # One row of positions serves the whole batch where no row has a length of its own.
-    rows = 1 if query_lens is None and key_lens is None and relative_bias is None else batch
+    own = any(array_fields(DenseCall)[name].dims[0] == "num_seqs" for name in call.arrays())
+    rows = 1 if query_lens is None and key_lens is None and not own else batch
     query, (key, value) = _real(query, query_lens), (_real(x, key_lens) for x in (key, value))
     query_lens, key_lens = (
         jnp.full(rows, size, jnp.int32) if lens is None else lens
@@ -91,7 +66,7 @@ def masked_attention(
     )
     context = key_lens - query_lens
     positions, key_positions = context[:, None] + jnp.arange(length), jnp.arange(key_length)
-    visible, _ = softmax.visible(call, positions, key_positions, key_lens, context)
+    visible, new_bias = softmax.visible(call, positions, key_positions, key_lens, context)
     if rows == batch:
         visible &= (jnp.arange(length) < query_lens[:, None])[:, :, None]
 
@@ -99,15 +74,15 @@ def masked_attention(
     grouped = query.reshape(batch, length, num_kv_heads, -1, head_size)
     products = {"precision": precision, "preferred_element_type": dtype}
     scores = jnp.einsum("bthgd,bshd->bhgts", grouped, key, **products)
-    scores = softmax.modified_scores(call, scores, positions, key_positions, visible, None)
+    scores = softmax.modified_scores(call, scores, positions, key_positions, visible, new_bias)
     if bias is not None:
         scores = scores + _by_head(bias, num_kv_heads).astype(dtype)
     if mask is not None:
         scores = jnp.where(_by_head(mask, num_kv_heads), scores, -jnp.inf)
 
     largest = jax.lax.stop_gradient(scores).max(-1, initial=-jnp.inf, keepdims=True)
+    sinks = None if call.sinks is None else call.sinks.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
     if sinks is not None:
-        sinks = sinks.astype(dtype).reshape(num_kv_heads, -1, 1, 1)
         largest = jnp.maximum(largest, jax.lax.stop_gradient(sinks))
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     weights = jnp.exp(scores - largest)

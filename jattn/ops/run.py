@@ -28,7 +28,8 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         The outputs (`out`, `lse`) and the new values of what the call writes, by name.
 
     Raises:
-        InvalidInput: the call does not hold together; outside jit, on a CPU, also lengths, ids or slots out of range.
+        InvalidInput: the call does not hold together; outside jit also lengths, block ids or slots out of range, for
+            which the call waits until those few arrays are there.
         Unsupported: the implementation cannot run here, or does not serve the call or its operands' split over devices.
     """
     call, arrays = _with_float32_scales(call)
@@ -41,9 +42,8 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
         call = call if implementation else for_this_platform(call)
     else:
-        # What is being traced has no values, and those on a device would have to be waited for.
-        if jax.default_backend() == "cpu":
-            check_values(call)
+        # What is being traced has no values.
+        check_values(_with_indices_on_host(call, arrays))
         if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
             with bridge.typed_errors():
                 return _run_in_one_program(call, chosen)
@@ -56,6 +56,11 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
 
 # Several devices run one program; outside jit this is it.
 _run_in_one_program = jax.jit(run, static_argnames="implementation")
+
+
+def _with_indices_on_host(call: Call[jax.Array], arrays: dict[str, jax.Array]) -> Call[np.ndarray]:
+    # Fetched together and explicitly: one wait, and no matter to a transfer guard.
+    return call.with_arrays(jax.device_get({name: array for name, array in arrays.items() if array.dtype == jnp.int32}))
 
 
 def _with_float32_scales(call: Call[jax.Array]) -> tuple[Call[jax.Array], dict[str, jax.Array]]:

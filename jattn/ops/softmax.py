@@ -127,7 +127,7 @@ def modified_scores(
         furthest = call.relative_bias.shape[1] // 2
         entry = jnp.clip(key_positions - query_positions[..., None], -furthest, furthest) + furthest
         by_head = call.relative_bias.astype(scores.dtype)[:, entry].swapaxes(0, 1)
-        scores = scores + by_head.reshape(scores.shape[0], call.num_kv_heads, -1, *entry.shape[1:])
+        scores = scores + by_head.reshape(entry.shape[0], call.num_kv_heads, -1, *entry.shape[1:])
     if bias is not None:
         scores = scores + bias[:, None, None].astype(scores.dtype)
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -150,7 +150,9 @@ def empty_state(call: AttentionCall[jax.Array]) -> SoftmaxState:
     return SoftmaxState(maximum, jnp.broadcast_to(denominator, shape), numerator, seen)
 
 
-def update(state: SoftmaxState, scores: jax.Array, weighted_values: str, values: jax.Array) -> SoftmaxState:
+def update(
+    state: SoftmaxState, scores: jax.Array, weighted_values: str, values: jax.Array, dropout: jax.Array | None = None
+) -> SoftmaxState:
     """Adds a run of keys to the state; masked scores are -inf, and their values must be finite.
 
     A run that is masked throughout leaves the state as it is, bit by bit: what a batch mate needs cannot show.
@@ -160,15 +162,17 @@ def update(state: SoftmaxState, scores: jax.Array, weighted_values: str, values:
         scores: float[..., queries, keys].
         weighted_values: the einsum of probabilities and values.
         values: the values of these keys.
+        dropout: what the weights of values are multiplied with, like scores; or None.
     """
     maximum = jnp.maximum(state.maximum, jax.lax.stop_gradient(scores).max(-1))
     shift = jnp.where(maximum == -jnp.inf, 0, maximum)
     weights = jnp.exp(scores - shift[..., None])
     rescale = jnp.exp(state.maximum - shift)
+    kept = weights if dropout is None else weights * dropout
     return SoftmaxState(
         maximum,
         state.denominator * rescale + weights.sum(-1),
-        state.numerator * rescale[..., None] + jnp.einsum(weighted_values, weights, values),
+        state.numerator * rescale[..., None] + jnp.einsum(weighted_values, kept, values),
         state.seen | (scores != -jnp.inf).any(-1),
     )
 

@@ -1,8 +1,12 @@
 """What JAX transformations do with a call that XLA cannot look into: its own derivative, jnp's, or a reasoned refusal.
 
 The rule: an implementation that the caller names is differentiated by itself or not at all. With `implementation=None`
-its own derivative is taken where it has one (`torch_core.calls.SERVES`), and jnp's everywhere else: no call that
-"xla" could differentiate ends in an error. Forward derivatives of dense attention exist under "xla" only.
+its own derivative is taken where it has one (`torch_core.calls.SERVES`), and jnp's everywhere else: no gradient that
+"xla" could give ends in an error. Forward derivatives of attention exist under "xla" only.
+
+Paged attention is differentiated as dense attention over the keys and values that its tables name, gathered for the
+backward pass alone; a write as the scatter that it is. So gradients flow through a cache that new keys are written to,
+and those of a cached prefix add up where sequences share it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,16 @@ from jax.custom_batching import custom_vmap
 from jattn import bridge
 from jattn.bridge.calls import Runtime
 from jattn.ops import batch, xla
-from torch_core.calls import Call, DenseCall, backward_of, refuse_unserved
+from jattn.ops.gathered import gathered, gathered_with_pullback
+from torch_core.calls import (
+    AttentionCall,
+    Call,
+    DenseCall,
+    PagedCall,
+    WriteCall,
+    backward_of,
+    refuse_unserved,
+)
 from torch_core.errors import Unsupported
 
 __all__ = ["RESIDUAL_NAMES", "Way", "transformable"]
@@ -58,12 +71,20 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
         names: of the arrays, in the order in which the function takes them.
         way: how it is computed.
     """
-    function = _dense(call, names, way) if type(call) is DenseCall else _opaque(call, names, way)
+    # Not a backward call, which is a dense one too.
+    attends = type(call) in (DenseCall, PagedCall)
+    function = _attention(call, names, way) if attends else _opaque(call, names, way)
 
     def typed(*operands: jax.Array) -> dict[str, jax.Array]:
         # Outside jit the function runs right here; inside, this sees the tracing only.
         with bridge.typed_errors():
-            return function(*operands)
+            try:
+                return function(*operands)
+            except TypeError as error:
+                # JAX's own, which names neither the operation nor the way out.
+                if attends and "forward-mode" in str(error):
+                    raise _no_derivative(call, way, "forward") from error
+                raise
 
     return typed
 
@@ -93,8 +114,8 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
 
     @differentiable.defjvp
     def _derive(primals: tuple[jax.Array, ...], tangents: Any) -> tuple[Any, Any]:
-        if not way.chosen:
-            raise _no_derivative(call, way)
+        if not way.chosen and not isinstance(call, WriteCall):
+            raise _no_derivative(call, way, "second" if isinstance(call, AttentionCall) else None)
         refuse_unserved(_filled(call, names, primals), "xla")
         in_jnp = jax.jvp(lambda *operands: xla.run(_filled(call, names, operands)), primals, tangents)
         return differentiable(*primals), in_jnp[1]
@@ -102,7 +123,7 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
     return differentiable
 
 
-def _dense(call: DenseCall[Any], names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+def _attention(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
     @jax.custom_vjp
     def attend(*operands: jax.Array) -> dict[str, jax.Array]:
         return _opaque(call, names, way)(*operands)
@@ -113,7 +134,9 @@ def _dense(call: DenseCall[Any], names: tuple[str, ...], way: Way) -> Callable[.
             name: checkpoint_name(x, label) for (name, x), label in zip(found.items(), RESIDUAL_NAMES, strict=True)
         }
         results = named if call.with_lse else {"out": named["out"]}
-        backward = backward_of(_filled(call, names, operands), **named, d_out=named["out"])
+        filled = _filled(call, names, operands)
+        dense = jax.eval_shape(gathered, filled) if isinstance(call, PagedCall) else filled
+        backward = backward_of(dense, **named, d_out=named["out"])
         try:
             backward.check()
             refuse_unserved(backward, way.served_by)
@@ -130,19 +153,24 @@ def _dense(call: DenseCall[Any], names: tuple[str, ...], way: Way) -> Callable[.
             _, pull = jax.vjp(lambda x: xla.run(_filled(call, names, operands).with_arrays(x)), floats)
             (found,) = pull(gradients)
             return tuple(found.get(name) for name in names)
-        filled = _filled(call, names, operands)
-        pulled = backward_of(filled, **named, d_out=gradients["out"], d_lse=gradients.get("lse"))
+        dense, pull = _filled(call, names, operands), _by_operand
+        if isinstance(call, PagedCall):
+            dense, pull = gathered_with_pullback(dense)
+        pulled = backward_of(dense, **named, d_out=gradients["out"], d_lse=gradients.get("lse"))
         arrays = pulled.arrays()
-        found = _opaque(pulled.map(lambda _: None), tuple(arrays), way)(*arrays.values())
-        return tuple(found.get(f"d_{name}") for name in names)
+        found = pull(_opaque(pulled.map(lambda _: None), tuple(arrays), way)(*arrays.values()))
+        return tuple(found.get(name) for name in names)
 
     attend.defvjp(forward, backward)
     return attend
 
 
-def _no_derivative(call: Call[Any], way: Way) -> Unsupported:
-    # Dense attention's own derivative has been taken where this is reached.
-    missing = "second derivative" if isinstance(call, DenseCall) else "derivative: it is for inference"
+def _by_operand(gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name.removeprefix("d_"): x for name, x in gradients.items()}
+
+
+def _no_derivative(call: Call[Any], way: Way, kind: str | None) -> Unsupported:
+    missing = f"{kind} derivative" if kind else "derivative: it is for inference"
     return Unsupported(
         f"{call.name} with implementation={way.implementation!r} has no {missing}. Differentiate with "
         "implementation='xla', or stop the gradient at its inputs (jax.lax.stop_gradient)."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,15 @@ from torch_core.calls import (
     Call,
     DenseBackwardCall,
     DenseCall,
+    LatentCall,
+    LatentWriteCall,
     MergeCall,
     PagedCall,
+    TableCall,
     WriteCall,
     forward_of,
+    keep_factor,
+    keep_mask,
 )
 from torch_core.errors import Unsupported
 from torch_core.specs import LARGEST_CODE, SMALLEST_SCALE
@@ -37,7 +43,7 @@ _WEIGHTED_VALUES = "shgqk,skhd->shgqd"
 
 def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
     """Computes a checked call; returns its outputs and the new values of what it writes, by name."""
-    if isinstance(call, PagedCall):
+    if isinstance(call, TableCall):
         return _paged_attention(call)
     if isinstance(call, DenseBackwardCall):
         return _attention_backward(call)
@@ -45,6 +51,8 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
         return _attention(call)
     if isinstance(call, WriteCall):
         return _write_kv_cache(call)
+    if isinstance(call, LatentWriteCall):
+        return _write_latent_cache(call)
     if isinstance(call, MergeCall):
         return _merge_states(call)
     raise Unsupported(f"{call.name} has no implementation in jnp.")
@@ -55,7 +63,7 @@ _one_program = functools.partial(jax.jit, inline=True)
 
 
 @_one_program
-def _paged_attention(call: PagedCall[jax.Array]) -> dict[str, jax.Array]:
+def _paged_attention(call: TableCall[jax.Array]) -> dict[str, jax.Array]:
     num_seqs, max_blocks = call.block_tables.shape
     block_size, num_kv_heads = call.block_size, call.num_kv_heads
     dtype = compute_dtype(call)
@@ -71,11 +79,6 @@ def _paged_attention(call: PagedCall[jax.Array]) -> dict[str, jax.Array]:
     tables = jnp.pad(call.block_tables, ((0, 0), (0, num_runs * blocks_per_run - max_blocks)))
     run_tokens = blocks_per_run * block_size
     first_visible = softmax.first_visible(call, positions[:, 0])
-    # Indexed through the whole array where keys and values lie in one: a view of one half would copy it.
-    combined = call.kv_cache
-
-    def blocks_of(index: int, blocks: jax.Array) -> jax.Array:
-        return call.caches[index][blocks] if combined is None else combined[blocks, index]
 
     def visit(state: softmax.SoftmaxState, run: jax.Array) -> softmax.SoftmaxState:
         start = run * run_tokens
@@ -89,10 +92,10 @@ def _paged_attention(call: PagedCall[jax.Array]) -> dict[str, jax.Array]:
         seen = mask.any(1)[:, :, None, None]
         keys, values = (
             jnp.where(seen, x.reshape(num_seqs, run_tokens, num_kv_heads, -1).astype(dtype), 0)
-            for x in (blocks_of(0, blocks), blocks_of(1, blocks))
+            for x in _blocks(call, blocks)
         )
-        keys, values = _scaled(keys, call.k_scale), _scaled(values, call.v_scale)
-        if call.k_scale_cache is not None and call.v_scale_cache is not None:
+        keys, values = _scaled(keys, call.k_scale), _scaled(values, call.v_scale)  # type: ignore[attr-defined]
+        if isinstance(call, PagedCall) and call.k_scale_cache is not None and call.v_scale_cache is not None:
             k_scales, v_scales = (
                 jnp.where(seen, cache[blocks].reshape(num_seqs, run_tokens, num_kv_heads)[..., None].astype(dtype), 0)
                 for cache in (call.k_scale_cache, call.v_scale_cache)
@@ -129,7 +132,14 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
     mask, bias = softmax.visible(call, positions, key_positions, key_lens, context)
     scores = jnp.einsum("sqhgd,skhd->shgqk", _queries(call, dtype), keys)
     scores = softmax.modified_scores(call, scores, positions, key_positions, mask, bias)
-    return _results(call, softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values))
+    dropout = None
+    if call.dropout_seeds is not None:
+        dropout = keep_mask(
+            call.dropout_seeds, jnp.arange(call.max_query_len), (0, max_key_len), call.dropout_rate, jnp
+        )
+        dropout = dropout.reshape(scores.shape) * jnp.asarray(keep_factor(call.dropout_rate), dtype)
+    state = softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values, dropout)
+    return _results(call, state)
 
 
 @_one_program
@@ -150,9 +160,7 @@ def _attention_backward(call: DenseBackwardCall[jax.Array]) -> dict[str, jax.Arr
 @_one_program
 def _write_kv_cache(call: WriteCall[jax.Array]) -> dict[str, jax.Array]:
     num_slots = call.slot_mapping.shape[0]
-    # A negative index would wrap around; one past the end is dropped.
-    blocks = jnp.where(call.slot_mapping < 0, call.num_blocks, call.slot_mapping // call.block_size)
-    offsets = call.slot_mapping % call.block_size
+    blocks, offsets = _places(call.slot_mapping, call.num_blocks, call.block_size)
     found, codes = {}, []
     new = (("k_scale_cache", call.key, call.k_scale), ("v_scale_cache", call.value, call.v_scale))
     for name, real, scale in new:
@@ -174,6 +182,15 @@ def _write_kv_cache(call: WriteCall[jax.Array]) -> dict[str, jax.Array]:
 
 
 @_one_program
+def _write_latent_cache(call: LatentWriteCall[jax.Array]) -> dict[str, jax.Array]:
+    cache, num_slots = call.latent_cache, call.slot_mapping.shape[0]
+    parts = (call.kv_c[:num_slots], call.k_pe[:num_slots])
+    rows = jnp.concatenate([_quantised(part, call.k_scale, cache.dtype.name) for part in parts], axis=1)
+    blocks, offsets = _places(call.slot_mapping, *cache.shape[:2])
+    return {"latent_cache": cache.at[blocks, offsets].set(rows, mode="drop")}
+
+
+@_one_program
 def _merge_states(call: MergeCall[jax.Array]) -> dict[str, jax.Array]:
     lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (call.lse_a, call.lse_b))
     if call.num_tokens_a is not None:
@@ -190,6 +207,21 @@ def _merge_states(call: MergeCall[jax.Array]) -> dict[str, jax.Array]:
     ]
     out = _quantised(parts[0] + parts[1], call.out_scale, call.result_dtype)
     return {"out": out, "lse": jnp.where(total > 0, shift + jnp.log(safe), -jnp.inf)}
+
+
+def _blocks(call: Any, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and the values of blocks, indexed through whole arrays: a view of a part would copy it."""
+    if isinstance(call, LatentCall):
+        rows = call.latent_cache[blocks]
+        return rows, rows[..., : call.kv_lora_rank]
+    if call.kv_cache is not None:
+        return call.kv_cache[blocks, 0], call.kv_cache[blocks, 1]
+    return tuple(cache[blocks] for cache in call.caches)  # type: ignore[return-value]
+
+
+def _places(slot_mapping: jax.Array, num_blocks: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns block and offset of each slot. A negative index would wrap around; one past the end is dropped."""
+    return jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size), slot_mapping % block_size
 
 
 def _queries(call: AttentionCall[jax.Array], dtype: jnp.dtype) -> jax.Array:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -12,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jattn.bridge import to_jax, to_torch, typed_errors
+from jattn.bridge import to_jax, to_torch
 from jattn.pool import programs
+from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, PoolLost, Unsupported
-from torch_core.specs import KVCacheSpec
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["BlockMoves", "KVPool"]
 
@@ -48,11 +51,12 @@ class KVPool:
     it the arrays and keeps what comes back, so nobody holds a stale handle. Not thread-safe: one step at a time.
 
     Args:
-        spec: the layout of one layer.
+        spec: the layout of one layer: keys and values, or latents.
         num_layers: arrays to allocate.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
-            `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, spreads the pool over a mesh.
+            `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, spreads the pool over a mesh; latents, which
+            all heads share, are whole on every device.
 
     Raises:
         InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
@@ -68,7 +72,7 @@ class KVPool:
 
     def __init__(
         self,
-        spec: KVCacheSpec,
+        spec: KVCacheSpec | LatentCacheSpec,
         *,
         num_layers: int,
         num_blocks: int,
@@ -89,13 +93,13 @@ class KVPool:
         sharding = device if isinstance(device, jax.sharding.Sharding) else None
         self._sharding = None if sharding is None else _checked_split(sharding, self._shape)
         if not _arrays:
-            parts = 1 if sharding is None else self._shape[3] // sharding.shard_shape(self._shape)[3]
+            parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
             for each in (device,) if sharding is None else sharding.addressable_devices:
                 check_room(self.num_bytes // parts, each)
         self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
 
     @property
-    def spec(self) -> KVCacheSpec:
+    def spec(self) -> KVCacheSpec | LatentCacheSpec:
         """The layout of one layer."""
         return self._spec
 
@@ -205,8 +209,7 @@ class KVPool:
         self._arrays = after
         return result
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Turns a step's failure into the callback's own error, or into `PoolLost` where the caches went with it.
 
         JAX reports a failure when somebody waits for a result, which may be after `run` has returned: wait for a
@@ -215,21 +218,7 @@ class KVPool:
         Raises:
             PoolLost: the caches were consumed; the pool is allocated anew. An interrupt stays an interrupt.
         """
-        try:
-            with typed_errors():
-                yield
-        except BaseException as error:
-            if not self.is_lost():
-                raise
-            lost = self._generation
-            self.renew()
-            if not isinstance(error, Exception):
-                raise
-            raise PoolLost(
-                f"a step failed after it had consumed the KV pool of generation {lost} ({type(error).__name__}: "
-                f"{error}). The pool is now generation {self._generation} and empty: compute every sequence again.",
-                generation=lost,
-            ) from error
+        return Guard(self)
 
     def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
         """Executes what a committed step does to whole blocks, in its order: scrubs, swaps, copies.
@@ -292,7 +281,7 @@ class KVPool:
             self.write_blocks([0] * size, self.read_blocks([0] * size))
 
     def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
-        """Copies whole blocks to the host, [len(blocks), 2, block_size, num_kv_heads, head_size] for each layer.
+        """Copies whole blocks to the host: for each layer [len(blocks), ...], the rest as in the layer's cache.
 
         Raises:
             InvalidInput: an id is not in the pool.
@@ -322,7 +311,7 @@ class KVPool:
                 f"{self._spec.dtype} are required."
             )
         padded = programs.pad_blocks(ids)
-        padding = ((0, len(padded) - len(ids)), *((0, 0),) * 4)
+        padding = ((0, len(padded) - len(ids)), *((0, 0),) * (len(self._shape) - 1))
         new = jax.device_put([np.pad(layer, padding) for layer in contents], self._arrays[0].sharding)
         self.run(programs.write_blocks, padded, new)
 
@@ -339,7 +328,7 @@ class KVPool:
         return views
 
     @classmethod
-    def from_torch(cls, tensors: Sequence[torch.Tensor]) -> KVPool:
+    def from_torch(cls, tensors: Sequence[torch.Tensor], *, kv_lora_rank: int | None = None) -> KVPool:
         """Takes over a torch model's cache: the same memory, from now on donated by JAX's steps.
 
         The tensors stay valid views of the pool for reading between steps, as `as_torch` views are; the pool keeps
@@ -347,6 +336,7 @@ class KVPool:
 
         Args:
             tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all alike.
+            kv_lora_rank: of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim).
 
         Raises:
             InvalidInput: no tensors, or tensors that are not alike or not such a cache.
@@ -355,10 +345,16 @@ class KVPool:
         if not tensors:
             raise InvalidInput("tensors is empty; give one cache tensor per layer.")
         first = tensors[0]
-        if first.ndim != 5 or first.shape[1] != 2:
+        shape: tuple[int, ...] = tuple(first.shape)
+        if kv_lora_rank is None and (first.ndim != 5 or shape[1] != 2):
             raise InvalidInput(
-                f"tensors[0] has shape {tuple(first.shape)}; it must be (num_blocks, 2, block_size, num_kv_heads, "
-                "head_size)."
+                f"tensors[0] has shape {shape}; it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or "
+                "latents of three axes with kv_lora_rank."
+            )
+        if kv_lora_rank is not None and (first.ndim != 3 or not 0 < kv_lora_rank < shape[2]):
+            raise InvalidInput(
+                f"tensors[0] has shape {shape} and kv_lora_rank is {kv_lora_rank}; latents are (num_blocks, "
+                "block_size, kv_lora_rank + rope_dim)."
             )
         for index, tensor in enumerate(tensors):
             if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
@@ -372,11 +368,17 @@ class KVPool:
                 "copies a donated buffer that it did not allocate. Let KVPool allocate and give torch its as_torch()."
             )
         arrays = tuple(to_jax(tensor) for tensor in tensors)
-        num_blocks, _, block_size, num_kv_heads, head_size = first.shape
-        spec = KVCacheSpec(
-            num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=arrays[0].dtype.name
-        )
-        pool = cls(spec, num_layers=len(tensors), num_blocks=num_blocks, device=arrays[0].device, _arrays=arrays)
+        dtype = arrays[0].dtype.name
+        spec: KVCacheSpec | LatentCacheSpec
+        if kv_lora_rank is None:
+            block_size, num_kv_heads, head_size = shape[2:]
+            spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype)
+        else:
+            block_size, size = shape[1:]
+            spec = LatentCacheSpec(
+                kv_lora_rank=kv_lora_rank, rope_dim=size - kv_lora_rank, block_size=block_size, dtype=dtype
+            )
+        pool = cls(spec, num_layers=len(tensors), num_blocks=shape[0], device=arrays[0].device, _arrays=arrays)
         pool._owners = tuple(tensors)
         return pool
 
@@ -421,8 +423,13 @@ class KVPool:
 def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
     with contextlib.suppress(ValueError):
         local = sharding.shard_shape(shape)
-        if isinstance(sharding, jax.sharding.NamedSharding) and (*local[:3], shape[3], *local[4:]) == shape:
+        if isinstance(sharding, jax.sharding.NamedSharding) and (*local[:3], *shape[3:4], *local[4:]) == shape:
             return sharding
+    if len(shape) == 3:
+        raise InvalidInput(
+            f"device is {sharding}; all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
+            "which every device has all of it."
+        )
     raise InvalidInput(
         f"device is {sharding}; a pool of {shape[3]} key/value heads takes a NamedSharding that splits axis 3 alone, "
         "the heads, into equal parts: NamedSharding(mesh, PartitionSpec(None, None, None, 'tp'))."

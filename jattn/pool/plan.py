@@ -12,7 +12,7 @@ import jax
 
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["PoolPlan", "check_room", "host_memory", "plan_pool"]
 
@@ -32,7 +32,7 @@ class PoolPlan:
         1,025 blocks of 16 tokens in 32 layers: room for 16,384 tokens, 2.002 GiB
     """
 
-    spec: KVCacheSpec
+    spec: KVCacheSpec | LatentCacheSpec
     num_layers: int
     num_blocks: int
 
@@ -54,7 +54,7 @@ class PoolPlan:
 
 
 def plan_pool(
-    spec: KVCacheSpec,
+    spec: KVCacheSpec | LatentCacheSpec,
     *,
     num_layers: int,
     num_bytes: int | None = None,

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from jattn.testing.compare import compare_with_torch
+from jattn.testing.layers import LayerRow
+from jattn.testing.picture import save_picture
 from jattn.testing.report import CrosscheckReport, CrosscheckRow, TokenDifference
 from jattn.testing.torch_decoder import TorchDecoder
 
-__all__ = ["CrosscheckReport", "CrosscheckRow", "TokenDifference", "TorchDecoder", "compare_with_torch"]
+__all__ = [
+    "CrosscheckReport",
+    "CrosscheckRow",
+    "LayerRow",
+    "TokenDifference",
+    "TorchDecoder",
+    "compare_with_torch",
+    "save_picture",
+]

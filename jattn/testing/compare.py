@@ -7,21 +7,24 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import torch
+from flax import nnx
 
-from jattn.load import TextTokenizer, embedded_model_folder, load_model, save_model
-from jattn.models import Decoder
+from jattn.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
+from jattn.load.folder import check_folder, read_object
+from jattn.models import Decoder, ModelConfig
 from jattn.ops import IMPLEMENTATIONS, available_implementations
+from jattn.testing.layers import LayerRow, layer_rows
 from jattn.testing.measure import Truth, compare_tokens, measure
 from jattn.testing.paged import PagedRun, engine_tokens, with_implementation
 from jattn.testing.report import CrosscheckReport, CrosscheckRow
 from jattn.testing.torch_decoder import TorchDecoder
-from jattn.testing.torch_side import greedy_run, load_torch_side, suitable_threads
+from jattn.testing.torch_side import TorchSide, greedy_run, load_torch_side, suitable_threads
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
@@ -50,14 +53,15 @@ def compare_with_torch(
     max_tokens: int = 32,
     dtype: str | None = None,
     torch_device: str = "cpu",
+    layers: bool = False,
 ) -> CrosscheckReport:
     """Runs the same weights and prompts through jattn and torch and compares logits and greedy tokens.
 
     torch (transformers where it is installed, `TorchDecoder` otherwise) generates greedily. jattn then computes the
     logits of every position of the same tokens through its paged cache, once by prefill and once by decode steps, with
-    each implementation; and `LLM` generates on its own with the first of them. A float64 run says how much of a
-    difference is rounding: jattn passes if its error is at most 2 x (torch's own error + eps) and every greedy token
-    is torch's, or ties with it.
+    each implementation; and `LLM` generates on its own with the first of them. A float64 run (of `TorchDecoder`, or of
+    transformers for families that it does not serve) says how much of a difference is rounding: jattn passes if its
+    error is at most 2 x (torch's own error + eps) and every greedy token is torch's, or ties with it.
 
     float32 products are computed in full float32 on both sides; on CUDA, JAX would use TF32 by default.
 
@@ -71,12 +75,13 @@ def compare_with_torch(
         max_tokens: greedy tokens for each prompt.
         dtype: of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
         torch_device: where transformers runs.
+        layers: compare what lies behind every layer too, so that the first that differs is named.
 
     Raises:
         InvalidInput: nothing to compare: no prompts, an empty one, a token outside the vocabulary, an unknown
             implementation, a dtype that is not the Decoder's, or a folder that cannot be loaded.
         RequestTooLong: a prompt and its new tokens exceed the model's context.
-        Unsupported: a named implementation cannot run here.
+        Unsupported: a named implementation cannot run here, or transformers is needed and not installed.
 
     Example:
         >>> report = compare_with_torch("path/to/folder", ["Hello"])  # doctest: +SKIP
@@ -88,27 +93,35 @@ def compare_with_torch(
     chosen, skipped = _choose(implementations)
     with contextlib.ExitStack() as stack:
         subject = stack.enter_context(_subject(model, dtype))
+        if subject.decoder.config.is_encoder:
+            raise Unsupported(f"{subject.name} is an encoder; logits and greedy tokens are compared.")
         tokens = _token_ids(prompts, subject, max_tokens)
-        torch_folder = subject.folder if torch_model is None else Path(torch_model)
+        subject = replace(subject, decoder=_as_long(subject.decoder, max(map(len, tokens)) + max_tokens))
+        torch_folder = subject.folder if torch_model is None else check_folder(torch_model)
         config = subject.decoder.config
-        exact_decoder = TorchDecoder(
-            torch_folder, weight_dtype=getattr(torch, config.dtype), compute_dtype=torch.float64
-        )
-        if exact_decoder.config.vocab_size != config.vocab_size:
+        torch_config = parse_config(read_object(torch_folder, "config.json"))
+        if torch_config.vocab_size != config.vocab_size:
             raise InvalidInput(
-                f"torch_model has vocab_size {exact_decoder.config.vocab_size} and the model {config.vocab_size}; the "
-                "two cannot be compared."
+                f"torch_model has vocab_size {torch_config.vocab_size} and the model {config.vocab_size}; the two "
+                "cannot be compared."
             )
-        side = load_torch_side(torch_folder, dtype=config.dtype, device=torch_device)
+        side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device=torch_device)
+        exact_side = None
+        if layers or not TorchDecoder.serves(torch_config):
+            exact_side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device="cpu", widened=True)
         stack.enter_context(suitable_threads(config.num_parameters))
         torch_runs = [greedy_run(side, prompt, max_tokens) for prompt in tokens]
         # The last new token is never fed, so a sequence has one position less than it has tokens.
         sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(tokens, torch_runs, strict=True)]
-        exact = [exact_decoder(sequence)[0].numpy() for sequence in sequences]
+        exact, truth_name = _exact_logits(torch_folder, torch_config, config.dtype, sequences, exact_side)
+        states: list[list[list[np.ndarray]]] = []
+        if layers and exact_side is not None:
+            states = [_hidden_states(each, sequences) for each in (side, exact_side)]
     eps = torch.finfo(getattr(torch, config.dtype)).eps
     truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps)
     expected = [new for new, _ in torch_runs]
     rows: list[CrosscheckRow] = []
+    behind: list[LayerRow] = []
     with _full_precision(config.dtype):
         for implementation in chosen:
             decoder = with_implementation(subject.decoder, implementation)
@@ -116,6 +129,9 @@ def compare_with_torch(
                 # How requests are scheduled and blocks are allocated does not depend on the implementation.
                 rows.append(_engine_row(implementation, decoder, tokens, expected, truth))
             rows += _logits_rows(implementation, decoder, tokens, sequences, expected, truth)
+            if states:
+                found = PagedRun(decoder, sequences).hidden_states()
+                behind += layer_rows(implementation, found, *states, eps=eps)
     return CrosscheckReport(
         model=subject.name,
         dtype=config.dtype,
@@ -129,6 +145,8 @@ def compare_with_torch(
         limit=truth.limit,
         rows=tuple(rows),
         skipped=skipped,
+        truth=truth_name,
+        layers=tuple(behind),
     )
 
 
@@ -142,6 +160,33 @@ class _Subject:
     name: str
 
 
+def _as_long(decoder: Decoder, longest: int) -> Decoder:
+    """Returns the decoder for sequences up to `longest`: with "longrope", transformers looks at how long they are."""
+    scaling = decoder.config.rope_scaling
+    if scaling is None or scaling.rope_type != "longrope" or longest > scaling.original_max_position_embeddings:
+        return decoder
+    config = replace(decoder.config, max_position_embeddings=scaling.original_max_position_embeddings)
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))), nnx.state(decoder))
+
+
+def _exact_logits(
+    folder: Path, config: ModelConfig, dtype: str, sequences: Sequence[Sequence[int]], side: TorchSide | None
+) -> tuple[list[np.ndarray], str]:
+    """Returns float64 logits of every position, of our own decoder where it serves the model, and its name."""
+    if TorchDecoder.serves(config):
+        decoder = TorchDecoder(folder, weight_dtype=getattr(torch, dtype), compute_dtype=torch.float64)
+        return [decoder(sequence)[0].numpy() for sequence in sequences], "jattn.testing.TorchDecoder in float64"
+    if side is None:
+        raise Unsupported(f"{config.architecture} is compared with transformers, and no model of it is given.")
+    return [side.forward(sequence, None)[0].numpy() for sequence in sequences], "transformers in float64"
+
+
+def _hidden_states(side: TorchSide, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+    if side.hidden_states is None:
+        raise Unsupported(f"layers are compared with transformers, and torch's side is {side.description}.")
+    return [side.hidden_states(sequence) for sequence in sequences]
+
+
 @contextlib.contextmanager
 def _subject(model: str | os.PathLike[str] | Decoder | None, dtype: str | None) -> Iterator[_Subject]:
     if isinstance(model, Decoder):
@@ -152,7 +197,7 @@ def _subject(model: str | os.PathLike[str] | Decoder | None, dtype: str | None) 
             save_model(folder, model, config)
             yield _Subject(model, None, Path(folder), f"Decoder ({config.num_parameters:,} parameters)")
         return
-    folder = embedded_model_folder() if model is None else Path(model)
+    folder = embedded_model_folder() if model is None else check_folder(model)
     has_tokenizer = (folder / "tokenizer.json").exists()
     decoder, config, tokenizer = load_model(folder, dtype=dtype or "float32", with_tokenizer=has_tokenizer)
     name = "embedded model" if model is None else folder.resolve().name

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,15 @@ class PagedRun:
         self._pool = KVPool(spec, num_layers=config.num_hidden_layers, num_blocks=1 + sum(widths))
         graph, self._state = nnx.split(model)
         self._step = functools.partial(_step, graph=graph)
+        self._hidden_step = functools.partial(_hidden_step, graph=graph)
+
+    def hidden_states(self) -> list[np.ndarray]:
+        """Returns the hidden states of whole sequences, prefilled: float32[states, tokens, hidden_size] each.
+
+        The states are those of `Decoder.hidden_states`: behind the embedding, each layer, and the last norm.
+        """
+        lengths = [len(sequence) for sequence in self._sequences]
+        return [each.swapaxes(0, 1) for each in self._run(self._hidden_step, lengths)]
 
     def logits(self, prefill_lens: Sequence[int]) -> list[np.ndarray]:
         """Returns the logits after each token of every sequence, float32[tokens, vocab_size] each.
@@ -79,18 +89,23 @@ class PagedRun:
         Raises:
             PoolLost: a step failed.
         """
+        return self._run(self._step, prefill_lens)
+
+    def _run(self, step: Callable[..., Any], prefill_lens: Sequence[int]) -> list[np.ndarray]:
         self._pool.run(_fill_with_nan)
         lengths = [len(sequence) for sequence in self._sequences]
         done = [0] * len(lengths)
         pieces: list[list[np.ndarray]] = [[] for _ in lengths]
         while done != lengths:
             counts = _next_counts(done, prefill_lens, lengths)
-            for index, piece in self._run_step(done, counts):
+            for index, piece in self._run_step(step, done, counts):
                 pieces[index].append(piece)
             done = [start + count for start, count in zip(done, counts, strict=True)]
         return [np.concatenate(each) for each in pieces]
 
-    def _run_step(self, starts: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    def _run_step(
+        self, step: Callable[..., Any], starts: Sequence[int], counts: Sequence[int]
+    ) -> Iterator[tuple[int, np.ndarray]]:
         active = [index for index, count in enumerate(counts) if count]
         rows = [SequenceRow(self._tables[index], starts[index], counts[index]) for index in active]
         longest, total = max(counts), sum(counts)
@@ -110,7 +125,7 @@ class PagedRun:
         token_ids[:total] = np.concatenate(
             [self._sequences[index][starts[index] : starts[index] + counts[index]] for index in active]
         )
-        result = self._pool.run(self._step, self._state, token_ids, common.positions, metadata)
+        result = self._pool.run(step, self._state, token_ids, common.positions, metadata)
         with self._pool.guard():
             logits = np.asarray(result)
         ends = np.cumsum([counts[index] for index in active])
@@ -142,6 +157,21 @@ def _step(
     model = nnx.merge(graph, state)
     hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
     return model.logits(hidden), kv_caches
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="graph")
+def _hidden_step(
+    kv_caches: tuple[jax.Array, ...],
+    state: nnx.State,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    metadata: AttentionMetadata,
+    *,
+    graph: nnx.GraphDef,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    model = nnx.merge(graph, state)
+    hidden, caches = zip(*model.paged_hidden_states(token_ids, positions, kv_caches, metadata), strict=True)
+    return jnp.stack(hidden, axis=1).astype(jnp.float32), caches[-1]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

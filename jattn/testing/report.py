@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from jattn.table import aligned
+from jattn.testing.layers import LayerRow
 
 __all__ = ["CrosscheckReport", "CrosscheckRow", "TokenDifference"]
 
@@ -104,6 +107,8 @@ class CrosscheckReport:
         limit: 2 x (torch_error + eps), what is allowed to jattn.
         rows: one for each implementation and path.
         skipped: implementations that cannot run here, each with the reason.
+        truth: what computed the float64 logits.
+        layers: one for each implementation and layer, if asked for.
     """
 
     model: str
@@ -118,11 +123,35 @@ class CrosscheckReport:
     limit: float
     rows: tuple[CrosscheckRow, ...]
     skipped: tuple[tuple[str, str], ...] = ()
+    truth: str = "jattn.testing.TorchDecoder in float64"
+    layers: tuple[LayerRow, ...] = ()
+
+    @property
+    def first_different_layer(self) -> LayerRow | None:
+        """The first layer whose error is above its limit, or None."""
+        return next((row for row in self.layers if not row.passed), None)
+
+    def to_json(self) -> str:
+        """Returns everything as a JSON object; what is no number is null."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: plain(each) for key, each in value.items()}
+            if isinstance(value, list | tuple):
+                return [plain(each) for each in value]
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        found: dict[str, Any] = asdict(self) | {"passed": self.passed}
+        first = self.first_different_layer
+        found["first_different_layer"] = None if first is None else first.layer
+        for row, values in zip(self.rows, found["rows"], strict=True):
+            values["verdict"] = row.verdict
+        return json.dumps(plain(found), indent=2, allow_nan=False)
 
     @property
     def passed(self) -> bool:
-        """Whether every row passed and torch itself agrees with the float64 logits."""
-        return self.torch_agrees and all(row.passed for row in self.rows)
+        """Whether every row and layer passed and torch itself agrees with the float64 logits."""
+        return self.torch_agrees and all(row.passed for row in self.rows) and self.first_different_layer is None
 
     @property
     def torch_agrees(self) -> bool:
@@ -136,12 +165,25 @@ class CrosscheckReport:
             ("prompts", f"{len(self.prompt_lens)} of {lengths} tokens, {self.max_tokens} greedy tokens each"),
             ("jattn", self.jax_side),
             ("torch", self.torch_side),
-            ("truth", "jattn.testing.TorchDecoder in float64"),
+            ("truth", self.truth),
             *((f"no {name}", reason) for name, reason in self.skipped),
         ]
         own = (self.torch_name, "", "", _number(self.torch_error), "", "", "", "" if self.torch_agrees else "FAIL", "")
         table = [_HEADER, own, *(_cells(row) for row in self.rows)]
-        return "\n".join([*aligned(facts), "", *aligned(table), "", *self._conclusion()])
+        return "\n".join([*aligned(facts), "", *aligned(table), "", *self._layers(), *self._conclusion()])
+
+    def _layers(self) -> list[str]:
+        if not self.layers:
+            return []
+        rows = [
+            (row.implementation, row.layer, _number(row.error), _number(row.limit), "pass" if row.passed else "FAIL")
+            for row in self.layers
+        ]
+        first = self.first_different_layer
+        last = "Every layer is within its limit."
+        if first is not None:
+            last = f"The first layer that differs is {first.layer}, with {first.implementation!r}."
+        return [*aligned([("", "behind", "error", "allowed", "verdict"), *rows]), "", last]
 
     def _conclusion(self) -> list[str]:
         lines = [f"error = max |logits - truth| / max |truth|; allowed: 2 x (torch's own + eps) = {self.limit:.1e}."]

@@ -15,12 +15,32 @@ from jattn.load import parse_config
 from jattn.load.folder import check_folder, read_object
 from jattn.models import ModelConfig
 from torch_core.calls import DenseCall
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.reference import attention
 from torch_core.specs import AttentionSpec
 
 __all__ = ["TorchDecoder"]
 
+#: What it computes; every other option must be off.
+_OPTIONS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "sliding_window",
+    "bos_token_id",
+)
 #: Keys and values of the tokens so far, one pair per layer, each `[tokens, num_kv_heads, head_dim]`.
 Past = list[tuple[Tensor, Tensor]]
 
@@ -55,6 +75,8 @@ class TorchDecoder:
     ) -> None:
         path = check_folder(folder)
         self.config = config = parse_config(read_object(path, "config.json"))
+        if not self.serves(config):
+            raise Unsupported(f"{config.architecture} has options that TorchDecoder does not compute.")
         self._dtype = compute_dtype
         # What norms and rotary embeddings are computed in: at least float32, as in every implementation of Llama.
         self._wide = torch.promote_types(compute_dtype, torch.float32)
@@ -65,6 +87,17 @@ class TorchDecoder:
         window = config.sliding_window
         self._spec = AttentionSpec(
             scale=config.head_dim**-0.5, window_left=None if window is None else max(window - 1, 0)
+        )
+
+    @staticmethod
+    def serves(config: ModelConfig) -> bool:
+        """Returns whether a model has the options of Llama, Mistral and Qwen 2 alone, and one window for all layers."""
+        plain = {name: getattr(config, name) for name in _OPTIONS}
+        scaling = config.rope_scaling
+        return (
+            ModelConfig(**plain, dtype=config.dtype, eos_token_ids=config.eos_token_ids) == config
+            and (scaling is None or scaling.rope_type in ("linear", "llama3"))
+            and config.architecture in ("", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
         )
 
     @torch.no_grad()

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from jattn.models import ModelConfig
 from jattn.testing.torch_decoder import TorchDecoder
+from torch_core.errors import Unsupported
 
 __all__ = ["TorchSide", "greedy_run", "load_torch_side", "suitable_threads"]
 
@@ -29,15 +31,29 @@ class TorchSide:
         name: short, for a table.
         description: one line with versions; says why transformers is not used when it is not.
         forward: `(token_ids, past) -> (logits[tokens, vocab_size], past)`; past is None at the start.
+        hidden_states: `token_ids -> [[tokens, hidden_size], ...]` behind the embedding, each layer but the last, and
+            the last norm; None where the model does not give them.
     """
 
     name: str
     description: str
     forward: Callable[[Sequence[int], Any], tuple[torch.Tensor, Any]]
+    hidden_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
 
 
-def load_torch_side(folder: Path, *, dtype: str, device: str) -> TorchSide:
-    """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` where transformers cannot be imported."""
+def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: str, widened: bool = False) -> TorchSide:
+    """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` where transformers cannot be imported.
+
+    Args:
+        folder: a Hugging Face folder.
+        config: as `parse_config` reads it.
+        dtype: of weights and computation.
+        device: of torch.
+        widened: compute in float64, with weights that were rounded to `dtype`.
+
+    Raises:
+        Unsupported: transformers cannot be imported and `TorchDecoder` does not serve the model.
+    """
     torch_dtype = getattr(torch, dtype)
     try:
         with _quiet():
@@ -47,13 +63,23 @@ def load_torch_side(folder: Path, *, dtype: str, device: str) -> TorchSide:
     except (ImportError, RuntimeError) as error:
         reason = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
         description = f"jattn.testing.TorchDecoder, torch {torch.__version__} on cpu (transformers {reason})"
-        decoder = TorchDecoder(folder, weight_dtype=torch_dtype, compute_dtype=torch_dtype)
+        if not TorchDecoder.serves(config):
+            raise Unsupported(
+                f"{config.architecture} is compared with transformers, which {reason}; pip install jattn[crosscheck]."
+            ) from None
+        compute_dtype = torch.float64 if widened else torch_dtype
+        decoder = TorchDecoder(folder, weight_dtype=torch_dtype, compute_dtype=compute_dtype)
         return TorchSide("TorchDecoder", description, decoder)
+    # Its other ways to attend leave soft caps and sinks out, and those through experts have no float64.
+    eager = {} if TorchDecoder.serves(config) else {"attn_implementation": "eager"}
+    eager |= {} if config.moe is None else {"experts_implementation": "eager"}
     with _quiet(), _without_progress_bar(logging):
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True
+            folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True, **eager
         )
         model.to(device).eval()
+        if widened:
+            model.double()
 
     @torch.no_grad()
     def forward(token_ids: Sequence[int], past: Any) -> tuple[torch.Tensor, Any]:
@@ -61,8 +87,14 @@ def load_torch_side(folder: Path, *, dtype: str, device: str) -> TorchSide:
             output = model(torch.tensor([list(token_ids)], device=device), past_key_values=past, use_cache=True)
         return output.logits[0], output.past_key_values
 
+    @torch.no_grad()
+    def hidden_states(token_ids: Sequence[int]) -> list[np.ndarray]:
+        with _quiet():
+            output = model(torch.tensor([list(token_ids)], device=device), use_cache=False, output_hidden_states=True)
+        return [state[0].double().cpu().numpy() for state in output.hidden_states]
+
     description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
-    return TorchSide("transformers", f"{description} on {device}", forward)
+    return TorchSide("transformers", f"{description} on {device}", forward, hidden_states)
 
 
 def greedy_run(side: TorchSide, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], np.ndarray]:

@@ -53,7 +53,8 @@ def test_each_column_forces_its_kernel_for_every_sequence(seqs, new, before):
 
 
 def test_the_first_column_is_the_plan_of_the_operation():
-    assert _kernel(_plans(64, 16, 2048)["jattn"]) == ("attention_split", 4)
+    assert _kernel(_plans(64, 8, 2048)["jattn"]) == ("attention_split", 4)
+    assert _kernel(_plans(64, 16, 8192)["jattn"]) == ("attention_rows", 4)
     assert _kernel(_plans(32, 32, 2048)["jattn"]) == ("hopper_prefill", 4)
     assert _kernel(_plans(8, 512, 2048)["jattn"]) == ("hopper_prefill", 1)
 

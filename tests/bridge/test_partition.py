@@ -21,6 +21,8 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    LatentCall,
+    LatentWriteCall,
     MergeCall,
     PagedCall,
     WriteCall,
@@ -153,11 +155,12 @@ def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
     forward, specs = split_call("dense")
     sinks = np.linspace(0.1, 1, 8, dtype=np.float32)
     assert isinstance(forward, DenseCall)
-    forward = dataclasses.replace(forward, sinks=sinks, with_lse=True)
+    seeds = np.arange(2 * 8 * 2, dtype=np.int32).reshape(2, 8, 2)
+    forward = dataclasses.replace(forward, sinks=sinks, with_lse=True, dropout_rate=0.3, dropout_seeds=seeds)
     found = xla.run(forward)
     call = backward_of(forward, out=found["out"], lse=found["lse"], d_out=forward.query * 2)
     heads = PartitionSpec(None, "tp")
-    specs |= {"out": heads, "lse": heads, "d_out": heads, "sinks": PartitionSpec("tp")}
+    specs |= {"out": heads, "lse": heads, "d_out": heads, "dropout_seeds": heads, "sinks": PartitionSpec("tp")}
     expected = gradients(call)
     split = jax.jit(partitioned(gradients))
     on = mesh(kind, dp=2, tp=2)
@@ -169,10 +172,11 @@ def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
         assert_close(found, expected[key])
 
 
+@pytest.mark.parametrize(("name", "names"), [("dense", ("query", "key", "value")), ("paged", ("query", "kv_cache"))])
 @on_four_devices
-def test_torch_differentiates_on_explicit_axes() -> None:
-    call, specs = split_call("dense")
-    names = ("query", "key", "value")
+def test_torch_differentiates_on_explicit_axes(name: str, names: tuple[str, ...]) -> None:
+    call, specs = split_call(name)
+    call = dataclasses.replace(call, relative_bias=None)
 
     def loss(arrays: dict[str, jax.Array], implementation: str) -> jax.Array:
         return (ops.run(call.with_arrays(arrays), implementation)["out"] ** 2).sum()
@@ -385,3 +389,44 @@ def assert_close(found: Any, expected: Any) -> None:
     """Within the roundings of a few sums: XLA vectorises a part of an array differently from the whole."""
     scale = float(np.abs(expected).max())
     np.testing.assert_allclose(found, expected, rtol=0, atol=16 * float(np.finfo(np.float32).eps) * scale)
+
+
+@each_way
+@on_four_devices
+def test_latents_are_whole_on_every_device_and_heads_are_split(kind, name):
+    devices, rng = mesh(kind), np.random.default_rng(5)
+    latents, query, new = (rng.normal(size=size).astype(np.float32) for size in ((9, 4, 20), (6, 8, 20), (6, 20)))
+    latents[0] = np.nan
+
+    def attend(latents: Any, query: Any, new: Any, tables: Any, lens: Any, starts: Any, slots: Any, name: str) -> Any:
+        run = run_opaque if name == "opaque" else ops.run
+        write = LatentWriteCall(kv_c=new[:, :16], k_pe=new[:, 16:], slot_mapping=slots, latent_cache=latents)
+        latents = run(write, name)["latent_cache"]
+        call = LatentCall(
+            query=query,
+            latent_cache=latents,
+            kv_lora_rank=16,
+            block_tables=tables,
+            seq_lens=lens,
+            query_start_loc=starts,
+            spec=SPEC,
+            max_query_len=4,
+            with_lse=True,
+        )
+        results = run(call, name)
+        return results["out"], results["lse"], latents
+
+    expected = attend(*map(jnp.asarray, (latents, query, new, *METADATA)), name="xla")
+    with jax.set_mesh(devices):
+        placed = [
+            place(array, devices, HEADS if array is query else WHOLE) for array in (latents, query, new, *METADATA)
+        ]
+        function = jax.jit(functools.partial(attend, name=name), donate_argnums=0)
+        assert collectives(function, *placed) == []
+        before = addresses(placed[0])
+        found = function(*placed)
+
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-5)
+    assert addresses(found[2]) == before
+    assert found[0].sharding.shard_shape(found[0].shape) == (6, 2, 16)

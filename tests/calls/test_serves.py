@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.attention_plans import backward_call, dense_call, paged_call
-from torch_core.calls import IMPLEMENTATIONS, SERVES, MergeCall, WriteCall, refuse_unserved, serves_table
+from tests.support.attention_plans import backward_call, dense_call, latent_call, paged_call
+from torch_core.calls import (
+    IMPLEMENTATIONS,
+    SERVES,
+    LatentWriteCall,
+    MergeCall,
+    WriteCall,
+    refuse_unserved,
+    serves_table,
+)
 from torch_core.errors import Unsupported
 from torch_core.specs import ArraySpec
 
@@ -53,6 +61,22 @@ BEYOND = [
     ),
     ("key/value dtype", _paged("float8_e4m3fn", "float32"), {"torch", "xla"}),
     ("head size", _paged("bfloat16", "bfloat16", head_size=288), {"torch", "xla"}),
+    ("head size", latent_call(rank=640), {"torch", "xla"}),
+    ("head size", latent_call(rope_dim=136), {"torch", "xla"}),
+    (
+        "biases, bidirectional ranges and a causal flag per sequence over latents",
+        latent_call(alibi_slopes=ArraySpec((16,), "float32")),
+        {"torch", "xla"},
+    ),
+    ("key/value dtype", latent_call("float64"), {"xla"}),
+    (
+        "key/value dtype",
+        LatentWriteCall(
+            kv_c=_wide(3, 6), k_pe=_wide(3, 2), slot_mapping=ArraySpec((3,), "int32"), latent_cache=_wide(4, 4, 8)
+        ),
+        {"xla"},
+    ),
+    ("block size", latent_call(block_size=512), {"torch", "xla"}),
     ("block size", _paged("bfloat16", "bfloat16", block_size=512), {"torch", "xla"}),
     ("strides", paged_call(query=ArraySpec((4, 8, 128), "bfloat16", (1, 4, 32))), {"torch", "xla"}),
     ("strides", paged_call(sinks=ArraySpec((8,), "float32", (2,))), {"torch", "xla"}),
@@ -85,6 +109,7 @@ def test_every_row_with_a_limit_is_walked():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_ordinary_call_is_served_by_everybody(implementation):
     refuse_unserved(paged_call(), implementation)
+    refuse_unserved(latent_call(), implementation)
     refuse_unserved(dense_call(), implementation)
     refuse_unserved(backward_call(), implementation)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jattn.engine import LLM, EngineConfig, SamplingParams, generate
+from jattn.engine.prompts import chat_prompt
 from jattn.load import load_tokenizer
 from tests.support.tiny_models import write_tiny_model
 from torch_core.errors import InvalidInput, RequestTooLong
@@ -229,10 +231,10 @@ def test_a_model_folder_brings_its_template(folder, tmp_path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
 
-    tokenizer = load_tokenizer(tmp_path)
+    prompt: Any = chat_prompt(load_tokenizer(tmp_path), [{"content": "hi"}])
 
-    assert tokenizer.chat_template is not None
-    assert tokenizer.chat_template.render([{"content": "hi"}]) == "<|endoftext|>hi<|endoftext|>"
+    assert prompt["prompt"] == "<|endoftext|>hi<|endoftext|>"
+    assert prompt["prompt_token_ids"][0] == prompt["prompt_token_ids"][-1] == 0
 
 
 def test_progress_goes_to_stderr(llm, capsys) -> None:

@@ -76,6 +76,8 @@ def packed_shapes() -> list[AttentionCase]:
         sizes = {**_long_sizes(head_size, window), "num_heads": 8, "query_lens": [100, 1, 0, 40]}
         cases.append(paged_case(1, seq_lens=[600, 60, 0, 130], block_size=16, **sizes))
         cases.append(dense_case(1, key_lens=[2000, 60, 0, 130], **sizes))
+        # Few tiles over many keys: these are split.
+        cases.append(paged_case(1, seq_lens=[2100, 60, 0, 130], block_size=16, **sizes))
     return cases
 
 

@@ -17,6 +17,7 @@ _SHAPES = {
     "decode": {"seq_lens": [1, 700, 129, 64, 5000, 17], "query_lens": [1] * 6},
     "speculative": {"seq_lens": [9, 700, 129, 64, 3000, 17], "query_lens": [5, 5, 1, 2, 5, 3]},
     "prefill": {"seq_lens": [300, 700, 129, 64], "query_lens": [300, 520, 129, 33]},
+    "chunks": {"seq_lens": [2100, 300, 1500, 7], "query_lens": [90, 60, 100, 7]},
     "mixed": {"seq_lens": [300, 700, 129, 64, 2000], "query_lens": [300, 1, 100, 1, 1]},
 }
 
@@ -111,10 +112,10 @@ def test_what_lies_in_unused_table_entries_does_not_matter(shape, seed):
 
 
 def test_a_decode_row_has_the_same_bits_in_a_mixed_batch(seed):
-    """Long queries go to another kernel; the short ones keep theirs, and their chunks."""
+    """Long queries go to another kernel; the short ones keep theirs, and their chunks, whose size is given."""
     case = _case("mixed", seed)
     tensors = case.tensors("cuda")
-    mixed = _run(case)
+    mixed = _run(case, kv_chunk_size=512)
     starts = tensors["query_start_loc"].tolist()
     decode = [i for i in range(len(starts) - 1) if starts[i + 1] - starts[i] == 1]
     rows = [starts[i] for i in decode]
@@ -129,5 +130,6 @@ def test_a_decode_row_has_the_same_bits_in_a_mixed_batch(seed):
         seq_lens=seq_lens,
         query_start_loc=torch.arange(len(starts), device="cuda").clamp(max=len(decode)).int(),
         max_query_len=1,
+        kv_chunk_size=512,
     )
     _assert_same((mixed[0][rows], mixed[1][rows]), alone)

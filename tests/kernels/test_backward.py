@@ -59,6 +59,19 @@ def test_padding_gets_a_gradient_of_zero(seed: int) -> None:
     assert not found["d_value"][5:].any()
 
 
+@pytest.mark.parametrize("spec", [AttentionSpec(scale=0.3, window_left=2), AttentionSpec(scale=0.3, attention_chunk=8)])
+def test_keys_that_no_query_sees_may_hold_nan_and_get_a_gradient_of_zero(spec: AttentionSpec, seed: int) -> None:
+    case = dense_case(seed, key_lens=[19], query_lens=[2], head_size=16, spec=spec)
+    expected = run_triton(backward_call(case, ops.run, with_d_lse=True))
+    for name in ("key", "value"):
+        case.operands[name][:15] = np.nan
+    call = backward_call(case, ops.run, with_d_lse=True)
+    for found in (run_triton(call), ops.run(call)):
+        assert not any(found[name][:15].any() for name in ("d_key", "d_value"))
+        assert torch.allclose(found["d_key"], expected["d_key"], atol=1e-6)
+        assert torch.allclose(found["d_query"], expected["d_query"], atol=1e-6)
+
+
 def test_queries_without_a_key_get_a_gradient_of_zero(seed: int) -> None:
     case = dense_case(seed, key_lens=[0, 4], query_lens=[3, 9])
     found = run_triton(backward_call(case, ops.run, with_d_lse=True))

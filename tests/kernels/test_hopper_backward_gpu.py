@@ -61,6 +61,8 @@ def _random_case(seed: int) -> AttentionCase:
         "padding_tokens": int(rng.choice([0, 1, 40])),
         "values": str(rng.choice(["gaussian", "sparse"], p=[0.8, 0.2])),
     }
+    if rng.random() < 0.3:
+        sizes["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
     return dense_case(seed, key_lens=key_lens, query_lens=query_lens, **sizes)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
-from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
+from tests.support.triton_ops import paged_attention, paged_attention_with_lse
 from torch_core.attention.hopper import plan as attention_hopper
 from torch_core.plan.plan import OperationPlan
 from torch_core.planner import plan_call
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.gpu
 
 # One sequence of every paged case is longer than the narrowest table that is packed.
 _LONG = 700
+
+
+@pytest.fixture(autouse=True)
+def _whole_rows(monkeypatch):
+    monkeypatch.setattr(attention_hopper, "hopper_chunk", lambda **_: 0)
 
 
 def _plan(case: AttentionCase, **changes: Any) -> OperationPlan:
@@ -36,8 +41,15 @@ def _packed(plan: OperationPlan) -> int:
 
 
 def _run(case: AttentionCase, pack: int) -> tuple[torch.Tensor, torch.Tensor]:
-    assert _packed(_plan(case)) == pack
-    return case.run(paged_attention_with_lse if case.paged else attention_with_lse, device="cuda")
+    plan = _plan(case)
+    assert _packed(plan) == pack
+    return _results(case, plan)
+
+
+def _results(case: AttentionCase, plan: OperationPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = case.tensors("cuda")
+    results = run_operation(plan, {name: tensors[name] for name, _ in plan.inputs})
+    return results["out"], results["lse"]
 
 
 def _check(case: AttentionCase, pack: int = 4) -> None:
@@ -94,12 +106,10 @@ def test_a_packed_row_has_the_bits_of_a_row_in_a_tile_of_one_head(seed, monkeypa
     """A row meets the same tiles of keys in the same order, whatever rows share its tile."""
     case, group = _random_case(100 + seed)
     found = _run(case, group)
-    tensors = case.tensors("cuda")
     monkeypatch.setattr(attention_hopper, "hopper_pack", lambda **_: 1)
     plan = _plan(case)
     assert _packed(plan) == 1
-    expected = run_operation(plan, {name: tensors[name] for name, _ in plan.inputs})
-    _assert_same(found, (expected["out"], expected["lse"]))
+    _assert_same(found, _results(case, plan))
 
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])

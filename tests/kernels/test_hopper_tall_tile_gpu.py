@@ -23,11 +23,13 @@ _SHORT_BOUND = 1000
 
 
 def _run(case: AttentionCase, *, max_query_len: int, warpgroups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    call = case.call("cuda", max_query_len=max_query_len)
+    # Taken whole: where tiles are few, their size says how keys are cut.
+    changes: dict[str, Any] = {"max_query_len": max_query_len, **({"kv_chunk_size": 1024} if case.paged else {})}
+    call = case.call("cuda", **changes)
     plan = plan_call(call.map(array_spec), device_limits(torch.device("cuda", 0)))
     assert dict(plan.launches[0].constexprs)["WARPGROUPS"] == warpgroups
     function = paged_attention_with_lse if case.paged else attention_with_lse
-    return case.run(function, device="cuda", max_query_len=max_query_len)
+    return case.run(function, device="cuda", **changes)
 
 
 def _check(case: AttentionCase) -> None:

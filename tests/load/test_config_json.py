@@ -33,9 +33,13 @@ REFUSED = [
     ({"architectures": None}, InvalidInput, "config.json: architectures is None; it must be a list of one name."),
     ({"architectures": ["A", "B"]}, InvalidInput, "architectures is ['A', 'B']; it must be a list of one name."),
     (
-        {"architectures": ["GPT2LMHeadModel"]},
+        {"architectures": ["GPT3LMHeadModel"]},
         Unsupported,
-        f"architectures[0] is 'GPT2LMHeadModel'; this build has {NAMES}.",
+        (
+            "architectures[0] is 'GPT3LMHeadModel'; the nearest that this build has is GPT2LMHeadModel, which has no "
+            "'hidden_size', 'intermediate_size', 'max_position_embeddings', 'num_attention_heads', 'num_hidden_layers'."
+            f" It has {NAMES}, "
+        ),
     ),
     ({"model_type": "qwen2"}, InvalidInput, "model_type is 'qwen2'; LlamaForCausalLM needs 'llama'."),
     ({"auto_map": {}}, Unsupported, "config.json has auto_map; code from a model folder is never run."),
@@ -64,14 +68,27 @@ REFUSED = [
         InvalidInput,
         "config.json: hidden_size is an int of 13288 bits; it must be from 1 to 65536.",
     ),
-    ({"quantization_config": {}}, Unsupported, "config.json has quantization_config; quantized weights are not read."),
-    ({"hidden_act": "gelu"}, Unsupported, "config.json: hidden_act is 'gelu'; this build has 'silu'."),
+    (
+        {"quantization_config": {"quant_method": "awq"}},
+        Unsupported,
+        "config.json: quantization_config.quant_method is 'awq'; this build reads fp8, mxfp4.",
+    ),
+    (
+        {"quantization_config": {"quant_method": "fp8"}},
+        Unsupported,
+        "config.json: quantization_config.weight_block_size is None; this build reads [128, 128].",
+    ),
+    ({"hidden_act": "tanh"}, Unsupported, "config.json: hidden_act is 'tanh'; this build has silu, gelu, gelu_new, "),
     (
         {"num_hidden_layers": 10**9},
         InvalidInput,
         "config.json: num_hidden_layers is 1000000000; it must be from 1 to 512.",
     ),
-    ({"num_attention_heads": 4.0}, InvalidInput, "config.json: num_attention_heads is 4.0; it must be a positive int."),
+    (
+        {"num_attention_heads": 4.0},
+        InvalidInput,
+        "config.json: num_attention_heads is 4.0; it must be an int of at least 1.",
+    ),
     (
         {"hidden_size": 66},
         InvalidInput,
@@ -80,9 +97,18 @@ REFUSED = [
     ({"head_dim": 15}, InvalidInput, "config.json: head_dim is 15; rotary embeddings need an even number."),
     ({"rope_scaling": [2]}, InvalidInput, "config.json: rope_scaling is [2]; it must be an object or null."),
     (
-        {"rope_scaling": {"rope_type": "yarn"}},
+        {"rope_scaling": {"rope_type": "cubic"}},
         Unsupported,
-        "rope_scaling.rope_type is 'yarn'; this build has default, linear, llama3.",
+        "rope_scaling.rope_type is 'cubic'; this build has default, linear, dynamic, llama3, yarn, longrope.",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn"}},
+        InvalidInput,
+        (
+            "config.json: rope_scaling of type 'yarn' has the keys ['original_max_position_embeddings']; it needs "
+            "['factor', 'original_max_position_embeddings'] and may have ['attention_factor', 'beta_fast', "
+            "'beta_slow', 'truncate']."
+        ),
     ),
     (
         {"rope_scaling": {"type": "linear"}},
@@ -97,7 +123,7 @@ REFUSED = [
     (
         {"rope_scaling": {**LLAMA3_ROPE}, "rope_parameters": {**LLAMA3_ROPE}},
         InvalidInput,
-        "config.json has both rope_scaling and rope_parameters; keep one.",
+        "config.json: both rope_scaling and rope_parameters are given; keep one.",
     ),
     (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -110,12 +136,20 @@ REFUSED = [
         "config.json: torch_dtype is 'int8'; it must be one of float32, bfloat16, float16.",
     ),
     ({"torch_dtype": "float16", "dtype": "bfloat16"}, InvalidInput, "config.json: torch_dtype and dtype differ"),
-    ({"sliding_window": 128}, Unsupported, "sliding_window is 128; LlamaForCausalLM has none in this build."),
-    ({"use_sliding_window": True}, Unsupported, "use_sliding_window is True; this build has false."),
+    ({"sliding_window": 128}, Unsupported, "config.json: sliding_window is 128; LlamaForCausalLM has no windows."),
+    ({"use_sliding_window": True}, Unsupported, "use_sliding_window is True; LlamaForCausalLM has no windows."),
     (
-        {"layer_types": ["sliding_attention"]},
+        {"layer_types": ["sliding_attention"] * 2},
         Unsupported,
-        "layer_types is ['sliding_attention']; this build has all 'full_attention' here.",
+        "layer_types is ['sliding_attention', 'sliding_attention']; LlamaForCausalLM has no windows.",
+    ),
+    (
+        {"layer_types": ["full_attention"]},
+        InvalidInput,
+        (
+            "layer_types is ['full_attention']; it must have 'full_attention' or 'sliding_attention' for each of the 2 "
+            "layers."
+        ),
     ),
     (
         {"eos_token_id": "</s>"},
@@ -135,7 +169,7 @@ REFUSED = [
     (
         {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "mlp_bias": True},
         Unsupported,
-        "config.json: mlp_bias is True; MistralForCausalLM has no such option.",
+        "config.json: mlp_bias is True; this build has false.",
     ),
     ({"attention_bias": "yes"}, InvalidInput, "config.json: attention_bias is 'yes'; it must be true or false."),
 ]
@@ -226,6 +260,11 @@ def test_a_mistral_window_is_read():
         {"attention_bias": True, "attention_output_bias": True},
         {"mlp_bias": True, "tie_word_embeddings": True},
         {"sliding_window": 9, "head_dim": 32},
+        {"attention_bias": True, "layer_windows": (None, 9)},
+        {"logits_scale": 1 / 6, "residual_multiplier": 0.22},
+        {"position_embedding": "learned", "norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False}
+        | {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "num_key_value_heads": 4}
+        | {"head_dim": 12},
         {"eos_token_ids": (1, 2), "bos_token_id": None},
     ],
     ids=str,
@@ -236,5 +275,6 @@ def test_a_rendered_config_parses_to_itself(changes):
 
 
 def test_a_combination_without_an_architecture_cannot_be_rendered():
-    with pytest.raises(Unsupported, match=f"no supported architecture of {NAMES} stores that"):
-        render_config(tiny_config(attention_bias=True, sliding_window=4), dtype="float32")
+    message = f"config has attention_sinks=True; no supported architecture of {NAMES}, .* stores that"
+    with pytest.raises(Unsupported, match=message):
+        render_config(tiny_config(attention_sinks=True), dtype="float32")

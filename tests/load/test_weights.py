@@ -6,14 +6,18 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jattn.load import load_model
+from jattn.load import load_model, parse_config
+from jattn.load.folder import check_folder, read_object
 from jattn.load.plan import plan_parameters
+from jattn.load.weights import find_weights, read_parameter
 from jattn.models import Decoder
+from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import tiny_config, write_tiny_model
 from torch_core.errors import InvalidInput
 
@@ -56,7 +60,7 @@ def refused(folder, message):
 
 
 def test_the_plan_names_exactly_the_parameters_of_the_model():
-    for changes in ({}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}):
+    for changes in ({}, {"tie_word_embeddings": True}, {"attention_bias": True}):
         config = tiny_config(**changes)
         model = nnx.eval_shape(lambda config=config: Decoder(config, rngs=nnx.Rngs(0)))
         built = {path: variable.shape for path, variable in nnx.to_flat_state(nnx.state(model))}
@@ -74,7 +78,7 @@ def test_a_missing_tensor_is_named(folder):
     tensors = tensors_of(folder)
     del tensors[QUERY]
     write_tensors(folder, tensors)
-    refused(folder, f"the weights lack '{QUERY}'; the config asks for 21 tensors.")
+    refused(folder, f"the weights lack '{QUERY}' (64, 48); the config asks for 21 tensors.")
 
 
 def test_many_missing_tensors_are_counted(folder):
@@ -168,7 +172,22 @@ def test_a_tensor_in_two_shards_is_refused(folder):
     refused(folder, "tensor 'lm_head.weight' is in both a.safetensors and b.safetensors.")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [("CohereForCausalLM", {}), ("MixtralForCausalLM", {"num_local_experts": 2}), ("GptOssForCausalLM", {})],
+)
+def test_parameters_are_made_on_a_device_as_on_the_host(architecture, sizes, tmp_path, seed):
+    folder = check_folder(write_checkpoint(tmp_path, architecture, 0, seed, num_hidden_layers=1, **sizes))
+    plan, tensors = plan_parameters(parse_config(read_object(folder, "config.json"))), find_weights(folder)
+    for parameter in plan:
+        host, device = (
+            read_parameter(tensors, parameter, jnp.dtype("bfloat16"), on_host=on_host) for on_host in (True, False)
+        )
+        assert (device.shape, device.dtype) == (parameter.shape, "bfloat16")
+        np.testing.assert_array_equal(host, device)
+
+
 def test_nothing_is_read_from_the_files_before_all_checks_have_passed(folder, monkeypatch):
-    monkeypatch.setattr("jattn.load.model.read_parameter", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("jattn.load.model.read_parameter", lambda *_, **__: pytest.fail("a tensor was read"))
     (folder / "tokenizer.json").unlink()
     refused(folder, "the folder has no tokenizer.json.")

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
 import pytest
 from flax import nnx
 
-from jattn.models import Decoder, RopeScaling
+from jattn.models import Decoder, MoEConfig, RopeScaling
 from tests.support.tiny_models import tiny_config
 from torch_core.errors import InvalidInput, Unsupported
 
+MOE = MoEConfig(
+    num_experts=3,
+    num_experts_per_tok=2,
+    intermediate_size=8,
+    router_bias=True,
+    expert_bias=True,
+    shared_intermediate_size=16,
+    dense_layers=(1,),
+)
+LONGROPE = RopeScaling(rope_type="longrope", factor=2.0, short_factor=(1.0,), long_factor=(1.0,))
 REFUSED = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 512."),
     ({"vocab_size": 0}, "vocab_size is 0; it must be from 1 to 1048576."),
@@ -28,6 +39,23 @@ REFUSED = [
     ({"sliding_window": 0}, "sliding_window is 0; it must be from 1 to 16777216."),
     ({"dtype": "float64"}, "dtype is 'float64'; it must be one of float32, bfloat16, float16."),
     ({"bos_token_id": 257}, "bos_token_id is 257; it must be a token id from 0 to 256."),
+    ({"layer_windows": (4,)}, "layer_windows has 1 entries; it must have one for each of the 2 layers, or none."),
+    ({"layer_windows": (4, 0)}, "layer_windows[1] is 0; it must be from 1 to 16777216."),
+    (
+        {"layer_windows": (4, None), "sliding_window": 4},
+        (
+            "sliding_window is 4 and layer_windows is given; the first is for all layers, the second where they "
+            "differ: leave one out."
+        ),
+    ),
+    ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be from 0.001 to 1."),
+    (
+        {"partial_rotary_factor": 0.2},
+        "head_dim * partial_rotary_factor is 3; rotary embeddings need an even number.",
+    ),
+    ({"rope_scaling": LONGROPE}, "rope_scaling.short_factor has 1 entries; it must have 8, one for each rotated pair."),
+    ({"logits_scale": 0}, "logits_scale is 0; it must be from 1e-06 to 1e+06."),
+    ({"moe": {}}, "moe is {}; it must be a MoEConfig or None."),
     ({"eos_token_ids": (0, -1)}, "eos_token_ids[1] is -1; it must be a token id from 0 to 256."),
 ]
 
@@ -38,10 +66,38 @@ def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
         tiny_config(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_type": "batch_norm"}, "norm_type is 'batch_norm'; this build has rms_norm, rms_norm_wide, "),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; this build has silu, gelu, gelu_new, "),
+        ({"moe": MOE, "gated_mlp": False}, "gated_mlp is False; experts are gated in this build."),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_not_there_is_unsupported(changes, message):
+    with pytest.raises(Unsupported, match=f"^{re.escape(message)}"):
+        tiny_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4; it must be from 1 to 3."),
+        ({"num_experts": 10**6}, "num_experts is 1000000; it must be from 1 to 4096."),
+        ({"router_bias": 1}, "router_bias is 1; it must be true or false."),
+    ],
+    ids=str,
+)
+def test_wrong_experts_are_refused(changes, message):
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
+        dataclasses.replace(MOE, **changes)
+
+
 def test_an_unknown_rope_type_is_unsupported():
-    message = "rope_type is 'yarn'; this build has default, linear, llama3."
+    message = "rope_type is 'quadratic'; this build has default, linear, dynamic, llama3, yarn, longrope."
     with pytest.raises(Unsupported, match=f"^{re.escape(message)}$"):
-        RopeScaling(rope_type="yarn", factor=2.0)
+        RopeScaling(rope_type="quadratic", factor=2.0)
 
 
 def test_llama3_frequency_factors_in_the_wrong_order_are_refused():
@@ -62,6 +118,9 @@ def test_a_rope_factor_below_one_is_refused():
         {"tie_word_embeddings": True},
         {"attention_bias": True},
         {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+        {"norm_type": "layer_norm", "norm_bias": True, "norm_placement": "both", "gated_mlp": False, "mlp_bias": True},
+        {"position_embedding": "learned", "embedding_norm": True, "qk_norm": "per_head", "attention_sinks": True},
+        {"parallel_block": "shared_norm", "qk_norm": "all", "moe": MOE},
     ],
     ids=str,
 )

@@ -6,19 +6,49 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.models.layers import RMSNorm
+from jattn.models.layers import LayerNorm, RMSNorm, gated
 
 
-def test_a_bfloat16_norm_has_every_bit_of_transformers(seed):
+@pytest.mark.parametrize(
+    ("norm_type", "module", "name", "unlike"),
+    [
+        ("rms_norm", "llama", "LlamaRMSNorm", 0),
+        # One rounding of a float32 product, whose last bit may be another: now and then it lies on a boundary.
+        ("rms_norm_wide", "olmo2", "Olmo2RMSNorm", 0.001),
+        ("gemma_rms_norm", "gemma2", "Gemma2RMSNorm", 0.001),
+    ],
+)
+def test_a_bfloat16_norm_has_the_bits_of_transformers(norm_type, module, name, unlike, seed):
     torch = pytest.importorskip("torch")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    theirs = getattr(pytest.importorskip(f"transformers.models.{module}.modeling_{module}"), name)(96, 1e-5)
     random = np.random.default_rng(seed)
     x, weight = random.normal(size=(64, 96)), random.normal(1, 0.2, 96)
-    theirs = llama.LlamaRMSNorm(96, 1e-5).to(torch.bfloat16)
+    theirs = theirs.to(torch.bfloat16)
     theirs.weight.data = torch.from_numpy(weight).to(torch.bfloat16)
-    ours = RMSNorm(96, epsilon=1e-5, dtype="bfloat16")
+    ours = RMSNorm(96, epsilon=1e-5, dtype="bfloat16", norm_type=norm_type)
     ours.weight[...] = jnp.asarray(weight, jnp.bfloat16)
 
     found = np.asarray(ours(jnp.asarray(x, jnp.bfloat16)), np.float32)
 
-    np.testing.assert_array_equal(found, theirs(torch.from_numpy(x).to(torch.bfloat16)).float().detach().numpy())
+    expected = theirs(torch.from_numpy(x).to(torch.bfloat16)).float().detach().numpy()
+    assert (found != expected).mean() <= unlike
+    np.testing.assert_allclose(found, expected, rtol=2.0**-7, atol=0)
+
+
+def test_a_layer_norm_keeps_its_digits_where_the_mean_is_large(seed):
+    x = 1000 + np.random.default_rng(seed).normal(size=(8, 96)).astype(np.float32)
+    found = LayerNorm(96, epsilon=1e-5, dtype="float32", use_bias=False)(jnp.asarray(x))
+    wide = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
+    expected = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + 1e-5)
+    # A sum of 96 numbers near 1000 is rounded by up to 48 units of 2 ** -7, a mean by 2 ** -14 at most.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-12)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"])
+def test_activations_are_those_of_transformers(name):
+    torch = pytest.importorskip("torch")
+    activations = pytest.importorskip("transformers.activations").ACT2FN
+    x = np.linspace(-6, 6, 101)
+    expected = activations[name](torch.from_numpy(x)).numpy()
+    found = gated(name, jnp.concatenate([jnp.asarray(x, jnp.float32), jnp.ones(101)]))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=6 * 2.0**-21)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from jattn import attention, dropout_seeds
 from jattn.nn import attention_fn
+from torch_core.calls import keep_factor, keep_mask
 from torch_core.errors import InvalidInput, Unsupported
 
 BATCH, LENGTH, KEYS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 6, 4, 2, 8
@@ -73,6 +76,55 @@ def test_the_packed_call_of_the_kernels_gives_what_jnp_gives(options: dict[str, 
     expected = attention_fn(query, key, value, **options, implementation="xla")
     assert close(found, expected)
     assert np.abs(expected).min() < np.abs(expected).max()
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_the_kernels_drop_by_seeds_from_the_key(broadcast: bool, seed: int) -> None:
+    query, key, value = arrays(seed)
+    rng, options = jax.random.key(seed), {"dropout_rate": 0.4, "broadcast_dropout": broadcast}
+    found = attention_fn(query, key, value, dropout_rng=rng, **options, implementation="torch")
+    seeds = dropout_seeds(rng, BATCH, HEADS, broadcast=broadcast)
+    factors = keep_mask(np.asarray(seeds), np.arange(LENGTH), (0, KEYS), 0.4) * keep_factor(0.4)
+    assert (factors == factors[:1, :1]).all() == broadcast
+    weights = linen.dot_product_attention_weights(query, key.repeat(HEADS // KV_HEADS, 2))
+    expected = jnp.einsum("bhqk,bkhd->bqhd", weights * factors, value.repeat(HEADS // KV_HEADS, 2))
+    assert close(found, expected)
+
+
+def test_the_kernels_gradient_drops_what_they_dropped(seed: int) -> None:
+    arguments = arrays(seed)
+
+    def loss(implementation: str, *x: jax.Array) -> jax.Array:
+        seeds = dropout_seeds(jax.random.key(seed), BATCH, HEADS)
+        query, key, value = (array.reshape(-1, *array.shape[2:]) for array in x)
+        starts = jnp.arange(BATCH + 1, dtype=jnp.int32)
+        options: dict[str, Any] = {"max_query_len": LENGTH, "max_key_len": KEYS, "implementation": implementation}
+        out = attention(
+            query, key, value, starts * LENGTH, starts * KEYS, dropout_rate=0.4, dropout_seeds=seeds, **options
+        )
+        return (out * jnp.sin(jnp.arange(out.size)).reshape(out.shape)).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, name), argnums=(0, 1, 2)))(*arguments) for name in ("torch", "xla")
+    )
+    assert all(close(*pair) for pair in zip(found, expected, strict=True))
+    mapped = jax.jit(jax.vmap(jax.grad(functools.partial(loss, "torch"), argnums=(0, 1, 2))))
+    folded = mapped(*(jnp.stack([x, 2 * x]) for x in arguments))
+    assert all(close(x[0], y) for x, y in zip(folded, found, strict=True))
+
+
+def test_the_default_differentiates_what_its_kernels_do_not(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The default of this machine is an implementation with kernels, as on CUDA.
+    monkeypatch.setattr(sys.modules["jattn.ops.choose"], "_CPU_DEFAULT", "torch")
+    query, key, value = arrays(seed)
+    bias = jnp.linspace(-1, 1, HEADS * 5).reshape(HEADS, 5)
+
+    def loss(bias: jax.Array, implementation: str | None) -> jax.Array:
+        return (attention_fn(query, key, value, relative_bias=bias, implementation=implementation) ** 2).sum()
+
+    assert close(jax.grad(loss)(bias, None), jax.grad(loss)(bias, "xla"))
+    with pytest.raises(Unsupported, match="relative_bias has a derivative, which implementation 'torch' does not"):
+        jax.grad(loss)(bias, "torch")
 
 
 def test_padding_holds_anything_and_gives_zeros(seed: int) -> None:
@@ -153,10 +205,10 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         {"bias": jnp.ones((LENGTH, KEYS)), "implementation": "torch"},
         "attention with a bias is not served by implementation 'torch'; use 'xla', or None.",
     ),
-    "a kernel with dropout": (
+    "a kernel with weights to sow": (
         Unsupported,
-        {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0), "implementation": "torch"},
-        "attention with dropout or weights to sow is not served",
+        {"module": SowsNothing(), "implementation": "torch"},
+        "attention with weights to sow is not served by implementation 'torch'; use 'xla', or None.",
     ),
     "an einsum": (Unsupported, {"qk_attn_weights_einsum": jnp.einsum}, "an einsum of your own was given"),
 }

@@ -87,6 +87,18 @@ def test_a_layer_that_shares_keys_and_values_has_none_of_its_own_and_writes_none
     assert after is cache
 
 
+def test_a_cache_of_another_module_is_refused_with_both_sizes(seed: int) -> None:
+    with pytest.raises(InvalidInput, match=r"^kv_cache has shape \[8, 2, 4, 2, 8\]; it must be "):
+        build()(inputs(seed, 3), cache=jnp.zeros((NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, 8)), metadata=prompt(3))
+
+
+def test_a_cache_that_leaked_out_of_a_trace_is_refused_by_jax(seed: int) -> None:
+    leaked: list[jax.Array] = []
+    jax.jit(lambda cache: leaked.append(cache))(empty())
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        build()(inputs(seed, 3), cache=leaked[0], metadata=prompt(3))
+
+
 def test_an_encoders_module_sees_both_ways_and_takes_no_cache(seed: int) -> None:
     module, x = build(attention_type="encoder_only", sliding_window=(1, 1)), inputs(seed, 1, 6)
     changed = module(x.at[:, 5].add(1.0))

@@ -296,6 +296,16 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
         lambda x: build(qkv_features=32, head_dim=4),
         "qkv_features is 32 and head_dim 4 with 4",
     ),
+    "lengths": (
+        InvalidInput,
+        lambda x: build()(x, lengths=jnp.arange(3)),
+        "lengths is int32[3]; it must be int32[2], one for each row.",
+    ),
+    "lengths in decode": (
+        InvalidInput,
+        lambda x: holding()(x, decode=True, lengths=jnp.ones(2)),
+        "lengths is float32[2]; it must be int32[2], one for each row.",
+    ),
     "int8 alone": (InvalidInput, lambda x: build(kv_cache_dtype="int8"), "int8 and k_scale or v_scale is None"),
     "no tokens": (InvalidInput, lambda x: holding(max_length=0), "max_length is 0; it must be an int of at least 1."),
 }

@@ -74,8 +74,10 @@ def test_dropout_takes_both_kinds_of_key(key: jax.Array) -> None:
     assert len(np.unique(np.asarray(dropped).round(3))) > 1
 
 
-def test_dropout_takes_a_seed_through_rngs(seed: int) -> None:
-    module, x = MultiHeadAttention(2, 8, decode=False, dropout_rate=0.5, rngs=nnx.Rngs(0)), jnp.ones((1, 8, 8))
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+def test_dropout_takes_a_seed_through_rngs(implementation: str, seed: int) -> None:
+    options: dict[str, Any] = {"dropout_rate": 0.5, "implementation": implementation, "rngs": nnx.Rngs(0)}
+    module, x = MultiHeadAttention(2, 8, decode=False, **options), jnp.ones((1, 8, 8))
     one, same, other = (module(x, deterministic=False, rngs=nnx.Rngs(dropout=n)) for n in (1, 1, 2))
     assert (one == same).all()
     assert (one != other).any()

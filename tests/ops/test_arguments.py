@@ -314,9 +314,11 @@ def test_steps_without_tokens_or_keys_are_served(implementation: str) -> None:
         ({"seq_lens": int32(7, 9)}, "seq_lens[1] is 9; a row of block_tables holds 0 to 2 x 4 = 8 tokens."),
     ],
 )  # fmt: skip
-def test_outside_jit_the_torch_core_checks_values_too_and_its_error_comes_out(
-    changes: dict[str, Any], message: str
+@pytest.mark.parametrize("implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_outside_jit_values_are_checked_too_before_anything_runs(
+    changes: dict[str, Any], message: str, implementation: str
 ) -> None:
-    with pytest.raises(InvalidInput) as error:
-        paged(**changes, implementation="torch")
+    # Under the strictest guard: the check may fetch what it looks at only where it says so.
+    with jax.transfer_guard_device_to_host("disallow"), pytest.raises(InvalidInput) as error:
+        paged(**changes, implementation=implementation)
     assert str(error.value) == message

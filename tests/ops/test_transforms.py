@@ -138,26 +138,33 @@ CALLS = {
 }
 
 
-INFERENCE = sorted(CALLS.keys() - {"attention"})
-
-
-@pytest.mark.parametrize("name", INFERENCE)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_torch_has_no_gradient_and_says_what_has(name: str, wrap: Callable[..., Any]) -> None:
-    call = functools.partial(CALLS[name], "torch")
+def test_a_merge_by_torch_has_no_gradient_and_says_what_has(wrap: Callable[..., Any]) -> None:
+    call = functools.partial(merge_call, "torch")
     with pytest.raises(Unsupported) as error:
         jax.grad(wrap(lambda query: call(query).sum()))(fresh_state()[0])
     assert str(error.value) == (
-        f"{name} with implementation='torch' has no derivative: it is for inference. Differentiate with "
+        "merge_states with implementation='torch' has no derivative: it is for inference. Differentiate with "
         "implementation='xla', or stop the gradient at its inputs (jax.lax.stop_gradient)."
     )
 
 
-@pytest.mark.parametrize("name", INFERENCE)
-def test_torch_has_no_forward_derivative_either(name: str) -> None:
+@pytest.mark.parametrize("name", ["attention", "paged_attention"])
+def test_attention_by_torch_has_no_forward_derivative_and_says_what_has(name: str) -> None:
     query = fresh_state()[0]
-    with pytest.raises(Unsupported, match=rf"^{name} with implementation='torch' has no derivative: "):
+    with pytest.raises(Unsupported) as error:
         jax.jvp(functools.partial(CALLS[name], "torch"), (query,), (query,))
+    assert str(error.value) == (
+        f"{name} with implementation='torch' has no forward derivative. Differentiate with implementation='xla', or "
+        "stop the gradient at its inputs (jax.lax.stop_gradient)."
+    )
+
+
+def test_a_write_by_torch_has_forward_derivatives() -> None:
+    query = fresh_state()[0]
+    _, tangent = jax.jvp(functools.partial(write_call, "torch"), (query,), (query,))
+    assert (tangent[0, 0, 7] == query[0, :2]).all()
+    assert not tangent[0, 0, 6].any()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -20,7 +20,7 @@ def _cache(block_size: int = 16, head_size: int = 128, dtype: str = "bfloat16", 
 
 
 def _paged(**changes: Any) -> OperationPlan:
-    return paged_plan(**{"num_tokens": 1000, "max_query_len": 256, **changes})
+    return paged_plan(**{"num_tokens": 1000, "max_query_len": 256, "kv_chunk_size": 1024, **changes})
 
 
 def _first(plan: OperationPlan) -> LaunchPlan:

@@ -15,9 +15,11 @@ from torch_core.specs import ArraySpec, AttentionSpec
 
 
 def _short(group: int = 4, head_size: int = 128, **changes: Any) -> OperationPlan:
-    """Four sequences with up to 100 new tokens, two key/value heads, tables of 8192 tokens."""
+    """Four sequences with up to 100 new tokens, two key/value heads, tables of 8192 tokens, taken whole."""
     query = ArraySpec((400, 2 * group, head_size), "bfloat16")
-    arguments: dict[str, Any] = {"max_query_len": 100, "head_size": head_size, "query": query, **changes}
+    arguments: dict[str, Any] = {
+        "max_query_len": 100, "head_size": head_size, "query": query, "kv_chunk_size": 1024, **changes,
+    }  # fmt: skip
     return paged_plan(kv_cache=ArraySpec((64, 2, 16, 2, head_size), "bfloat16"), **arguments)
 
 

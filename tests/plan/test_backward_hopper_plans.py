@@ -50,7 +50,6 @@ def test_the_hopper_kernel_serves(changes):
         {"spec": AttentionSpec(scale=0.1, logits_soft_cap=30.0)},
         {"spec": AttentionSpec(scale=0.1, attention_chunk=64)},
         {"alibi_slopes": ArraySpec((8,), "float32")},
-        {"sinks": ArraySpec((8,), "float32")},
         {"seq_causal": ArraySpec((2,), "bool")},
         {"mm_prefix_range": ArraySpec((2, 1, 2), "int32")},
         {"out_dtype": "float32"},
@@ -62,6 +61,14 @@ def test_the_hopper_kernel_serves(changes):
 )
 def test_the_portable_kernels_serve(changes):
     assert "hopper_backward_kernel" not in _names(**changes)
+
+
+def test_sinks_need_their_shares_summed_and_nothing_else():
+    plan = _plan(sinks=ArraySpec((8,), "bfloat16"))
+    assert [launch.name for launch in plan.launches] == [*_HOPPER, "sum_parts_kernel"]
+    tiles = plan.launches[0].grid[0]
+    assert dict(plan.scratch)["sink_parts"] == ArraySpec((8, tiles), "float32")
+    assert dict(plan.outputs)["d_sinks"] == ArraySpec((8,), "bfloat16")
 
 
 def test_there_is_a_program_without_a_tile_for_padding_whatever_the_lengths():

@@ -9,25 +9,28 @@ import torch
 from jattn.pool import HostBlocks, KVPool
 from torch_core.cache import BlockSwap, CacheConfig, CacheManager
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 SPEC = KVCacheSpec(num_kv_heads=1, head_size=4, block_size=2, dtype="float32")
 
 
-@pytest.fixture
-def pool() -> KVPool:
-    pool = KVPool(SPEC, num_layers=2, num_blocks=8)
-    views = pool.as_torch()
-    for layer in range(2):
-        views[layer].add_(torch.arange(8).reshape(8, 1, 1, 1, 1) + 100 * layer)
+LATENTS = LatentCacheSpec(kv_lora_rank=3, rope_dim=1, block_size=2, dtype="float32")
+
+
+@pytest.fixture(params=[SPEC, LATENTS], ids=["keys and values", "latents"])
+def pool(request: pytest.FixtureRequest) -> KVPool:
+    pool = KVPool(request.param, num_layers=2, num_blocks=8)
+    for layer, view in enumerate(pool.as_torch()):
+        view.add_(torch.arange(8).reshape(8, *(1,) * (view.ndim - 1)) + 100 * layer)
     return pool
 
 
 def marks(pool: KVPool) -> list[list[float]]:
     """The value that fills each block, layer by layer."""
     contents = pool.read_blocks(list(range(pool.num_blocks)))
-    assert all(np.all(layer == layer[:, :1, :1, :1, :1]) for layer in contents)
-    return [layer[:, 0, 0, 0, 0].tolist() for layer in contents]
+    flat = [layer.reshape(len(layer), -1) for layer in contents]
+    assert all(np.all(layer == layer[:, :1]) for layer in flat)
+    return [layer[:, 0].tolist() for layer in flat]
 
 
 def test_scrubbed_blocks_are_zero_and_their_neighbours_untouched(pool) -> None:
@@ -93,12 +96,12 @@ def test_a_block_outside_the_pool_is_refused_and_nothing_changes(pool) -> None:
 
 
 def test_contents_of_another_shape_are_refused(pool) -> None:
-    with pytest.raises(InvalidInput, match=r"2 arrays of \(1, 2, 2, 1, 4\) float32 are required"):
+    with pytest.raises(InvalidInput, match=r"2 arrays of \(1, 2, .*4\) float32 are required"):
         pool.write_blocks([1], [np.zeros((1, 2, 2, 1, 3), np.float32)] * 2)
 
 
 def test_host_memory_tells_its_size(pool) -> None:
-    assert HostBlocks(pool, 3).num_bytes == 3 * pool.num_layers * SPEC.bytes_per_block
+    assert HostBlocks(pool, 3).num_bytes == 3 * pool.num_layers * pool.spec.bytes_per_block
 
 
 def test_host_memory_needs_a_positive_size(pool) -> None:
@@ -116,6 +119,7 @@ def test_host_memory_needs_a_positive_size(pool) -> None:
             "tensors[0] has shape (4, 3, 2, 1, 4); it must be (num_blocks, 2,",
         ),
         ([torch.zeros(4, 2, 2, 1, 4), torch.zeros(5, 2, 2, 1, 4)], InvalidInput, "tensors[1] is torch.float32 (5, 2,"),
+        ([torch.zeros(4, 2, 8)], InvalidInput, "tensors[0] has shape (4, 2, 8); it must be (num_blocks, 2, block_size"),
         ([torch.zeros(4, 2, 2, 1, 4)], Unsupported, "the tensors are on cpu; only CUDA memory can be taken over"),
     ],
 )

@@ -7,7 +7,7 @@ CPU operations, the Triton kernels and the JAX operations.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -28,6 +28,7 @@ __all__ = [
     "random_dense_case",
     "random_paged_case",
     "to_torch",
+    "with_dropout",
 ]
 
 DTYPES: dict[str, Any] = {
@@ -289,6 +290,14 @@ def random_dense_case(
         **sizes,
         **_random_options(rng, sizes["num_heads"], num_seqs, max(query_lens), max_len, rare),
     )
+
+
+def with_dropout(case: AttentionCase, rate: float) -> AttentionCase:
+    """Returns a dense problem that drops weights, by seeds of its own."""
+    num_seqs, num_heads = case.operands["query_start_loc"].shape[0] - 1, case.operands["query"].shape[1]
+    rng = np.random.default_rng([case.seed, 17])
+    seeds = rng.integers(-(1 << 31), 1 << 31, (num_seqs, num_heads, 2)).astype(np.int32)
+    return replace(case, options={**case.options, "dropout_rate": rate, "dropout_seeds": seeds})
 
 
 def assert_as_exact(

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_core.calls import DenseBackwardCall, DenseCall, PagedCall, backward_of, cache_fields
+from torch_core.calls import DenseBackwardCall, DenseCall, LatentCall, PagedCall, backward_of, cache_fields
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.planner import plan_call
 from torch_core.specs import ArraySpec, AttentionSpec
 
-__all__ = ["SPEC", "backward_call", "backward_plan", "dense_call", "dense_plan", "paged_call", "paged_plan"]
+__all__ = [
+    "SPEC",
+    "backward_call",
+    "backward_plan",
+    "dense_call",
+    "dense_plan",
+    "latent_call",
+    "paged_call",
+    "paged_plan",
+]
 
 SPEC = AttentionSpec(scale=0.1)
 
@@ -34,6 +43,31 @@ def paged_call(
 def paged_plan(*, limits: DeviceLimits | None = None, **changes: Any) -> OperationPlan:
     """Plans `paged_call`."""
     return plan_call(paged_call(**changes), limits)
+
+
+def latent_call(
+    dtype: str = "bfloat16",
+    *,
+    num_seqs: int = 4,
+    num_heads: int = 16,
+    query_len: int = 1,
+    rank: int = 512,
+    rope_dim: int = 64,
+    block_size: int = 64,
+    cache_dtype: str | None = None,
+    table_tokens: int = 8192,
+    **changes: Any,
+) -> LatentCall[ArraySpec]:
+    """Makes a decode step of DeepSeek's latent attention."""
+    arguments: dict[str, Any] = {
+        "query": ArraySpec((num_seqs * query_len, num_heads, rank + rope_dim), dtype),
+        "latent_cache": ArraySpec((256, block_size, rank + rope_dim), cache_dtype or dtype),
+        "block_tables": ArraySpec((num_seqs, table_tokens // block_size), "int32"),
+        "seq_lens": ArraySpec((num_seqs,), "int32"),
+        "query_start_loc": ArraySpec((num_seqs + 1,), "int32"),
+        **changes,
+    }
+    return LatentCall(**arguments, spec=SPEC, max_query_len=query_len, kv_lora_rank=rank)
 
 
 def dense_call(**changes: Any) -> DenseCall[ArraySpec]:

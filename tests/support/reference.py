@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from torch_core import reference
-from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall, cache_fields
+from torch_core.calls import CopyCall, DenseCall, LatentCall, MergeCall, PagedCall, WriteCall, cache_fields
 
 __all__ = [
     "attention",
     "attention_with_lse",
     "copy_blocks",
     "merge_states",
+    "mla_attention_with_lse",
     "paged_attention",
     "paged_attention_with_lse",
     "write_kv_cache",
@@ -35,6 +36,12 @@ def paged_attention_with_lse(
 
 def paged_attention(*args: Any, **options: Any) -> torch.Tensor:
     return paged_attention_with_lse(*args, **options)[0]
+
+
+def mla_attention_with_lse(
+    *, compute_dtype: torch.dtype | None = None, **fields: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.mla_attention(LatentCall(**fields), compute_dtype=compute_dtype)
 
 
 def attention_with_lse(

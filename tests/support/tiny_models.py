@@ -77,7 +77,7 @@ def transformers_logits(folder: Path, token_ids: np.ndarray, dtype: str = "float
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
     )
     with torch.no_grad():
         return model.eval()(torch.from_numpy(token_ids.astype(np.int64))).logits.double().numpy()

@@ -101,7 +101,7 @@ def test_without_transformers_it_compares_with_its_own_decoder_and_says_so(
 def test_a_broken_transformers_is_named_with_its_own_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
 
-    side = load_torch_side(folder, dtype="float32", device="cpu")
+    side = load_torch_side(folder, tiny_config(num_hidden_layers=1), dtype="float32", device="cpu")
 
     assert side.name == "TorchDecoder"
     assert "(transformers cannot be imported: cannot import name 'AutoModelForCausalLM'" in side.description

@@ -472,3 +472,26 @@ def test_decode_attention_fwd_reads_one_query_of_each_sequence(flat, dtype, seed
     )
     _close(out, expected)
     _close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_decode_attention_fwd_reads_latents_as_keys_and_values(scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query, lens = torch.randn(3, HEADS, 20, generator=generator), torch.tensor([9, 14, 1])
+    latents = torch.randn(13, BLOCK_SIZE, 1, 20, generator=generator).to(
+        torch.float32 if scale is None else torch.float8_e4m3fn
+    )
+    tables = torch.randperm(12, generator=generator).reshape(3, 4) + 1
+    out, lse = torch.full((3, HEADS, 16), torch.nan), torch.full((3, HEADS), torch.nan)
+
+    vllm_compat.decode_attention_fwd(
+        query, latents, latents[..., :16], out, lse, tables, lens, None, 4, 0.3, BLOCK_SIZE, k_scale=scale,
+        v_scale=scale, is_mla=True,
+    )  # fmt: skip
+
+    expected, expected_lse = reference.paged_attention_with_lse(
+        query, (latents, latents[..., :16]), tables.int(), lens.int(), torch.arange(4, dtype=torch.int32),
+        spec=AttentionSpec(scale=0.3), compute_dtype=torch.float64, k_scale=scale, v_scale=scale,
+    )  # fmt: skip
+    _close(out, expected)
+    _close(lse, expected_lse)

@@ -232,7 +232,7 @@ def test_a_device_that_is_not_there_is_named(make_config):
 
 def test_a_backend_is_found_by_its_name():
     assert get_backend("TRITON_ATTN") is TritonAttentionBackend
-    message = "There is no attention backend 'FLASH_ATTN'; there are TRITON_ATTN, TORCH_ATTN."
+    message = "There is no attention backend 'FLASH_ATTN'; there are TRITON_ATTN, TORCH_ATTN, TRITON_MLA, TORCH_MLA."
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
         get_backend("FLASH_ATTN")
 

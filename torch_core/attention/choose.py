@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_core.attention.backward.plan import backward_plan
 from torch_core.attention.backward_hopper.plan import hopper_backward_plan
-from torch_core.attention.hopper.plan import hopper_launch
+from torch_core.attention.hopper.plan import hopper_launch, split_hopper_launches
 from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.attention.operands import operation
 from torch_core.attention.rows.plan import rows_launch
@@ -20,18 +20,25 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     """Plans a checked call that is not empty; the semantics are those of `torch_core.reference`.
 
     Short queries of a paged call (decode, speculative rows) go to the split kernel, long ones to a kernel of query
-    tiles: a Hopper one where it serves the call, else the portable one. A batch that may hold both runs both, and each
-    skips the other's sequences. The choice, and the chunk size of the split kernel, follow from shapes and
-    max_query_len alone: within one plan a sequence's bits do not depend on its neighbours.
+    tiles: a Hopper one where it serves the call, else the portable one, which alone drops weights. A batch that may
+    hold both runs both, and each skips the other's sequences; where tiles are few, the Hopper kernel takes all of them
+    over keys in chunks. The choice, and the size of chunks, follow from shapes and max_query_len alone: within one plan
+    a sequence's bits do not depend on its neighbours.
 
     Buffers are named as the fields of the call. Outputs: out, and lse with `with_lse`.
     """
     short = short_query_len(call) if isinstance(call, PagedCall) else 0
+    if isinstance(call, PagedCall) and short < call.max_query_len:
+        in_chunks = split_hopper_launches(call, limits)
+        if in_chunks is not None:
+            return operation(call, *in_chunks)
     launches: list[LaunchPlan] = []
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
     if not isinstance(call, PagedCall) or short < call.max_query_len:
         long = short + 1
-        hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
+        hopper = None
+        if not call.drops:
+            hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
         launches.append(hopper or rows_launch(call, min_query=long))
     if isinstance(call, PagedCall) and short:
         split, scratch = split_launches(call, max_query=short, zero_padding=not launches)
@@ -41,4 +48,5 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
 
 def plan_attention_backward(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked backward call that is not empty. Outputs: the gradients, see `DenseBackwardCall.outputs`."""
-    return hopper_backward_plan(call, limits) or backward_plan(call, limits)
+    hopper = None if call.drops else hopper_backward_plan(call, limits)
+    return hopper or backward_plan(call, limits)

@@ -9,9 +9,10 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from torch_core.attention.operands import buffers, keys, make_launch, output, value_offset, values
-from torch_core.calls import AttentionCall, PagedCall
-from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan
+from torch_core.attention.operands import buffers, count, keys, make_launch, output, value_offset, values
+from torch_core.attention.split.partials import PARTIALS, Chunks
+from torch_core.calls import AttentionCall, PagedCall, TableCall
+from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
 __all__ = ["Matrix", "array_matrix", "copied_launch", "copy_box", "copy_descriptor", "dense_matrix", "is_copied"]
@@ -58,6 +59,7 @@ def copied_launch(
     kv_heads: int,
     query: Descriptor,
     min_query: int,
+    chunks: Chunks | None = None,
 ) -> LaunchPlan | None:
     """Plans a persistent kernel that loads keys and values by boxes; None where the copy engine cannot follow them.
 
@@ -73,6 +75,7 @@ def copied_launch(
         kv_heads: key/value heads worked on side by side, at most.
         query: the query's descriptor.
         min_query: query rows from which on a sequence is served.
+        chunks: each of them is an item of its own, for `combine_launch` to finish; None for whole rows.
     """
     # An array that the kernel has no parameter for does something that it cannot do.
     known = {*kernel.arg_names, *buffers(call), "out"}
@@ -80,6 +83,10 @@ def copied_launch(
         return None
     key, value = (array_matrix(call, name, block_n) for name in ("key", "value"))
     items = (call.num_tokens // (rows // pack) + call.num_seqs + 1) * (call.num_heads // pack)
+    splitting: dict[str, Argument] = dict.fromkeys((*PARTIALS, "chunk", "max_chunks", "max_query"), ABSENT)
+    if chunks is not None:
+        items *= chunks.number
+        splitting = {**chunks.arguments(), "chunk": count(chunks.size), "max_query": count(chunks.max_query)}
     if key is None or value is None or items >= 2**31:
         return None
     key_name, value_name = buffers(call)
@@ -107,10 +114,12 @@ def copied_launch(
             "OUT_STRIDES": output(call).element_strides[:2],
         },
         arguments={
+            **splitting,
             "query": query,
             "key_cache": copy_descriptor(key_name, key, box, keys(call).dtype),
             "value_cache": copy_descriptor(value_name, value, box, values(call).dtype),
         },
+        writes=() if chunks is None else chunks.buffers,
         # Not hot: a few bytes of state outside the loops are spilled.
         num_warps=4,
     )
@@ -132,14 +141,14 @@ def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
 
 def copy_box(call: AttentionCall[ArraySpec], block_n: int) -> int:
     """Returns the keys that one copy into a tile of `block_n` keys moves."""
-    return math.gcd(call.block_size, block_n) if isinstance(call, PagedCall) else block_n
+    return math.gcd(call.block_size, block_n) if isinstance(call, TableCall) else block_n
 
 
 def array_matrix(call: AttentionCall[ArraySpec], name: str, block_n: int) -> Matrix | None:
     """Returns a call's "query", "key" or "value" as a matrix that the copy engine can follow; None if there is none."""
     spec = {"query": call.query, "key": keys(call), "value": values(call)}[name]
     matrix = dense_matrix(spec)
-    if matrix is None or name == "query" or not isinstance(call, PagedCall):
+    if matrix is None or name == "query" or not isinstance(call, TableCall):
         return matrix
     block_stride, stride = spec.element_strides[0], matrix.stride
     if copy_box(call, block_n) < _MIN_BOX:

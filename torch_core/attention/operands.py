@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_core.calls import AttentionCall, DenseBackwardCall, DenseCall, PagedCall
+from torch_core.calls import (
+    AttentionCall,
+    DenseBackwardCall,
+    DenseCall,
+    LatentCall,
+    PagedCall,
+    TableCall,
+    as_paged,
+    dropout_limit,
+    keep_factor,
+)
 from torch_core.calls.call import array_fields
 from torch_core.plan.operands import named_launch, power_of_two, scale_number
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
@@ -28,13 +38,15 @@ __all__ = [
 
 # Positions and windows stay below this, so that their sum fits 32 bits.
 _NO_BOUND = 1 << 30
-_FIELDS = frozenset((*array_fields(PagedCall), *array_fields(DenseBackwardCall)))
+_FIELDS = frozenset(name for kind in (PagedCall, LatentCall, DenseBackwardCall) for name in array_fields(kind))
 
 
 def keys(call: AttentionCall[ArraySpec]) -> ArraySpec:
     """Returns the keys: dense, a key cache, or the view of the keys of a combined cache."""
     if isinstance(call, DenseCall):
         return call.key
+    if isinstance(call, LatentCall):
+        return as_paged(call).key_cache  # type: ignore[return-value]
     return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.key_cache  # type: ignore[union-attr]
 
 
@@ -42,6 +54,8 @@ def values(call: AttentionCall[ArraySpec]) -> ArraySpec:
     """Returns the values, as `keys` does; in a combined cache they lie `value_offset` elements further."""
     if isinstance(call, DenseCall):
         return call.value
+    if isinstance(call, LatentCall):
+        return as_paged(call).value_cache  # type: ignore[return-value]
     return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.value_cache  # type: ignore[union-attr]
 
 
@@ -49,6 +63,8 @@ def buffers(call: AttentionCall[ArraySpec]) -> tuple[str, str]:
     """Returns the buffer names of keys and values."""
     if isinstance(call, DenseCall):
         return "key", "value"
+    if isinstance(call, LatentCall):
+        return "latent_cache", "latent_cache"
     return ("kv_cache", "kv_cache") if call.kv_cache is not None else ("key_cache", "value_cache")  # type: ignore[union-attr]
 
 
@@ -60,7 +76,7 @@ def value_offset(call: AttentionCall[ArraySpec]) -> int:
 
 def table_tokens(call: AttentionCall[ArraySpec]) -> int:
     """Returns the tokens that a row of the block tables can hold; 0 for dense keys."""
-    return call.table_tokens if isinstance(call, PagedCall) else 0
+    return call.table_tokens if isinstance(call, TableCall) else 0
 
 
 def output(call: AttentionCall[ArraySpec]) -> ArraySpec:
@@ -84,7 +100,7 @@ def is_plain(call: AttentionCall[ArraySpec]) -> bool:
 
 
 # Fields that do more to a score than that.
-_EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache"))
+_EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache", "dropout_seeds"))
 
 
 def make_launch(
@@ -122,6 +138,9 @@ def make_launch(
         **_scalars(call),
         **(arguments or {}),
     }
+    if isinstance(call, LatentCall):
+        # A value is a part of its key.
+        known["v_scale"] = known["k_scale"]
     return named_launch(kernel, grid, known, constexprs, writes=(*results, *writes), **options)
 
 
@@ -129,7 +148,7 @@ def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
     """Returns the sizes and strides that the portable kernels know when they are compiled."""
     key, value, out = keys(call), values(call), output(call)
     # A dense array has no blocks: its strides are those of (nothing, token, head).
-    blocks = () if isinstance(call, PagedCall) else (0,)
+    blocks = () if isinstance(call, TableCall) else (0,)
     scales = getattr(call, "k_scale_cache", None)
     return {
         "GROUP": call.group,
@@ -137,7 +156,7 @@ def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
         "HEAD_PADDED": padded(call.head_size),
         "VALUE_SIZE": call.value_head_size,
         "VALUE_PADDED": padded(call.value_head_size),
-        "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
+        "BLOCK_SIZE": call.block_size if isinstance(call, TableCall) else 1,
         "ALIBI_SQRT": call.spec.use_alibi_sqrt,
         "NEGATE": call.spec.scale < 0,
         "EXACT": call.query.dtype == "float32",
@@ -148,6 +167,7 @@ def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
         "VALUE_OFFSET": value_offset(call),
         "OUT_STRIDES": out.element_strides[:2],
         "LSE_STRIDES": (call.num_heads, 1),
+        "DROPOUT_SEEDS_STRIDES": (2 * call.num_heads, 2),
         "SCALE_STRIDES": (0, 0, 0) if scales is None else scales.element_strides,
     }
 
@@ -180,13 +200,17 @@ def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
         right = 0
     tables = getattr(call, "block_tables", None)
     numbers = {name: scale_number(getattr(call, name, None)) for name in ("q_scale", "k_scale", "v_scale", "out_scale")}
+    rate = call.dropout_rate if isinstance(call, DenseCall) else 0.0
+    kept = keep_factor(rate)
     return {
         "num_tokens": count(call.num_tokens),
         "num_seqs": count(call.num_seqs),
         "table_stride": count(0 if tables is None else tables.element_strides[0]),
         "table_tokens": count(min(table_tokens(call), _NO_BOUND)),
         "scale": Scalar(abs(spec.scale) * numbers["q_scale"] * numbers["k_scale"], "fp32"),
-        "out_factor": Scalar(numbers["v_scale"] / numbers["out_scale"], "fp32"),
+        "out_factor": Scalar(numbers["v_scale"] / numbers["out_scale"] * kept, "fp32"),
+        "dropout_limit": count(dropout_limit(rate)) if rate else ABSENT,
+        "keep_factor": Scalar(kept, "fp32"),
         "soft_cap": ABSENT if spec.logits_soft_cap is None else Scalar(spec.logits_soft_cap, "fp32"),
         "window_left": _bound(spec.window_left),
         "window_right": _bound(right),

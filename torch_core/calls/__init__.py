@@ -5,11 +5,13 @@ array: the public functions make calls of tensors or JAX arrays, planners take `
 implementation takes the call whole, so that nothing is lost on the way and a new option is no argument of anybody's.
 """
 
-from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, cache_fields
+from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, TableCall, cache_fields
 from torch_core.calls.backward import DenseBackwardCall, backward_of, forward_of
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, cascade_clash, shared_prefix
+from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
+from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 from torch_core.calls.values import check_values
@@ -22,18 +24,26 @@ __all__ = [
     "CopyCall",
     "DenseBackwardCall",
     "DenseCall",
+    "LatentCall",
+    "LatentWriteCall",
     "MergeCall",
     "PagedCall",
     "SharedPrefix",
+    "TableCall",
     "WriteCall",
+    "as_paged",
+    "as_write",
     "backward_of",
     "cache_fields",
     "cascade_attention",
     "cascade_calls",
     "cascade_clash",
     "check_values",
+    "dropout_limit",
     "dtype_name",
     "forward_of",
+    "keep_factor",
+    "keep_mask",
     "refuse_unserved",
     "serves_table",
     "shared_prefix",

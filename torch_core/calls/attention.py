@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from torch_core.calls.call import A, Call, dtype_name
+from torch_core.calls.dropout import check_rate
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 
-__all__ = ["AttentionCall", "DenseCall", "PagedCall", "cache_fields"]
+__all__ = ["AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,11 @@ class AttentionCall(Call[A]):
         return self.out_dtype or ("bfloat16" if query in FP8_DTYPES else query)
 
     @property
+    def drops(self) -> bool:
+        """Softmax weights are dropped."""
+        return False
+
+    @property
     def is_empty(self) -> bool:
         """There is no query row or no sequence."""
         return self.num_tokens == 0 or self.num_seqs == 0
@@ -171,39 +177,26 @@ class AttentionCall(Call[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedCall(AttentionCall[A]):
-    """Attention of new tokens to their sequences' keys and values in a paged cache.
+class TableCall(AttentionCall[A]):
+    """Attention of new tokens to what their sequences have in the blocks of a cache.
 
-    Query rows are the last ones of their sequence; their keys and values are in the cache already. Table entries past
-    a sequence's last block are never followed. The cache is one array, or one for keys and one for values.
+    Query rows are the last ones of their sequence; what they attend to is in the cache already. Table entries past a
+    sequence's last block are never followed.
 
     Attributes:
-        kv_cache: keys at index 0 of the second axis, values at index 1; block 0 belongs to nobody.
-        key_cache: keys alone, with `value_cache`; then `kv_cache` is None.
-        value_cache: values alone; their head size may differ.
         block_tables: the blocks of each sequence, in order.
         seq_lens: tokens in the cache, the new ones included; 0 for a padding row.
         q_scale: what one unit of an fp8 query is worth.
         k_scale: what one unit of a stored key is worth.
-        v_scale: the same for values.
-        k_scale_cache: the same for each token and head, in place of `k_scale`.
-        v_scale_cache: the same for values.
         kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128; None for the tile table's. With
-            a number, a sequence has the same bits in all tables and batches whose plans have the same tile.
+            a number, a sequence has the same bits in all tables and batches whose plans have the same tile, and long
+            queries are not split.
     """
 
-    name: ClassVar[str] = "paged_attention"
-
-    kv_cache: Shaped[A, "num_blocks 2 block_size num_kv_heads head_size"] | None = None
-    key_cache: Shaped[A, "num_blocks block_size num_kv_heads head_size"] | None = None
-    value_cache: Shaped[A, "num_blocks block_size num_kv_heads value_head_size"] | None = None
     block_tables: Int32[A, "num_seqs max_blocks"]
     seq_lens: Int32[A, "num_seqs"]
     q_scale: Float32[A, "1"] | float | None = None
     k_scale: Float32[A, "1"] | float | None = None
-    v_scale: Float32[A, "1"] | float | None = None
-    k_scale_cache: Float32[A, "num_blocks block_size num_kv_heads"] | None = None
-    v_scale_cache: Float32[A, "num_blocks block_size num_kv_heads"] | None = None
     kv_chunk_size: int | None = None
 
     @property
@@ -221,11 +214,6 @@ class PagedCall(AttentionCall[A]):
         """Tokens that one row of the block tables can hold."""
         return self.block_tables.shape[1] * self.block_size
 
-    @property
-    def caches(self) -> A | tuple[A, A]:
-        """The cache as the public functions take it: one array, or a pair."""
-        return (self.key_cache, self.value_cache) if self.kv_cache is None else self.kv_cache  # type: ignore[return-value]
-
     def check_statics(self) -> None:
         """Checks that a chunk is a power of two."""
         super().check_statics()
@@ -234,15 +222,47 @@ class PagedCall(AttentionCall[A]):
             raise InvalidInput(f"kv_chunk_size is {chunk}; it must be a power of two, 128 or more.")
 
     def check_options(self) -> None:
-        """Checks the form of the cache, its scales and the dtypes that go together, then what all attention checks."""
-        check_caches(self.kv_cache, self.key_cache, self.value_cache)
+        """Checks what all attention checks, that there is a block, and the dtypes that go together."""
         super().check_options()
-        check_token_scales(self.k_scale_cache, self.v_scale_cache, self.k_scale, self.v_scale, self.key_dtype)
         if self.num_blocks == 0:
             raise InvalidInput("the cache has no block; block 0 at least must be there.")
         query, key = dtype_name(self.query), self.key_dtype
         if key not in (*FP8_DTYPES, "int8") and query not in (key, *FP8_DTYPES):
             raise InvalidInput(f"query is {query} and the cache {key}; cast one of them, or quantise the cache.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCall(TableCall[A]):
+    """Attention of new tokens to their sequences' keys and values in a paged cache: one array, or one for each.
+
+    Attributes:
+        kv_cache: keys at index 0 of the second axis, values at index 1; block 0 belongs to nobody.
+        key_cache: keys alone, with `value_cache`; then `kv_cache` is None.
+        value_cache: values alone; their head size may differ.
+        v_scale: what one unit of a stored value is worth.
+        k_scale_cache: what one unit is worth for each token and head, in place of `k_scale`.
+        v_scale_cache: the same for values.
+    """
+
+    name: ClassVar[str] = "paged_attention"
+
+    kv_cache: Shaped[A, "num_blocks 2 block_size num_kv_heads head_size"] | None = None
+    key_cache: Shaped[A, "num_blocks block_size num_kv_heads head_size"] | None = None
+    value_cache: Shaped[A, "num_blocks block_size num_kv_heads value_head_size"] | None = None
+    v_scale: Float32[A, "1"] | float | None = None
+    k_scale_cache: Float32[A, "num_blocks block_size num_kv_heads"] | None = None
+    v_scale_cache: Float32[A, "num_blocks block_size num_kv_heads"] | None = None
+
+    @property
+    def caches(self) -> A | tuple[A, A]:
+        """The cache as the public functions take it: one array, or a pair."""
+        return (self.key_cache, self.value_cache) if self.kv_cache is None else self.kv_cache  # type: ignore[return-value]
+
+    def check_options(self) -> None:
+        """Checks the form of the cache and its scales, and what every call with a table checks."""
+        check_caches(self.kv_cache, self.key_cache, self.value_cache)
+        super().check_options()
+        check_token_scales(self.k_scale_cache, self.v_scale_cache, self.k_scale, self.v_scale, self.key_dtype)
 
     def _keys_and_values(self) -> tuple[A, A]:
         if self.kv_cache is not None:
@@ -260,7 +280,10 @@ class DenseCall(AttentionCall[A]):
         key: packed like the queries.
         value: their head size may differ.
         key_start_loc: running sum of the key lengths, starting with 0.
+        dropout_seeds: for each sequence and head what decides which weights go; see `torch_core.calls.dropout`. The lse
+            knows nothing of it.
         max_key_len: an upper bound on the key lengths; None for what the arrays allow.
+        dropout_rate: the share of weights that go, to a multiple of 2^-16; above 0 with `dropout_seeds`.
     """
 
     name: ClassVar[str] = "attention"
@@ -268,17 +291,31 @@ class DenseCall(AttentionCall[A]):
     key: Float[A, "num_keys num_kv_heads head_size"]
     value: Float[A, "num_keys num_kv_heads value_head_size"]
     key_start_loc: Int32[A, "num_seqs+1"]
+    dropout_seeds: Int32[A, "num_seqs num_heads 2"] | None = None
     max_key_len: int | None = None
+    dropout_rate: float = 0.0
+
+    @property
+    def drops(self) -> bool:
+        """There are seeds to drop by."""
+        return self.dropout_seeds is not None
 
     def check_statics(self) -> None:
-        """Checks that the bounds on the lengths are ints."""
+        """Checks that the bounds on the lengths are ints, and the rate of dropout a number."""
         super().check_statics()
+        check_rate(self.dropout_rate)
         if self.max_key_len is not None:
             check_static("max_key_len", self.max_key_len)
 
     def check_options(self) -> None:
-        """Checks what all attention checks, and that keys have the query's dtype."""
+        """Checks what all attention checks, that keys have the query's dtype, and that dropout has seeds."""
         super().check_options()
+        if (self.dropout_rate > 0) != self.drops:
+            given = "given" if self.drops else "missing"
+            raise InvalidInput(
+                f"dropout_rate is {self.dropout_rate} and dropout_seeds {given}; a rate above 0 needs seeds, and seeds "
+                "need one."
+            )
         if self.key_dtype != dtype_name(self.query):
             raise InvalidInput(
                 f"query is {dtype_name(self.query)} and key {self.key_dtype}; they must be equal: 8-bit keys need a "

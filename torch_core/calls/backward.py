@@ -12,7 +12,10 @@ from torch_core.calls.call import A, dtype_name
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import FP8_DTYPES, ArraySpec
 
-__all__ = ["DenseBackwardCall", "backward_of", "forward_of"]
+__all__ = ["DIFFERENTIATED", "DenseBackwardCall", "backward_of", "forward_of"]
+
+#: What attention has gradients of.
+DIFFERENTIATED = ("query", "key", "value", "alibi_slopes", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,7 @@ class DenseBackwardCall(DenseCall[A]):
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns d_query, d_key, d_value, and d_alibi_slopes and d_sinks as far as those are given."""
-        names = ("query", "key", "value", "alibi_slopes", "sinks")
-        given = ((name, getattr(self, name)) for name in names)
+        given = ((name, getattr(self, name)) for name in DIFFERENTIATED)
         return {f"d_{name}": ArraySpec(tuple(x.shape), dtype_name(x)) for name, x in given if x is not None}
 
     def check_options(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch_core.calls.attention import AttentionCall, PagedCall
+from torch_core.calls.attention import AttentionCall, PagedCall, TableCall
 from torch_core.calls.backward import DenseBackwardCall
 from torch_core.calls.call import Call, dtype_name
+from torch_core.calls.latent import LatentCall
 from torch_core.calls.merge import MergeCall
 from torch_core.errors import Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
@@ -17,10 +18,15 @@ __all__ = ["IMPLEMENTATIONS", "SERVES", "Served", "refuse_unserved", "serves_tab
 #: "triton": Triton kernels on CUDA, from torch and from JAX alike. "torch": plain torch on a CPU. "xla": plain jnp.
 IMPLEMENTATIONS = ("triton", "torch", "xla")
 _MAX_HEAD_SIZE = 256
+_MAX_LORA_RANK = 512
+_MAX_ROPE_DIM = 128
+# Caches, and what is written to them.
+_STORED = ("kv_cache", "key_cache", "value_cache", "latent_cache", "key", "kv_c", "k_pe")
+_LATENT_BIASES = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "seq_causal")
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
     "alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "relative_bias", "seq_causal", "slot_mapping",
-    "block_mapping",
+    "block_mapping", "dropout_seeds",
 )  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
@@ -66,7 +72,7 @@ def _limit_of(call: Call[Any], implementation: str) -> str | None:
 def _query_dtype(call: Call[Any], implementation: str) -> str | None:
     if isinstance(call, AttentionCall):
         name, found = "query", dtype_name(call.query)
-        served = (*QUERY_DTYPES, *(FP8_DTYPES if isinstance(call, PagedCall) else ()))
+        served = (*QUERY_DTYPES, *(FP8_DTYPES if isinstance(call, TableCall) else ()))
     elif isinstance(call, MergeCall):
         name, found, served = "out_a", dtype_name(call.out_a), QUERY_DTYPES
     else:
@@ -77,25 +83,35 @@ def _query_dtype(call: Call[Any], implementation: str) -> str | None:
 
 
 def _cache_dtype(call: Call[Any], implementation: str) -> str | None:
-    arrays = call.arrays() if isinstance(call, PagedCall) or call.name == "write_kv_cache" else {}
-    caches = [name for name in ("kv_cache", "key_cache", "value_cache", "key") if name in arrays]
-    wide = next((name for name in caches if dtype_name(arrays[name]) == "float64"), None)
+    stores = isinstance(call, TableCall) or call.name in ("write_kv_cache", "write_latent_cache")
+    arrays = call.arrays() if stores else {}
+    wide = next((name for name in _STORED if name in arrays and dtype_name(arrays[name]) == "float64"), None)
     if implementation != "xla" and wide is not None:
         return f"{wide} is float64"
-    mixed = isinstance(call, PagedCall) and dtype_name(call.query) in FP8_DTYPES and call.key_dtype == "float32"
+    mixed = isinstance(call, TableCall) and dtype_name(call.query) in FP8_DTYPES and call.key_dtype == "float32"
     return "query is fp8 and the cache float32" if mixed and implementation == "triton" else None
 
 
 def _head_size(call: Call[Any], implementation: str) -> str | None:
-    if implementation == "triton" and isinstance(call, AttentionCall):
-        for name, size in (("head_size", call.head_size), ("value_head_size", call.value_head_size)):
-            if size > _MAX_HEAD_SIZE:
-                return f"{name} is {size} and its limit {_MAX_HEAD_SIZE}"
-    return None
+    if implementation != "triton" or not isinstance(call, AttentionCall):
+        return None
+    if isinstance(call, LatentCall):
+        rope_dim = call.head_size - call.kv_lora_rank
+        limits = (("kv_lora_rank", call.kv_lora_rank, _MAX_LORA_RANK), ("the rotary key", rope_dim, _MAX_ROPE_DIM))
+    else:
+        sizes = {name: getattr(call, name) for name in ("head_size", "value_head_size")}
+        limits = tuple((name, size, _MAX_HEAD_SIZE) for name, size in sizes.items())
+    return next((f"{name} is {size} and its limit {limit}" for name, size, limit in limits if size > limit), None)
+
+
+def _latent_biases(call: Call[Any], implementation: str) -> str | None:
+    if implementation != "triton" or not isinstance(call, LatentCall):
+        return None
+    return next((f"{name} is given" for name in _LATENT_BIASES if getattr(call, name) is not None), None)
 
 
 def _block_size(call: Call[Any], implementation: str) -> str | None:
-    if implementation == "triton" and isinstance(call, PagedCall) and call.block_size > _MAX_BLOCK_SIZE:
+    if implementation == "triton" and isinstance(call, TableCall) and call.block_size > _MAX_BLOCK_SIZE:
         return f"block_size is {call.block_size} and its limit {_MAX_BLOCK_SIZE}"
     return None
 
@@ -148,8 +164,17 @@ SERVES: tuple[Served, ...] = (
     ),
     Served(
         "head size",
-        {"triton": f"1 to {_MAX_HEAD_SIZE}; values may differ", "torch": "any; values may differ", "xla": "the same"},
+        {
+            "triton": f"1 to {_MAX_HEAD_SIZE}; values may differ; latents up to {_MAX_LORA_RANK} + {_MAX_ROPE_DIM}",
+            "torch": "any; values may differ",
+            "xla": "the same",
+        },
         _head_size,
+    ),
+    Served(
+        "biases, bidirectional ranges and a causal flag per sequence over latents",
+        {"triton": "no", "torch": "yes", "xla": "yes"},
+        _latent_biases,
     ),
     Served("block size", {"triton": f"1 to {_MAX_BLOCK_SIZE}", "torch": "any", "xla": "any"}, _block_size),
     Served(
@@ -163,6 +188,7 @@ SERVES: tuple[Served, ...] = (
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
     Served("biases by distance (ALiBi, its root form, relative_bias) and between new tokens (qq_bias)", _ALL),
     Served("logits_soft_cap, sinks, together too", _ALL),
+    Served("dropout of dense attention, forward and backward, the same weights in all", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),
     Served(
@@ -172,7 +198,7 @@ SERVES: tuple[Served, ...] = (
     Served(
         "reverse derivatives",
         {
-            "triton": "dense, of query, key, value, ALiBi slopes and sinks; not beside other biases",
+            "triton": "of queries, keys, values, ALiBi slopes and sinks, dense and paged; not beside other biases",
             "torch": "the same",
             "xla": "of everything, forward ones too",
         },

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from torch_core.calls.attention import DenseCall, PagedCall
+from torch_core.calls.attention import DenseCall, TableCall
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call
+from torch_core.calls.latent import LatentWriteCall
 from torch_core.errors import InvalidInput
 
 __all__ = ["check_values"]
@@ -28,14 +29,16 @@ def check_values(call: Call[Any], *, more_queries: bool = False) -> None:
         InvalidInput: offsets that fall or exceed their array, a length that its table row cannot hold, a block or slot
             that the cache does not have, copies that meet; with the first bad index.
     """
-    if isinstance(call, PagedCall):
+    if isinstance(call, TableCall):
         query_lens = _check_starts("query_start_loc", call.query_start_loc, call.num_tokens, call.max_query_len)
         _check_tables(call, query_lens if call.spec.causal and not more_queries else None)
     elif isinstance(call, DenseCall):
         _check_starts("query_start_loc", call.query_start_loc, call.num_tokens, call.max_query_len)
         _check_starts("key_start_loc", call.key_start_loc, call.key.shape[0], call.max_key_len)
     elif isinstance(call, WriteCall):
-        _check_slots(call)
+        _check_slots(call.slot_mapping, call.num_blocks, call.block_size)
+    elif isinstance(call, LatentWriteCall):
+        _check_slots(call.slot_mapping, *call.latent_cache.shape[:2])
     elif isinstance(call, CopyCall):
         _check_copies(call)
 
@@ -59,7 +62,7 @@ def _check_starts(name: str, start_loc: Any, num_rows: int, max_len: int | None)
     return lens
 
 
-def _check_tables(call: PagedCall[Any], query_lens: list[int] | None) -> None:
+def _check_tables(call: TableCall[Any], query_lens: list[int] | None) -> None:
     # Without the causal mask a sequence may have more query rows than keys: cross attention to a short input.
     lens, max_blocks, block_size = call.seq_lens.tolist(), call.block_tables.shape[1], call.block_size
     for seq, seq_len in enumerate(lens):
@@ -88,13 +91,13 @@ def _check_tables(call: PagedCall[Any], query_lens: list[int] | None) -> None:
             )
 
 
-def _check_slots(call: WriteCall[Any]) -> None:
-    slots = np.asarray(call.slot_mapping)
-    limit = call.num_blocks * call.block_size
+def _check_slots(slot_mapping: Any, num_blocks: int, block_size: int) -> None:
+    slots = np.asarray(slot_mapping)
+    limit = num_blocks * block_size
     if slots.size and slots.max() >= limit:
         first = int((slots >= limit).argmax())
         raise InvalidInput(
-            f"slot_mapping[{first}] is {slots[first]}; a cache of {call.num_blocks} blocks of {call.block_size} has "
+            f"slot_mapping[{first}] is {slots[first]}; a cache of {num_blocks} blocks of {block_size} has "
             f"slots 0 to {limit - 1}."
         )
 

@@ -12,7 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_core.calls import Call, CopyCall, DenseBackwardCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import (
+    Call,
+    CopyCall,
+    DenseBackwardCall,
+    DenseCall,
+    LatentCall,
+    LatentWriteCall,
+    MergeCall,
+    PagedCall,
+    WriteCall,
+    as_paged,
+    as_write,
+)
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.dense import attention
@@ -24,9 +36,11 @@ __all__ = ["run_on_cpu"]
 
 _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     PagedCall: paged_attention,
+    LatentCall: lambda call: paged_attention(as_paged(call)),
     DenseCall: attention,
     DenseBackwardCall: attention_backward,
     WriteCall: write_kv_cache,
+    LatentWriteCall: lambda call: write_kv_cache(as_write(call)),
     CopyCall: copy_blocks,
     MergeCall: merge_states,
 }

@@ -55,8 +55,12 @@ def attention_backward(call: DenseBackwardCall[Tensor]) -> dict[str, Tensor]:
             key, value = (x[keys].float().masked_fill(unseen, 0) for x in (call.key, call.value))
             weights, scores_by = _weights(call, query[rows], key, mask, row_lse)
             d_scores = torch.einsum("qhgd,khd->hgqk", row_d_out, value)
+            kept, dropout = weights, extras.dropped((first, first + rows.stop - rows.start), near)
+            if dropout is not None:
+                dropout = dropout.unflatten(0, heads)
+                kept, d_scores = weights * dropout, d_scores * dropout
             d_scores = d_scores.sub_(delta).mul_(weights)
-            found["d_value"][keys] += torch.einsum("hgqk,qhgd->khd", weights, row_d_out)
+            found["d_value"][keys] += torch.einsum("hgqk,qhgd->khd", kept, row_d_out)
             if "d_sinks" in found:
                 sinks = call.sinks.float().view(*heads, 1, 1)  # type: ignore[union-attr]
                 found["d_sinks"] -= (torch.exp(sinks - row_lse) * delta).double().sum((2, 3)).flatten()

@@ -33,6 +33,7 @@ def attend(
     scale: float,
     logits_soft_cap: float | None = None,
     bias: Tensor | None = None,
+    dropout: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attends float32 tensors; every row must see a key, and hidden keys and values must be finite.
@@ -44,6 +45,7 @@ def attend(
         scale: factor on the scores.
         logits_soft_cap: cap on the scores, or None.
         bias: float32, broadcastable to `[batch, heads, rows, keys]`, added after the cap; -inf hides. Or None.
+        dropout: float32, what the softmax weights are multiplied with, likewise; or None.
         is_causal: row i sees keys 0 to i; only with as many rows as keys and without `bias`.
 
     Returns:
@@ -54,7 +56,7 @@ def attend(
         query, scale = -query, -scale
     if query.shape[-1] % _ALIGNED:
         query = query.clone()
-    if fused_applies(logits_soft_cap, query.shape[-1], value.shape[-1]):
+    if dropout is None and fused_applies(logits_soft_cap, query.shape[-1], value.shape[-1]):
         return _attend_fused(query, key, value, scale, bias, is_causal)
     scores = torch.matmul(query, key.transpose(-1, -2))
     if logits_soft_cap is None:
@@ -68,6 +70,8 @@ def attend(
         scores.masked_fill_(hidden, -torch.inf)
     highest = scores.amax(-1, keepdim=True)
     total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+    if dropout is not None:
+        scores *= dropout
     return torch.matmul(scores, value).div_(total), total.log_().add_(highest).squeeze(-1)
 
 

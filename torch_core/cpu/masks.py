@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from torch_core.calls import AttentionCall
+from torch_core.calls import AttentionCall, DenseCall, keep_factor, keep_mask
 from torch_core.cpu.gather import raw_array
 from torch_core.specs import AttentionSpec
 
@@ -59,12 +60,14 @@ class Extras:
         mm_ranges: int `[ranges, 2]`, inclusive spans of bidirectional attention.
         bias: float32 `[rows, rows]`, between the new tokens.
         by_distance: what is added by the distance of the key.
+        dropout: int32 `[num_heads, 2]` seeds, and the rate.
     """
 
     causal: bool | None = None
     mm_ranges: np.ndarray | None = None
     bias: np.ndarray | None = None
     by_distance: DistanceBias | None = None
+    dropout: tuple[np.ndarray, float] | None = None
 
     @classmethod
     def of(cls, call: AttentionCall[Tensor]) -> Extras:
@@ -74,18 +77,27 @@ class Extras:
 
     def of_sequence(self, call: AttentionCall[Tensor], seq: int) -> Extras:
         """Returns what sequence number `seq` adds."""
-        if call.seq_causal is None and call.mm_prefix_range is None:
+        seeds = call.dropout_seeds if isinstance(call, DenseCall) else None
+        if call.seq_causal is None and call.mm_prefix_range is None and seeds is None:
             return self
         return replace(
             self,
             causal=None if call.seq_causal is None else bool(call.seq_causal[seq]),
             mm_ranges=None if call.mm_prefix_range is None else call.mm_prefix_range[seq].numpy(),
+            dropout=None if seeds is None else (seeds[seq].numpy(), call.dropout_rate),  # type: ignore[attr-defined]
         )
 
     @property
     def irregular(self) -> bool:
         """The keys of a row are no range, or their scores differ by more than their distance."""
         return self.mm_ranges is not None or self.bias is not None
+
+    def dropped(self, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor | None:
+        """Returns what weights are multiplied with, float32 `[num_heads, rows, keys]`; None without dropout."""
+        if self.dropout is None:
+            return None
+        seeds, rate = self.dropout
+        return torch.from_numpy(keep_mask(seeds, np.arange(*rows), keys, rate)).float().mul_(keep_factor(rate))
 
     def is_causal(self, spec: AttentionSpec) -> bool:
         """Whether this sequence has a causal mask."""

@@ -55,7 +55,7 @@ def attend_rows(
 
     irregular = extras.irregular
     first_row = 0 if irregular else first_row_with_keys(query_len, key_len, causal, spec)
-    fused = fused_applies(spec.logits_soft_cap, head_size, value_head_size)
+    fused = extras.dropout is None and fused_applies(spec.logits_soft_cap, head_size, value_head_size)
     plain = not irregular and extras.by_distance is None
     plain = plain and _sees_everything(first_row, query_len, key_len, causal, spec)
     if fused and plain and (not causal or query_len - first_row == key_len):
@@ -81,6 +81,7 @@ def attend_rows(
                 near_key, near_value = near_key.masked_fill(unseen, 0), near_value.masked_fill(unseen, 0)
             bias = torch.from_numpy(mask)
             bias = bias.view(*heads, *mask.shape[1:]) if mask.shape[0] > 1 else bias[None]
+        dropout = extras.dropped((start, end), keys)
         output, lse = attend(
             query[:, :, start:end],
             near_key,
@@ -88,6 +89,7 @@ def attend_rows(
             scale=scale,
             logits_soft_cap=spec.logits_soft_cap,
             bias=bias,
+            dropout=None if dropout is None else dropout.unflatten(0, tuple(heads)),
             is_causal=square,
         )
         if seen is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Batch", "Call", "Shape"]
+__all__ = ["Batch", "Call", "Shape", "Split"]
 
 
 class Batch(NamedTuple):
@@ -32,6 +32,24 @@ class Batch(NamedTuple):
     table_tokens: Any
 
 
+class Split(NamedTuple):
+    """How the keys of a paged call are split over work items: in chunks, counted from key 0 of each sequence.
+
+    Attributes:
+        chunk: keys of a chunk, a multiple of a tile's.
+        max_chunks: chunks that one sequence can have.
+        max_query: query tokens that one sequence can have.
+        out, maximum, total: what each chunk leaves of a row for `attention_combine_kernel`, see split.partials.
+    """
+
+    chunk: Any
+    max_chunks: Any
+    max_query: Any
+    out: Any
+    maximum: Any
+    total: Any
+
+
 class Call(NamedTuple):
     """The operands of a call.
 
@@ -42,6 +60,7 @@ class Call(NamedTuple):
         output: where finished rows go, a hopper_rows.Output.
         batch: where the sequences stand.
         num_items: work items of all programs.
+        split: how keys are split over work items, a hopper_call.Split; None where they are not.
     """
 
     query: Any
@@ -52,6 +71,7 @@ class Call(NamedTuple):
     output: Any
     batch: Any
     num_items: Any
+    split: Any
 
 
 class Shape(NamedTuple):

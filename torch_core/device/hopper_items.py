@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.hopper_work import work_item
+from torch_core.device.work import chunk_span
 
 __all__ = ["ITEMS", "find_items", "item_count", "read_item", "words_of"]
 
@@ -26,7 +27,7 @@ def find_items(call, rings, SHAPE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     fields = gl.arange(0, 8, layout=layout)
     for turn in range(item_count(call.num_items)):
-        _, seq, token, head = work_item(turn, call, SHAPE)
+        _, seq, tile, head = work_item(turn, call, SHAPE)
         start = gl.load(batch.query_start_loc + seq)
         query_len = gl.load(batch.query_start_loc + seq + 1) - start
         if SHAPE.PAGED:
@@ -37,10 +38,23 @@ def find_items(call, rings, SHAPE: gl.constexpr):
             first_key = gl.load(batch.key_start_loc + seq)
             seq_len = gl.load(batch.key_start_loc + seq + 1) - first_key
             num_keys = seq_len
+        if call.split is not None:
+            split = call.split
+            first, chunks = chunk_span(
+                seq_len, query_len, batch.table_tokens, call.bounds, split.chunk, split.max_query
+            )
+            index = tile % chunks
+            tile = tile // chunks
+            first_key = (first + index) * split.chunk
+            num_keys = gl.minimum(num_keys, first_key + split.chunk)
+            row = (seq * split.max_query + tile * TOKENS) * split.max_chunks + index
+        token = tile * TOKENS
         values = gl.where(fields == 0, start + token, gl.minimum(query_len - token, TOKENS))
         values = gl.where(fields == 2, seq_len - query_len + token, values)
         values = gl.where(fields == 3, num_keys, gl.where(fields == 4, head * SHAPE.PACK, values))
         values = gl.where(fields == 5, seq, gl.where(fields == 6, first_key, values))
+        if call.split is not None:
+            values = gl.where(fields == 7, row, values)
         slot = turn % ITEMS
         mbarrier.wait(items.empty.index(slot), ((turn // ITEMS) & 1) ^ 1)
         items.tiles.index(slot).store(values)
@@ -61,7 +75,9 @@ def read_item(items, turn):
     """Waits for the work item of a turn in the ring `items`.
 
     Returns:
-        (first query row, query tokens, position of the first, keys, first head, sequence, row of the first key).
+        (first query row, query tokens, position of the first, keys, first head, sequence, first key, partial row).
+        The first key is a row of dense keys, or the start of a chunk; keys end where the chunk does; the partial row is
+        that of the first query row and this chunk.
     """
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     slot = turn % ITEMS
@@ -73,7 +89,7 @@ def read_item(items, turn):
 
 @gluon.jit
 def words_of(told):
-    """The first seven of eight words that every thread has, one by one."""
+    """The eight words that every thread has, one by one."""
     fields = gl.arange(0, 8, layout=told.type.layout)
     a = gl.sum(gl.where(fields == 0, told, 0), 0)
     b = gl.sum(gl.where(fields == 1, told, 0), 0)
@@ -82,4 +98,5 @@ def words_of(told):
     e = gl.sum(gl.where(fields == 4, told, 0), 0)
     f = gl.sum(gl.where(fields == 5, told, 0), 0)
     g = gl.sum(gl.where(fields == 6, told, 0), 0)
-    return a, b, c, d, e, f, g
+    h = gl.sum(gl.where(fields == 7, told, 0), 0)
+    return a, b, c, d, e, f, g, h

@@ -51,16 +51,23 @@ class Span(NamedTuple):
 
 
 @gluon.jit
-def own_tiles(first_pos, tokens, num_keys, bounds, in_rows, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """The Span of the warpgroup OWN, whose rows are numbered `in_rows`: 64 // PACK tokens with PACK heads each."""
+def own_tiles(first_pos, tokens, first_key, num_keys, bounds, in_rows, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """The Span of the warpgroup OWN, whose rows are numbered `in_rows`: 64 // PACK tokens with PACK heads each.
+
+    The keys are those from `first_key`, the start of a tile, to `num_keys`; None for all from key 0.
+    """
     PACK: gl.constexpr = SHAPE.PACK
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     TOKENS: gl.constexpr = 64 // PACK
     low, high = visible_keys(first_pos, first_pos + tokens - 1, num_keys, bounds, 0)
+    if first_key is not None:
+        low = gl.maximum(low, first_key)
     start, end = key_tiles(low, high, SHAPE)
     own_first = first_pos + OWN * TOKENS
     own_last = first_pos + gl.minimum(tokens, OWN * TOKENS + TOKENS) - 1
     own_low, own_high = visible_keys(own_first, own_last, num_keys, bounds, 0)
+    if first_key is not None:
+        own_low = gl.maximum(own_low, first_key)
     own_end = gl.minimum(gl.maximum((own_high + BLOCK_N - 1) // BLOCK_N, start + 1), end)
     if PACK > 1:
         # Short queries often leave a warpgroup without a row: it looks at one tile and lets the others pass.

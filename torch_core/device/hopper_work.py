@@ -7,8 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
+from torch_core.device.work import chunk_span
 
-__all__ = ["copy_tile", "count_tiles", "key_tiles", "level_by_level", "tile_rows", "work_item", "zero_outside"]
+__all__ = ["copy_tile", "count_items", "key_tiles", "level_by_level", "tile_rows", "work_item", "zero_outside"]
 
 _SEQS = gl.constexpr(32)
 
@@ -19,23 +20,32 @@ def _add(a, b):
 
 
 @gluon.jit
-def _tiles(base, batch, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
+def _tiles(base, batch, bounds, split, SHAPE: gl.constexpr):
+    TILE: gl.constexpr = 64 * SHAPE.WARPGROUPS // SHAPE.PACK
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seqs = base + gl.arange(0, _SEQS, layout=layout)
     live = seqs < batch.num_seqs
     query_end = gl.load(batch.query_start_loc + seqs + 1, mask=live, other=0)
     query_len = query_end - gl.load(batch.query_start_loc + seqs, mask=live, other=0)
-    return gl.where(query_len >= MIN_QUERY, (query_len + TILE - 1) // TILE, 0), live
+    tiles = gl.where(query_len >= SHAPE.MIN_QUERY, (query_len + TILE - 1) // TILE, 0)
+    if split is not None:
+        seq_len = gl.load(batch.seq_lens + seqs, mask=live, other=0)
+        _, chunks = chunk_span(seq_len, query_len, batch.table_tokens, bounds, split.chunk, split.max_query)
+        tiles *= chunks
+    return tiles, live
 
 
 @gluon.jit
-def count_tiles(batch, TILE: gl.constexpr, MIN_QUERY: gl.constexpr):
-    """The query tiles of the batch: one for every TILE tokens of the sequences with at least MIN_QUERY of them."""
+def count_items(batch, bounds, split, SHAPE: gl.constexpr):
+    """The work items of the batch: for each head a tile for every few tokens of the sequences that are served.
+
+    Where keys are split, each chunk of a tile's keys is an item of its own.
+    """
     total = 0
     for base in range(0, batch.num_seqs, _SEQS):
-        tiles, _ = _tiles(base, batch, TILE, MIN_QUERY)
+        tiles, _ = _tiles(base, batch, bounds, split, SHAPE)
         total += gl.sum(tiles, 0)
-    return total
+    return total * (SHAPE.NUM_HEADS // SHAPE.PACK)
 
 
 @gluon.jit
@@ -45,12 +55,12 @@ def work_item(turn, call, SHAPE: gl.constexpr):
     Work items are tiles times heads. Among 32 sequences side by side, those with the most keys under a causal mask
     come first, all heads of a tile together. Programs take items in turns, every other turn in reverse order: so each
     of them gets about the same number of keys in all (longest processing time first), and all of them are at about
-    the same keys at a time, which stay in the L2 cache. With PACK, the tiles of a sequence follow each other: those of
-    short queries over many keys are about equal, and what they can share is the keys.
+    the same keys at a time, which stay in the L2 cache. With PACK, or with keys in chunks, the tiles of a sequence
+    follow each other: they are about equal, and what they can share is the keys.
 
     Returns:
-        (item number, sequence, first token of the tile, head in units of PACK); the last three mean nothing beyond the
-        last item.
+        (item number, sequence, tile of the sequence, head in units of PACK); the last three mean nothing beyond the
+        last item. Where keys are split, chunk `i` of tile `t` is tile number t * chunks + i.
     """
     batch = call.batch
     TILE: gl.constexpr = 64 * SHAPE.WARPGROUPS // SHAPE.PACK
@@ -73,23 +83,23 @@ def work_item(turn, call, SHAPE: gl.constexpr):
     if batch.num_seqs > _SEQS:
         total = 0
         for base in range(0, batch.num_seqs, _SEQS):
-            tiles, _ = _tiles(base, batch, TILE, SHAPE.MIN_QUERY)
+            tiles, _ = _tiles(base, batch, call.bounds, call.split, SHAPE)
             chunk = gl.where(total <= wanted, base, chunk)
             before = gl.where(total <= wanted, total, before)
             total += gl.sum(tiles, 0)
     rank = wanted - before
 
-    tiles, live = _tiles(chunk, batch, TILE, SHAPE.MIN_QUERY)
+    tiles, live = _tiles(chunk, batch, call.bounds, call.split, SHAPE)
     if SHAPE.PAGED:
         keys = gl.load(batch.seq_lens + chunk + lanes, mask=live, other=0)
     else:
         keys = gl.load(batch.key_start_loc + chunk + lanes + 1, mask=live, other=0)
         keys -= gl.load(batch.key_start_loc + chunk + lanes, mask=live, other=0)
-    if SHAPE.PACK > 1:
+    if SHAPE.PACK > 1 or call.split is not None:
         lane, tile = _sequence_by_sequence(rank, tiles, keys, lanes, TILE)
     else:
         lane, tile = level_by_level(rank, tiles, keys, lanes, TILE)
-    return item, chunk + lane, tile * TILE, head
+    return item, chunk + lane, tile, head
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.dropout import kept_weights
 from torch_core.device.mask import tile_scores
 from torch_core.device.softmax import softmax_step
 from torch_core.device.tiles import key_rows, load_tile, token_head_scales
@@ -30,6 +31,7 @@ def attend_tile(
     NUM_RANGES: tl.constexpr,
     MASKED: tl.constexpr,
     EXACT: tl.constexpr,
+    dropout=None,
 ):
     """Scores a tile of keys, weighs its values and adds them to the accumulated rows.
 
@@ -41,6 +43,7 @@ def attend_tile(
         inside: keys that may be read; the others count as 0. Not used unless MASKED.
         keys, LAYOUT: the Keys of the sequence's head, and their KeyLayout.
         query_pos, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT: see mask.tile_scores.
+        dropout: the rows' Dropout, or None. Sums of weights, and so the lse, are without it.
 
     Returns:
         The new (acc, row_max, row_sum).
@@ -64,6 +67,8 @@ def attend_tile(
         products, query_pos, key_pos, key_factors, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT
     )
     weights, keep, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, EXACT)
+    if dropout is not None:
+        weights = kept_weights(weights, position, dropout)
     if keys.value_scales is not None:
         factors = token_head_scales(keys.value_scales, pages, key_pos, inside, LAYOUT.SCALE_STRIDES, BLOCK_SIZE)
         weights = weights * factors[None, :]

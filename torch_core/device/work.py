@@ -38,14 +38,14 @@ def locate_tile(work, query_start_loc, num_seqs, BLOCK_SEQS: tl.constexpr, TILE:
 
 
 @triton.jit
-def chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK: tl.constexpr, MAX_QUERY: tl.constexpr):
-    """The chunks of CHUNK keys that the last `query_len` positions of a sequence can see.
+def chunk_span(seq_len, query_len, table_tokens, bounds, chunk, max_query):
+    """The chunks of `chunk` keys that the last `query_len` positions of a sequence can see.
 
     Chunks are counted from key 0, so a sequence is cut at the same places in every batch. Works on scalars and on
     vectors. A sequence with query rows has at least one chunk, whose program writes the zeros of an empty row.
 
     Returns:
-        (first chunk, number of chunks); the number is 0 without query rows or with more than MAX_QUERY of them.
+        (first chunk, number of chunks); the number is 0 without query rows or with more than `max_query` of them.
     """
     keys = tl.minimum(seq_len, table_tokens)
     first_pos = tl.maximum(seq_len - query_len, 0)
@@ -54,9 +54,9 @@ def chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK: tl.constexpr, MA
         low = tl.maximum(low, first_pos - bounds.window_left)
     if bounds.attention_chunk is not None:
         low = tl.maximum(low, first_pos // bounds.attention_chunk * bounds.attention_chunk)
-    first = low // CHUNK
-    chunks = tl.maximum((keys + CHUNK - 1) // CHUNK - first, 1)
-    return first, tl.where((query_len > 0) & (query_len <= MAX_QUERY), chunks, 0)
+    first = low // chunk
+    chunks = tl.maximum((keys + chunk - 1) // chunk - first, 1)
+    return first, tl.where((query_len > 0) & (query_len <= max_query), chunks, 0)
 
 
 @triton.jit

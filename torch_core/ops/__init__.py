@@ -11,6 +11,7 @@ from torch_core.ops.attention import (
 )
 from torch_core.ops.cache import copy_blocks, merge_states, write_kv_cache
 from torch_core.ops.cascade import cascade_attention
+from torch_core.ops.latent import mla_attention, mla_attention_with_lse, mla_call, write_latent_cache
 from torch_core.run import run
 
 __all__ = [
@@ -21,9 +22,13 @@ __all__ = [
     "copy_blocks",
     "dense_call",
     "merge_states",
+    "mla_attention",
+    "mla_attention_with_lse",
+    "mla_call",
     "paged_attention",
     "paged_attention_with_lse",
     "paged_call",
     "run",
     "write_kv_cache",
+    "write_latent_cache",
 ]

@@ -18,6 +18,8 @@ __all__ = [
     "attention_backward",
     "attention_with_lse",
     "dense_call",
+    "output_and_lse_of",
+    "output_of",
     "paged_attention",
     "paged_attention_with_lse",
     "paged_call",
@@ -145,6 +147,8 @@ def dense_call(
     relative_bias: Tensor | None = None,
     qq_bias: Tensor | None = None,
     seq_causal: Tensor | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seeds: Tensor | None = None,
 ) -> DenseCall[Tensor]:
     """Attends packed sequences of unequal length: encoders, cross attention, prefill without a cache.
 
@@ -168,6 +172,8 @@ def dense_call(
         relative_bias: float `[num_heads, 2 * D + 1]`, added by the distance `clip(key - query, -D, D)`.
         qq_bias: float `[rows, rows]`, added to the scores between queries and the last keys.
         seq_causal: bool `[num_seqs]`, overrides `spec.causal`.
+        dropout_rate: the share of softmax weights that go; the others are divided by what stays.
+        dropout_seeds: int32 `[num_seqs, num_heads, 2]`, any numbers; see `torch_core.calls.dropout`.
 
     Returns:
         The output, and the log-sum-exp where it is asked for; see `paged_attention`.
@@ -193,6 +199,8 @@ def dense_call(
         relative_bias=relative_bias,
         qq_bias=qq_bias,
         seq_causal=seq_causal,
+        dropout_rate=dropout_rate,
+        dropout_seeds=dropout_seeds,
     )
 
 
@@ -228,7 +236,9 @@ def attention_backward(
     return run(backward_of(dense_call(*args, **options), out=out, lse=lse, d_out=d_out, d_lse=d_lse))
 
 
-def _output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, Tensor]:
+def output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, Tensor]:
+    """Returns the operation of that name which makes a call, runs it and returns its output."""
+
     @functools.wraps(make_call)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         return run(make_call(*args, **kwargs))["out"]
@@ -237,9 +247,9 @@ def _output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Cal
     return attend
 
 
-def _output_and_lse_of(
-    make_call: Callable[_P, AttentionCall[Tensor]], name: str
-) -> Callable[_P, tuple[Tensor, Tensor]]:
+def output_and_lse_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, tuple[Tensor, Tensor]]:
+    """Returns the operation of that name which makes a call, runs it and returns its output and lse."""
+
     @functools.wraps(make_call)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> tuple[Tensor, Tensor]:
         results = run(replace(make_call(*args, **kwargs), with_lse=True))
@@ -250,7 +260,7 @@ def _output_and_lse_of(
 
 
 # One list of keywords for each operation: the functions differ in what they return.
-paged_attention = _output_of(paged_call, "paged_attention")
-paged_attention_with_lse = _output_and_lse_of(paged_call, "paged_attention_with_lse")
-attention = _output_of(dense_call, "attention")
-attention_with_lse = _output_and_lse_of(dense_call, "attention_with_lse")
+paged_attention = output_of(paged_call, "paged_attention")
+paged_attention_with_lse = output_and_lse_of(paged_call, "paged_attention_with_lse")
+attention = output_of(dense_call, "attention")
+attention_with_lse = output_and_lse_of(dense_call, "attention_with_lse")

@@ -8,6 +8,7 @@ gives the "same-dtype torch reference" whose error bounds the error that a kerne
 from torch_core.reference.attention import attention, paged_attention
 from torch_core.reference.backward import attention_backward
 from torch_core.reference.cache import copy_blocks, write_kv_cache
+from torch_core.reference.latent import mla_attention, write_latent_cache
 from torch_core.reference.merge import merge_states
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "attention_backward",
     "copy_blocks",
     "merge_states",
+    "mla_attention",
     "paged_attention",
     "write_kv_cache",
+    "write_latent_cache",
 ]

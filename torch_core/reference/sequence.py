@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.calls import AttentionCall, Call
+from torch_core.calls import AttentionCall, Call, DenseCall, keep_factor, keep_mask
 from torch_core.reference.masks import biases, score_bias, visible_keys
 from torch_core.specs import AttentionSpec
 
@@ -18,6 +19,11 @@ C = TypeVar("C", bound=Call[Tensor])
 
 def attend(call: AttentionCall[Tensor], seq: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Attends sequence number `seq` of a call over its own keys and values; see `attend_sequence`."""
+    dropout = None
+    if isinstance(call, DenseCall) and call.dropout_seeds is not None:
+        seeds, rate = call.dropout_seeds[seq].cpu().numpy(), call.dropout_rate
+        kept = keep_mask(seeds, np.arange(query.shape[0]), (0, key.shape[0]), rate)
+        dropout = torch.from_numpy(kept) * keep_factor(rate)
     return attend_sequence(
         query,
         key,
@@ -26,6 +32,7 @@ def attend(call: AttentionCall[Tensor], seq: int, query: Tensor, key: Tensor, va
         causal=None if call.seq_causal is None else bool(call.seq_causal[seq]),
         sinks=call.sinks,
         mm_prefix_range=None if call.mm_prefix_range is None else call.mm_prefix_range[seq],
+        dropout=dropout,
         **biases(call),
     )
 
@@ -39,6 +46,7 @@ def attend_sequence(
     causal: bool | None = None,
     sinks: Tensor | None = None,
     mm_prefix_range: Tensor | None = None,
+    dropout: Tensor | None = None,
     **bias_arrays: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attends one sequence, in the dtype of its arguments (which have their scales applied already).
@@ -56,6 +64,7 @@ def attend_sequence(
         causal: overrides `spec.causal`.
         sinks: float `[num_heads]`.
         mm_prefix_range: int `[ranges, 2]`; see `visible_keys`.
+        dropout: `[num_heads, query_len, key_len]`, what the softmax weights are multiplied with; the lse is not.
         **bias_arrays: what `score_bias` takes.
 
     Returns:
@@ -100,7 +109,10 @@ def attend_sequence(
     # Not the logarithm of 0, whose derivative is infinite where nothing is seen.
     denominator = denominator.masked_fill(denominator == 0, 1)
     lse = (denominator.log() + shift).squeeze(-1).masked_fill(~seen, -torch.inf)
-    weights = (weights / denominator).to(query.dtype)
+    weights = weights / denominator
+    if dropout is not None:
+        weights = weights * dropout.to(lse_dtype)
+    weights = weights.to(query.dtype)
     output = torch.einsum("hij,jhd->ihd", weights, value)
     return output, lse.T
 

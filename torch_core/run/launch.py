@@ -17,11 +17,11 @@ from torch_core.planner import plan_call
 from torch_core.run.tensors import array_spec, empty_results, layout_spec, torch_dtype
 from torch_core.specs import ArraySpec
 
-__all__ = ["device_limits", "prepare_operation", "run_operation", "run_planned"]
+__all__ = ["device_limits", "planned_scratch", "prepare_operation", "run_operation", "run_planned"]
 
 
 def run_planned(
-    call: Call[torch.Tensor], arrays: dict[str, torch.Tensor], device: torch.device
+    call: Call[torch.Tensor], arrays: dict[str, torch.Tensor], device: torch.device, workspace: Any = None
 ) -> dict[str, torch.Tensor]:
     """Plans a call, or finds its plan again, and runs it; see `torch_core.run.run`.
 
@@ -29,6 +29,7 @@ def run_planned(
         call: the call.
         arrays: `call.arrays()`.
         device: where the first of them is.
+        workspace: see there.
     """
     found = []
     for name, value in call.__dict__.items():
@@ -45,8 +46,20 @@ def run_planned(
     buffers = dict(arrays)
     for name, shape, dtype in ready.new:
         buffers[name] = torch.empty(shape, dtype=dtype, device=device)
+    if ready.scratch and workspace is not None:
+        wanted = ((shape, dtype) for _, shape, dtype in ready.scratch)
+        buffers.update(zip((name for name, *_ in ready.scratch), workspace.get_simultaneous(*wanted), strict=True))
+    else:
+        for name, shape, dtype in ready.scratch:
+            buffers[name] = torch.empty(shape, dtype=dtype, device=device)
     _launch(ready.launches, buffers, device)
     return {name: buffers[name] for name in ready.results}
+
+
+def planned_scratch(call: Call[ArraySpec], device: torch.device) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and element type of a call's scratch; see `torch_core.run.scratch_of`."""
+    limits = device_limits(device) if device.type == "cuda" else None
+    return [(spec.shape, torch_dtype(spec.dtype)) for _, spec in plan_call(call, limits).scratch]
 
 
 def run_operation(
@@ -116,6 +129,7 @@ class _Ready(NamedTuple):
     """What is left to do for a call of known layout: arrays to make, launches, and the names of the results."""
 
     new: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    scratch: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     launches: tuple[Any, ...]
     results: tuple[str, ...]
 
@@ -133,13 +147,12 @@ def _ready(call_class: type[Call[Any]], found: tuple[Any, ...], device: torch.de
         if given is not None:
             _check_output(plan.name, name, given, spec)
     given = specs.arrays()
-    new = tuple(
-        (name, spec.shape, torch_dtype(spec.dtype))
-        for name, spec in (*plan.outputs, *plan.scratch)
-        if name not in given
+    new, scratch = (
+        tuple((name, spec.shape, torch_dtype(spec.dtype)) for name, spec in arrays if name not in given)
+        for arrays in (plan.outputs, plan.scratch)
     )
     written = [name for name in specs.written if name in ("out", "lse")]
-    return _Ready(new, _prepared(plan, device.index), tuple(dict.fromkeys([*dict(plan.outputs), *written])))
+    return _Ready(new, scratch, _prepared(plan, device.index), tuple(dict.fromkeys([*dict(plan.outputs), *written])))
 
 
 def _launch(launches: tuple[Any, ...], buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,14 +16,27 @@ from torch_core.errors import InvalidInput, Unsupported
 from torch_core.run.tensors import array_spec, empty_results
 from torch_core.specs import ArraySpec
 
-__all__ = ["run", "run_all"]
+__all__ = ["Workspace", "run", "run_all", "scratch_of"]
+
+#: Shape and element type of an array.
+ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
-def run(call: Call[Tensor]) -> dict[str, Tensor]:
+class Workspace(Protocol):
+    """Where scratch comes from: `torch_core.vllm.WorkspaceManager` is one."""
+
+    def get_simultaneous(self, *shapes_and_dtypes: ShapeAndDtype) -> list[Tensor]: ...
+
+
+def run(call: Call[Tensor], *, workspace: Workspace | None = None) -> dict[str, Tensor]:
     """Runs a call on the device of its tensors; new results are allocated, given ones written.
 
     On CUDA nothing is waited for and, after the first call with a shape, nothing happens but the launches: it can be
     captured in a graph. Values of index arrays are checked on the CPU only; on CUDA they are out of the host's sight.
+
+    Args:
+        call: the call.
+        workspace: where the kernels' scratch comes from; None allocates it with the results.
 
     Returns:
         The results by name, `out` and `lse`, as far as the operation has them.
@@ -36,9 +50,14 @@ def run(call: Call[Tensor]) -> dict[str, Tensor]:
     device = _device(call, arrays)
     if device.type == "cuda":
         # Imported here: nothing on the CPU's way imports Triton.
-        return import_module("torch_core.run.launch").run_planned(call, arrays, device)
+        return import_module("torch_core.run.launch").run_planned(call, arrays, device, workspace)
     _check_on_cpu(call, device)
     return empty_results(call, arrays, device) if call.is_empty else run_on_cpu(call)
+
+
+def scratch_of(call: Call[ArraySpec], device: torch.device) -> list[ShapeAndDtype]:
+    """Returns the scratch that `run` asks a workspace for; on a CPU, what it would be on an H200."""
+    return import_module("torch_core.run.launch").planned_scratch(call, device)
 
 
 def run_all(calls: Sequence[Call[Tensor]]) -> None:

@@ -10,6 +10,8 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    LatentCall,
+    LatentWriteCall,
     MergeCall,
     PagedCall,
     WriteCall,
@@ -32,6 +34,7 @@ _SCALE = ArraySpec((1,), "float32")
 _TOKEN_SCALES = ArraySpec((_NUM_BLOCKS, 16, 8), "float32")
 _OUT, _LSE = ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"), ArraySpec((_PREFILL_TOKENS, 32), "float32")
 _SCALED: dict[str, Any] = {"k_scale": _SCALE, "v_scale": _SCALE}
+_DROPOUT: dict[str, Any] = {"dropout_rate": 0.1, "dropout_seeds": ArraySpec((1, 32, 2), "int32")}
 _WINDOW_SINKS: dict[str, Any] = {"spec": _WINDOW, "sinks": ArraySpec((32,), "float32")}
 
 
@@ -63,6 +66,16 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "decode head 64": _decode(head_size=64),
         "decode head 256": _decode(head_size=256, heads=(8, 4)),
         "decode float32": _decode(dtype="float32"),
+        "latent write": LatentWriteCall(
+            kv_c=ArraySpec((64, 512), "bfloat16"),
+            k_pe=ArraySpec((64, 64), "bfloat16"),
+            slot_mapping=ArraySpec((64,), "int32"),
+            latent_cache=_latents("bfloat16"),
+        ),
+        "latent decode": _latent_decode(16),
+        "latent decode fp8": _latent_decode(16, _FP8),
+        "latent decode 128 heads": _latent_decode(128),
+        "latent decode float32": _latent_decode(16, "float32", dtype="float32"),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
@@ -70,6 +83,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "prefill head 256": _prefill(head_size=256, heads=(8, 4)),
         "prefill float16 window sinks lse": _prefill(dtype="float16", with_lse=True, **_WINDOW_SINKS),
         "prefill chunks": _prefill(max_query_len=64),
+        "prefill few chunks": _paged(128, 1, 8320, max_query_len=128),
         "prefill chunks head 64": _prefill(head_size=64, max_query_len=64),
         "prefill chunks head 256": _prefill(head_size=256, heads=(16, 4), max_query_len=64),
         "prefill chunks group 8 window sinks lse": _prefill(
@@ -85,9 +99,12 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
+        "dense dropout": _dense(**_DROPOUT),
         "backward": _backward(_dense()),
+        "backward dropout": _backward(_dense(**_DROPOUT)),
         "backward short sequences": _backward(_dense(max_query_len=200)),
         "backward head 64": _backward(_dense(head_size=64)),
+        "backward sinks": _backward(_dense(sinks=ArraySpec((32,), "float32"))),
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
         "backward window": _backward(_dense(_WINDOW)),
         "backward head 64 ALiBi sinks": _backward(
@@ -140,6 +157,24 @@ def _decode(
     *, num_seqs: int = 64, table_tokens: int = 4096, query_len: int = 1, **options: Any
 ) -> PagedCall[ArraySpec]:
     return _paged(num_seqs * query_len, num_seqs, table_tokens, max_query_len=query_len, **options)
+
+
+def _latents(dtype: str) -> ArraySpec:
+    return ArraySpec((_NUM_BLOCKS, 64, 576), dtype)
+
+
+def _latent_decode(heads: int, cache_dtype: str = "bfloat16", *, dtype: str = "bfloat16") -> LatentCall[ArraySpec]:
+    """DeepSeek's latents of 512 and rotary keys of 64 elements, in blocks of 64."""
+    return LatentCall(
+        query=ArraySpec((64, heads, 576), dtype),
+        latent_cache=_latents(cache_dtype),
+        kv_lora_rank=512,
+        block_tables=ArraySpec((64, 64), "int32"),
+        seq_lens=ArraySpec((64,), "int32"),
+        query_start_loc=ArraySpec((65,), "int32"),
+        spec=AttentionSpec(scale=192**-0.5),
+        max_query_len=1,
+    )
 
 
 def _prefill(*, max_query_len: int = _PREFILL_TOKENS, **options: Any) -> PagedCall[ArraySpec]:

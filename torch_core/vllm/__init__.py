@@ -14,9 +14,13 @@ from torch_core.vllm.impl import *
 from torch_core.vllm.layers import *
 from torch_core.vllm.legacy import *
 from torch_core.vllm.mla import *
+from torch_core.vllm.mla_builder import *
+from torch_core.vllm.mla_impl import *
+from torch_core.vllm.mla_metadata import *
 from torch_core.vllm.paged_builder import *
 from torch_core.vllm.paged_impl import *
 from torch_core.vllm.paged_metadata import *
 from torch_core.vllm.registry import *
 from torch_core.vllm.types import *
 from torch_core.vllm.upload import *
+from torch_core.vllm.workspace import *

@@ -1,4 +1,4 @@
-"""The two backends, Triton for CUDA devices and torch for the CPU: one implementation, and what each of them serves."""
+"""The backends: Triton for CUDA devices, torch for the CPU, either for keys and values and for latents."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import ClassVar
 
 import torch
 
+from torch_core.specs import LatentCacheSpec
 from torch_core.vllm.backend import AttentionBackend, always
 from torch_core.vllm.builder import AttentionMetadataBuilder
+from torch_core.vllm.mla_builder import TorchMLAMetadataBuilder, TritonMLAMetadataBuilder
+from torch_core.vllm.mla_impl import TorchMLAImpl, TritonMLAImpl
+from torch_core.vllm.mla_metadata import MLACommonMetadata
 from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
@@ -18,10 +22,12 @@ __all__ = [
     "TorchAttentionImpl",
     "TorchAttentionMetadata",
     "TorchAttentionMetadataBuilder",
+    "TorchMLABackend",
     "TritonAttentionBackend",
     "TritonAttentionImpl",
     "TritonAttentionMetadata",
     "TritonAttentionMetadataBuilder",
+    "TritonMLABackend",
 ]
 
 TorchAttentionMetadata = TritonAttentionMetadata = PagedAttentionMetadata
@@ -79,3 +85,45 @@ class TorchAttentionBackend(_PagedAttentionBackend):
     get_name = staticmethod(lambda: "TORCH_ATTN")
     get_impl_cls = staticmethod(lambda: TorchAttentionImpl)
     get_builder_cls = staticmethod(lambda: TorchAttentionMetadataBuilder)
+
+
+class _MLABackend(AttentionBackend):
+    supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = tuple(CACHE_DTYPES)
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(2, 641)
+    get_metadata_cls = always(MLACommonMetadata)
+    is_mla = always(True)
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Returns the shape of one layer's latents, `head_size` of each token; InvalidInput for bad sizes."""
+        del num_kv_heads, cache_dtype_str  # All heads share a latent.
+        spec = LatentCacheSpec(kv_lora_rank=head_size - 1, rope_dim=1, block_size=block_size, dtype="float32")
+        return spec.shape(num_blocks)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Returns the axes in the order in which they lie in memory, as `AttentionBackend` does."""
+        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
+
+
+class TritonMLABackend(_MLABackend):
+    """Multi-head latent attention by this project's kernels; on CPU tensors plain torch runs, for tests."""
+
+    min_capability: ClassVar[DeviceCapability | None] = DeviceCapability(8, 0)
+    get_name = staticmethod(lambda: "TRITON_MLA")
+    get_impl_cls = staticmethod(lambda: TritonMLAImpl)
+    get_builder_cls = staticmethod(lambda: TritonMLAMetadataBuilder)
+    # Latents are cut into chunks by the padded batch, never by what is in it.
+    supports_batch_invariance = always(True)
+
+
+class TorchMLABackend(_MLABackend):
+    """Multi-head latent attention by plain torch operations on the CPU."""
+
+    device_type: ClassVar[str] = "cpu"
+    get_name = staticmethod(lambda: "TORCH_MLA")
+    get_impl_cls = staticmethod(lambda: TorchMLAImpl)
+    get_builder_cls = staticmethod(lambda: TorchMLAMetadataBuilder)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_core.errors import Unsupported
 from torch_core.metadata import CommonAttentionMetadata
-from torch_core.specs import KVCacheSpec
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.types import AttentionCGSupport
 
@@ -40,12 +40,12 @@ class AttentionMetadataBuilder(ABC):
 
     def __init__(
         self,
-        kv_cache_spec: KVCacheSpec,
+        kv_cache_spec: KVCacheSpec | LatentCacheSpec,
         layer_names: Sequence[str],
         vllm_config: BuilderConfig,
         device: torch.device | str,
     ) -> None:
-        self.kv_cache_spec = kv_cache_spec
+        self.kv_cache_spec: Any = kv_cache_spec
         self.layer_names = tuple(layer_names)
         self.vllm_config = vllm_config
         self.device = torch.device(device)

@@ -9,7 +9,9 @@ import torch
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 from torch_core.metadata import CascadeCosts
+from torch_core.vllm.mla import MLADims
 from torch_core.vllm.types import AttentionType, ContextParallel
+from torch_core.vllm.workspace import WorkspaceManager
 
 __all__ = ["AttentionSelectorConfig", "BuilderConfig"]
 
@@ -87,6 +89,10 @@ class BuilderConfig:
         cache_group: the allocator's group of layers.
         cascade_costs: what decides for cascade attention; None for the rates of an H200.
         batch_invariant: a sequence's result may not depend on the rest of the batch, bit for bit; no cascade then.
+        mla_dims: the sizes of latent attention; None without it.
+        workspace: where latent attention leaves partial results; reserved for `max_num_seqs` decodes.
+        max_num_seqs, max_model_len: the largest batch, and the longest sequence.
+        chunked_prefill_workspace_size: cached tokens that latent attention expands at a time for prefills.
 
     Raises:
         InvalidInput: a number is out of range.
@@ -103,11 +109,17 @@ class BuilderConfig:
     cache_group: int = 0
     cascade_costs: CascadeCosts | None = None
     batch_invariant: bool = False
+    mla_dims: MLADims | None = None
+    workspace: WorkspaceManager | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    chunked_prefill_workspace_size: int = 65536
 
     def __post_init__(self) -> None:
         check_int("num_heads", self.num_heads, 1)
-        for name in ("sliding_window", "attention_chunk"):
+        for name in ("sliding_window", "attention_chunk", "max_num_seqs", "max_model_len"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
+        check_int("chunked_prefill_workspace_size", self.chunked_prefill_workspace_size, 1)
         for name in ("num_speculative_tokens", "cache_group"):
             check_int(name, getattr(self, name), 0)

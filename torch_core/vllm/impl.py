@@ -134,7 +134,16 @@ class MLAAttentionImpl(AttentionImplBase):
         sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
         kv_sharing_target_layer_name: str | None, *, q_lora_rank: int | None, kv_lora_rank: int,
         qk_nope_head_dim: int, qk_rope_head_dim: int, qk_head_dim: int, v_head_dim: int, kv_b_proj: torch.nn.Module,
+        indexer: object | None = None,
     ) -> None: ...  # fmt: skip
+
+    @abstractmethod
+    def forward(
+        self, layer: AttentionLayer, hidden_states_or_cq: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor | None = None, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Writes the step's compressed vectors to the cache, attends, writes `output` and returns it."""
 
     @abstractmethod
     def forward_mha(

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch_core.checks import check_int
 
-__all__ = ["MLADims", "get_mla_dims"]
+__all__ = ["MLADims", "compute_num_kv_splits", "get_mla_dims"]
+
+_SPLIT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +62,26 @@ def get_mla_dims(config: Any) -> MLADims:
     for name, size in {**sizes, **({} if rank is None else {"q_lora_rank": rank})}.items():
         check_int(f"{name} of the model configuration", size, 1)
     return MLADims(q_lora_rank=rank, **sizes)  # type: ignore[arg-type]
+
+
+def compute_num_kv_splits(max_seq_len: int, num_compute_units: int) -> int:
+    """Returns into how many parts vLLM's Triton MLA cuts a sequence: one for 512 tokens, two a unit at most.
+
+    A pure function of sizes that the host knows, so that a captured graph and its replays agree. This project's plans
+    cut by the padded batch instead; it is for callers that size vLLM's `attn_logits`.
+
+    Args:
+        max_seq_len: an upper bound on the tokens of a sequence.
+        num_compute_units: multiprocessors of the device.
+
+    Raises:
+        InvalidInput: a size is not positive.
+
+    Example:
+        >>> compute_num_kv_splits(8192, 132), compute_num_kv_splits(100, 132), compute_num_kv_splits(10**6, 132)
+        (16, 1, 264)
+    """
+    check_int("max_seq_len", max_seq_len, 1)
+    check_int("num_compute_units", num_compute_units, 1)
+    parts = max(1, max_seq_len // _SPLIT_TOKENS)
+    return min(1 << (parts - 1).bit_length(), 2 * num_compute_units)

@@ -10,7 +10,12 @@ import torch
 
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.vllm.backend import AttentionBackend
-from torch_core.vllm.backends import TorchAttentionBackend, TritonAttentionBackend
+from torch_core.vllm.backends import (
+    TorchAttentionBackend,
+    TorchMLABackend,
+    TritonAttentionBackend,
+    TritonMLABackend,
+)
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import AttentionSelectorConfig
 from torch_core.vllm.types import DeviceInfo
@@ -24,7 +29,12 @@ __all__ = [
 ]
 
 #: The backends of this project, the preferred one first. Pass a longer tuple to `select_backend` to add your own.
-BACKENDS: tuple[type[AttentionBackend], ...] = (TritonAttentionBackend, TorchAttentionBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (
+    TritonAttentionBackend,
+    TorchAttentionBackend,
+    TritonMLABackend,
+    TorchMLABackend,
+)
 
 
 def get_backend(name: str, *, backends: Sequence[type[AttentionBackend]] = BACKENDS) -> type[AttentionBackend]:

@@ -10,7 +10,7 @@ from torch_core.calls import DenseBackwardCall
 from torch_core.plan.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
-__all__ = ["backward_plan"]
+__all__ = ["backward_plan", "sum_parts_launch"]
 
 # What has one number for each head: the gradient, and the scratch of its parts.
 _PARTS = {"d_alibi_slopes": "slope_parts", "d_sinks": "sink_parts"}
@@ -38,6 +38,7 @@ def backward_plan(
         "element_bytes": DTYPE_BYTES[call.query.dtype],
         "max_len": call.max_query_len,
         "shared_memory": limits.shared_memory,
+        "drops": call.drops,
     }
     queries, keys = queries or queries_tile(**shape), keys or keys_tile(**shape)
     arrays, outputs = call.arrays(), call.outputs()
@@ -79,15 +80,16 @@ def backward_plan(
         launch(backward_queries_kernel, queries, (tiles, call.num_heads), ("d_query", *scratch)),
         launch(backward_keys_kernel, keys, (key_tiles, call.num_kv_heads), ("d_key", "d_value")),
     ]
-    launches += [
-        LaunchPlan(
-            kernel=sum_parts_kernel,
-            grid=(call.num_heads,),
-            arguments=(("parts", Pointer(part)), ("result", Pointer(name)), ("num_parts", count(tiles))),
-            constexprs=(("BLOCK", _PARTS_BLOCK),),
-            writes=(name,),
-        )
-        for name, part in _PARTS.items()
-        if name in outputs
-    ]
+    launches += [sum_parts_launch(call, name, part, tiles) for name, part in _PARTS.items() if name in outputs]
     return operation(call, tuple(launches), tuple(scratch.items()))
+
+
+def sum_parts_launch(call: DenseBackwardCall[ArraySpec], name: str, part: str, num_parts: int) -> LaunchPlan:
+    """Plans the sum of the scratch `part`, [num_heads, num_parts], into the output `name`, [num_heads]."""
+    return LaunchPlan(
+        kernel=sum_parts_kernel,
+        grid=(call.num_heads,),
+        arguments=(("parts", Pointer(part)), ("result", Pointer(name)), ("num_parts", count(num_parts))),
+        constexprs=(("BLOCK", _PARTS_BLOCK),),
+        writes=(name,),
+    )

@@ -29,7 +29,9 @@ class BackwardTile:
     num_warps: int
 
 
-def queries_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_memory: int) -> BackwardTile:
+def queries_tile(
+    *, head_padded: int, element_bytes: int, max_len: int, shared_memory: int, drops: bool
+) -> BackwardTile:
     """Returns the tile for the gradient of the queries.
 
     Args:
@@ -37,6 +39,7 @@ def queries_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_m
         element_bytes: bytes of an element of the query.
         max_len: an upper bound on the query lengths.
         shared_memory: bytes that a thread block may have.
+        drops: weights are dropped: the generator takes registers, which large tiles do not have.
     """
     small = shared_memory < _LARGE_SHARED_MEMORY
     if element_bytes == 4:
@@ -45,20 +48,20 @@ def queries_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_m
         return BackwardTile(64, 32, 1, 4) if small else BackwardTile(128, 32, 2, 8)
     if head_padded <= 64:
         return BackwardTile(64, 64, 3, 4)
-    if small or max_len <= _SHORT_LEN:
+    if small or drops or max_len <= _SHORT_LEN:
         return BackwardTile(64, 32, 2 if small else 3, 4)
     return BackwardTile(128, 64, 3, 8)
 
 
-def keys_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_memory: int) -> BackwardTile:
+def keys_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_memory: int, drops: bool) -> BackwardTile:
     """Returns the tile for the gradients of keys and values; the arguments are those of `queries_tile`."""
     small = shared_memory < _LARGE_SHARED_MEMORY
     if element_bytes == 4:
         return BackwardTile(32, 32, 1, 4) if head_padded <= 64 else BackwardTile(16, 16, 1, 4)
     if head_padded > 128:
         return BackwardTile(32, 32, 1, 4) if small else BackwardTile(64, 64, 2, 8)
-    if head_padded <= 64:
+    if head_padded <= 64 and not drops:
         return BackwardTile(64, 64, 3, 4)
-    if small or max_len <= _SHORT_LEN:
+    if small or drops or max_len <= _SHORT_LEN:
         return BackwardTile(32, 64, 2 if small else 3, 4)
     return BackwardTile(64, 128, 3, 8)

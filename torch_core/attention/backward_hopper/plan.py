@@ -7,6 +7,7 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from torch_core.attention.backward.plan import sum_parts_launch
 from torch_core.attention.backward_hopper.kernel import hopper_backward_kernel
 from torch_core.attention.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
 from torch_core.attention.backward_hopper.tiles import HopperBackwardTile, hopper_backward_tile
@@ -14,12 +15,14 @@ from torch_core.attention.backward_hopper.work import BLOCK_N
 from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
 from torch_core.attention.operands import count, make_launch, operation
 from torch_core.calls import DenseBackwardCall
-from torch_core.plan.plan import Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
+from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
 from torch_core.specs import ArraySpec
 
 __all__ = ["hopper_backward_plan"]
 
-_ARRAYS = frozenset(("query", "key", "value", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc"))
+_ARRAYS = frozenset(
+    ("query", "key", "value", "sinks", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc")
+)
 # Shorter sequences leave too much of a tile of keys without work, and narrower windows both edges in one tile.
 _MIN_LEN = 256
 _MIN_WINDOW = 256
@@ -34,8 +37,8 @@ def hopper_backward_plan(
 ) -> OperationPlan | None:
     """Plans the gradients of queries, keys and values; None where the portable kernels serve the call better.
 
-    The kernel takes bfloat16 and float16 with head sizes 64 and 128, a positive scale, causal and window masks; strides
-    and alignments that the copy engine can follow.
+    The kernel takes bfloat16 and float16 with head sizes 64 and 128, a positive scale, causal and window masks, a sink
+    for each head; strides and alignments that the copy engine can follow.
 
     Args:
         call: the call, checked and not empty.
@@ -58,6 +61,8 @@ def hopper_backward_plan(
         "turns": ArraySpec((heads * tiles,), "int32"),
     }
     outputs = call.outputs()
+    if "d_sinks" in outputs:
+        scratch["sink_parts"] = ArraySpec((heads, tiles), "float32")
     known: dict[str, Any] = {
         "NUM_HEADS": heads,
         "NUM_KV_HEADS": call.num_kv_heads,
@@ -78,6 +83,7 @@ def hopper_backward_plan(
         **{f"{name.upper()}_STRIDES": _strides(outputs[name]) for name in ("d_query", "d_key", "d_value")},
     }
     pointers: dict[str, Argument] = {
+        "sink_parts": ABSENT,
         **{name: Pointer(name) for name in (*outputs, *scratch)},
         "query_tiles": count(tiles),
         "num_keys": count(call.key.shape[0]),
@@ -92,7 +98,7 @@ def hopper_backward_plan(
     }
     programs = (call.key.shape[0] // BLOCK_N.value + call.num_seqs + 1) * call.num_kv_heads
     rows = (tiles, heads)
-    launches = (
+    launches = [
         make_launch(prepare_backward_kernel, call, rows, known, arguments=pointers, writes=tuple(scratch)),
         # Not hot: in the steps at the mask's edge some state outside the products is spilled.
         make_launch(
@@ -100,8 +106,10 @@ def hopper_backward_plan(
             writes=("d_query_sums", "turns", "d_key", "d_value"), num_warps=4,
         ),
         make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)),
-    )  # fmt: skip
-    return operation(call, launches, tuple(scratch.items()))
+    ]  # fmt: skip
+    if "d_sinks" in outputs:
+        launches.append(sum_parts_launch(call, "d_sinks", "sink_parts", tiles))
+    return operation(call, tuple(launches), tuple(scratch.items()))
 
 
 def _is_served(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> bool:

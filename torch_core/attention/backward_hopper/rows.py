@@ -20,10 +20,12 @@ def prepare_backward_kernel(
     d_out,
     lse,
     d_lse,
+    sinks,
     query_start_loc,
     row_stats,
     d_query_sums,
     turns,
+    sink_parts,
     num_tokens,
     num_seqs,
     query_tiles,
@@ -35,6 +37,7 @@ def prepare_backward_kernel(
 ):
     """A program for each tile of queries and head: log-sum-exp in units of log 2 and the sums of out * d_out of its
     rows, and zeros where the queries' gradient will be summed. What sees nothing gets +inf, and weights of 0 by it.
+    `sink_parts` [head, tile] are the tiles' shares of the gradients of sinks, which only the log-sum-exp knows of.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -57,6 +60,10 @@ def prepare_backward_kernel(
     tl.store(stats, tl.where(live, row_lse * LOG2E, float("inf")))
     tl.store(stats + BLOCK_M, delta)
     tl.store(turns + place, 0)
+    if sink_parts is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        weights = tl.math.exp2((sink - tl.where(live, row_lse, float("inf"))) * LOG2E)
+        tl.store(sink_parts + place, -tl.sum(weights * delta, 0))
     cells = tl.arange(0, BLOCK_M * HEAD_SIZE)
     tl.store(d_query_sums + place * (BLOCK_M * HEAD_SIZE) + cells, tl.zeros([BLOCK_M * HEAD_SIZE], tl.float32))
 

@@ -10,11 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.attention.hopper.loads import load_keys, load_queries_and_values
 from torch_core.attention.hopper.rows import attend_rows
-from torch_core.device.hopper_call import Batch, Call, Shape
+from torch_core.device.hopper_call import Batch, Call, Shape, Split
 from torch_core.device.hopper_items import ITEMS, find_items
 from torch_core.device.hopper_rows import Output, zero_padding
 from torch_core.device.hopper_turns import make_ring, open_slot
-from torch_core.device.hopper_work import count_tiles
+from torch_core.device.hopper_work import count_items
 from torch_core.device.mask import Bounds
 
 __all__ = ["hopper_prefill_kernel"]
@@ -48,6 +48,9 @@ def hopper_prefill_kernel(
     sinks,
     out,
     lse,
+    partial_out,
+    partial_max,
+    partial_sum,
     num_tokens,
     num_seqs,
     table_stride,
@@ -56,6 +59,9 @@ def hopper_prefill_kernel(
     out_factor,
     window_left,
     window_right,
+    chunk,
+    max_chunks,
+    max_query,
     NUM_HEADS: gl.constexpr,
     HEADS_TOGETHER: gl.constexpr,
     GROUP: gl.constexpr,
@@ -94,6 +100,9 @@ def hopper_prefill_kernel(
     The copy engine sees arrays as matrices: row `token` and column `head * stride` of query and dense keys; row
     `block * BLOCK_ROWS + token` (VALUE_ROW more for values of a combined cache) of a paged cache. With PACK, it sees
     the query as [token, head, element], and PACK heads of 64 // PACK tokens are the rows of a warpgroup.
+
+    With a `chunk`, an item is a tile over so many keys only: it leaves its running softmax in partial_out, partial_max
+    and partial_sum, for `attention_combine_kernel` to finish the rows.
     """
     SHAPE: gl.constexpr = Shape(
         NUM_HEADS, GROUP, PACK, HEADS_TOGETHER, HEAD_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, PAGED, BLOCK_SIZE,
@@ -120,10 +129,13 @@ def hopper_prefill_kernel(
     mbarrier.init(raw, count=1)
     rings = _Rings(items, queries, keys, values, raw)
     batch = Batch(query_start_loc, seq_lens, key_start_loc, num_seqs, block_tables, table_stride, table_tokens)
-    num_items = count_tiles(batch, 64 * WARPGROUPS // PACK, MIN_QUERY) * (NUM_HEADS // PACK)
     output = Output(sinks, out, lse, out_factor)
     bounds = Bounds(window_left, window_right, None)
-    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items)
+    split = None
+    if chunk is not None:
+        split = Split(chunk, max_chunks, max_query, partial_out, partial_max, partial_sum)
+    num_items = count_items(batch, bounds, split, SHAPE)
+    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items, split)
     # The language has no sums of tuples that hold None, or the lists would be one.
     if WARPGROUPS == 2:
         gl.warp_specialize(

@@ -121,8 +121,11 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
 def _next_item(turn, call, items, BASE: gl.constexpr, SHAPE: gl.constexpr):
     """The work item of a turn: (query row, head, table, low, high, keys, base row, first tile, end tile, boxes)."""
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
-    first_row, tokens, first_pos, num_keys, head, seq, first_key = read_item(items, turn)
+    first_row, tokens, first_pos, num_keys, head, seq, first_key, _ = read_item(items, turn)
     low, high = visible_keys(first_pos, first_pos + tokens - 1, num_keys, call.bounds, 0)
+    if call.split is not None:
+        low = gl.maximum(low, first_key)
+        first_key = 0
     first_tile, end_tile = key_tiles(low, high, SHAPE)
     base = first_key + BASE
     table = first_key

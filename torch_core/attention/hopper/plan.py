@@ -6,14 +6,18 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.copies import Matrix, array_matrix, copied_launch, copy_descriptor, is_copied
 from torch_core.attention.hopper.kernel import hopper_prefill_kernel
-from torch_core.attention.hopper.tiles import WARPGROUP_ROWS, HopperTile, hopper_pack, hopper_tile
+from torch_core.attention.hopper.tiles import WARPGROUP_ROWS, HopperTile, hopper_chunk, hopper_pack, hopper_tile
 from torch_core.attention.operands import keys, output
+from torch_core.attention.split.partials import Chunks, combine_launch
 from torch_core.calls import AttentionCall, PagedCall
+from torch_core.plan.operands import ceil_div, power_of_two
 from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import ArraySpec
 
-__all__ = ["hopper_launch"]
+__all__ = ["hopper_launch", "split_hopper_launches"]
 
+# Bytes that chunks may leave: servers leave little room beside their caches.
+_MAX_SCRATCH = 1 << 26
 _PACKED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
@@ -24,6 +28,7 @@ def hopper_launch(
     min_query: int,
     tile: HopperTile | None = None,
     pack: int | None = None,
+    chunks: Chunks | None = None,
 ) -> LaunchPlan | None:
     """Plans hopper_prefill_kernel for a call's rows and padding; None where the portable kernel serves them.
 
@@ -37,11 +42,11 @@ def hopper_launch(
         tile: another tile than the table's, for measurements.
         pack: another number of heads side by side than `hopper_pack` says, for measurements; a power of two up to 16
             that divides the group.
+        chunks: chunks of keys that are work items of their own, for `combine_launch` to finish; paged calls only.
     """
     tile = tile or hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if pack is None:
-        width = call.table_tokens if isinstance(call, PagedCall) else keys(call).shape[0] // call.num_seqs
-        pack = hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width)
+        pack = _pack(call)
     if tile is None or pack == 0 or not _is_served(call, limits):
         return None
     query = array_matrix(call, "query", tile.block_n)
@@ -61,7 +66,45 @@ def hopper_launch(
         kv_heads=tile.kv_heads if pack == 1 else call.num_kv_heads,
         query=_query_descriptor(call, query, pack),
         min_query=min_query,
+        chunks=chunks,
     )
+
+
+def split_hopper_launches(
+    call: PagedCall[ArraySpec], limits: DeviceLimits
+) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
+    """Plans a call with few query tiles over many keys, in chunks: `hopper_launch` for all sequences, and the merge.
+
+    Returns:
+        The launches and the scratch that they share; None where keys are not split. A call with a `kv_chunk_size`
+        asks for bits that do not follow from the number of tiles.
+    """
+    tile = hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    if tile is None or call.kv_chunk_size is not None:
+        return None
+    # Where the portable kernel would be better at whole rows, a tile holds tokens of one head.
+    pack = _pack(call) or 1
+    query_len, left = ceil_div(call.num_tokens, call.num_seqs), call.spec.window_left
+    # A power of two: few variants of the merge for the query lengths of a server's steps.
+    max_query = power_of_two(call.max_query_len)
+    size = hopper_chunk(
+        tiles=call.num_seqs * ceil_div(query_len * pack, tile.rows) * (call.num_heads // pack),
+        keys=call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len),
+        num_sms=limits.num_sms,
+        max_chunks=_MAX_SCRATCH // (4 * call.num_seqs * max_query * call.num_heads * call.head_size),
+    )
+    if size == 0:
+        return None
+    chunks = Chunks.of(call, size, max_query)
+    launch = hopper_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
+    if launch is None or chunks.number == 1:
+        return None
+    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
+
+
+def _pack(call: AttentionCall[ArraySpec]) -> int:
+    width = call.table_tokens if isinstance(call, PagedCall) else keys(call).shape[0] // call.num_seqs
+    return hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width)
 
 
 def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:

@@ -35,6 +35,7 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
     OUT_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     LEFT: gl.constexpr = call.bounds.window_left is not None
+    SPLIT: gl.constexpr = call.split is not None
     output = call.output
     keys = rings.key
     values = rings.value
@@ -44,12 +45,12 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
     if PING_PONG and OWN == WARPGROUPS - 1:
         pass_turn(OWN, WARPGROUPS)
     for turn in range(item_count(call.num_items)):
-        first_row, tokens, first_pos, num_keys, head, _, _ = read_item(rings.items, turn)
+        first_row, tokens, first_pos, num_keys, head, _, first_key, partial_row = read_item(rings.items, turn)
         slot = turn % QUERY_STAGES
         q = rings.query.tiles.index(slot * WARPGROUPS + OWN)
         mbarrier.wait(rings.query.full.index(slot), (turn // QUERY_STAGES) & 1)
 
-        span = own_tiles(first_pos, tokens, num_keys, call.bounds, in_rows, OWN, SHAPE)
+        span = own_tiles(first_pos, tokens, first_key if SPLIT else None, num_keys, call.bounds, in_rows, OWN, SHAPE)
         for _ in range(span.own_end, span.end):
             skip_tile(keys, values, step, OWN, SHAPE)
             step += 1
@@ -93,27 +94,48 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
 
         row_sum, shift = row_state(state)
         row_sum = gl.convert_layout(row_sum, ROWS)
-        empty = row_sum == 0.0
-        shift = gl.where(empty, 0.0, gl.convert_layout(shift, ROWS))
-        inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, PACK)
-        acc = acc * gl.convert_layout(inverse * output.factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        # The query tile is done with: the rows pass through it, to be stored 16 bytes at a time.
-        q.store(acc.to(q.dtype))
-        result = q.load(OUT_LAYOUT)
-        out_rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
-        columns = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT))
-        out_tokens = (first_row + out_rows // PACK).to(gl.int64)
-        pointers = output.out + out_tokens * SHAPE.OUT_STRIDES[0] + (head + out_rows % PACK) * SHAPE.OUT_STRIDES[1]
-        gl.store(
-            pointers[:, None] + columns[None, :],
-            result.to(output.out.dtype.element_ty),
-            mask=(out_rows < tokens * PACK)[:, None],
-        )
-        store_lse(output, shift, total, empty, first_row, tokens, head, in_rows, OWN, SHAPE)
-        fence_async_shared()
+        if SPLIT:
+            _store_partial(
+                acc, row_sum, gl.convert_layout(shift, ROWS), call.split, partial_row, tokens, head, OWN, SHAPE
+            )
+        else:
+            empty = row_sum == 0.0
+            shift = gl.where(empty, 0.0, gl.convert_layout(shift, ROWS))
+            inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, PACK)
+            acc = acc * gl.convert_layout(inverse * output.factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            # The query tile is done with: the rows pass through it, to be stored 16 bytes at a time.
+            q.store(acc.to(q.dtype))
+            result = q.load(OUT_LAYOUT)
+            out_rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
+            columns = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT))
+            out_tokens = (first_row + out_rows // PACK).to(gl.int64)
+            pointers = output.out + out_tokens * SHAPE.OUT_STRIDES[0] + (head + out_rows % PACK) * SHAPE.OUT_STRIDES[1]
+            gl.store(
+                pointers[:, None] + columns[None, :],
+                result.to(output.out.dtype.element_ty),
+                mask=(out_rows < tokens * PACK)[:, None],
+            )
+            store_lse(output, shift, total, empty, first_row, tokens, head, in_rows, OWN, SHAPE)
+            fence_async_shared()
         mbarrier.arrive(rings.query.empty.index(slot), count=1)
     if PING_PONG and OWN == 0:
         take_turn(OWN)
+
+
+@gluon.jit
+def _store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """Stores what a chunk of keys leaves of rows: the running softmax, in float32, as `attention_split_kernel` does."""
+    PACK: gl.constexpr = SHAPE.PACK
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    rows = OWN * 64 + gl.arange(0, 64, layout=row_sum.type.layout)
+    slots = (first + rows // PACK * split.max_chunks).to(gl.int64) * SHAPE.NUM_HEADS + head + rows % PACK
+    live = rows < tokens * PACK
+    gl.store(split.maximum + slots, row_max, mask=live)
+    gl.store(split.total + slots, row_sum, mask=live)
+    columns = gl.arange(0, SHAPE.HEAD_SIZE, layout=gl.SliceLayout(0, O_LAYOUT))
+    slots = gl.convert_layout(slots, gl.SliceLayout(1, O_LAYOUT))
+    live = gl.convert_layout(live, gl.SliceLayout(1, O_LAYOUT))
+    gl.store(split.out + slots[:, None] * SHAPE.HEAD_SIZE + columns[None, :], acc, mask=live[:, None])
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from torch_core.attention.hopper_fp8.transpose import transpose_values
 from torch_core.device.hopper_call import Batch, Call, Shape
 from torch_core.device.hopper_rows import Output, zero_padding
 from torch_core.device.hopper_turns import make_ring, open_slot
-from torch_core.device.hopper_work import count_tiles
+from torch_core.device.hopper_work import count_items
 from torch_core.device.mask import Bounds
 
 __all__ = ["hopper_fp8_prefill_kernel"]
@@ -126,10 +126,10 @@ def hopper_fp8_prefill_kernel(
         open_slot(values, i, WARPGROUPS)
     rings = _Rings(queries, told, keys, raw, raw_bounds, values)
     batch = Batch(query_start_loc, seq_lens, None, num_seqs, block_tables, table_stride, table_tokens)
-    num_items = count_tiles(batch, 64 * WARPGROUPS, MIN_QUERY) * NUM_HEADS
     output = Output(sinks, out, lse, out_factor)
     bounds = Bounds(window_left, window_right, None)
-    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items)
+    num_items = count_items(batch, bounds, None, SHAPE)
+    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items, None)
     scales = Scales(q_scale, k_scale, v_scale)
     gl.warp_specialize(
         [

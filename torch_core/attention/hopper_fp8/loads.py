@@ -28,9 +28,9 @@ def load_fp8_queries_and_keys(call, rings, SHAPE: gl.constexpr):
     programs = gl.num_programs(0)
     step = 0
     for turn in range((call.num_items + programs - 1) // programs):
-        item, seq, token, head = work_item(turn, call, SHAPE)
+        item, seq, tile, head = work_item(turn, call, SHAPE)
         if item < call.num_items:
-            first_row, rows, first_pos, num_keys, low, high, table = _sequence(seq, token, call, ROWS)
+            first_row, rows, first_pos, num_keys, low, high, table = _sequence(seq, tile * ROWS, call, ROWS)
             slot = turn % QUERY_STAGES
             mbarrier.wait(queries.empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
             values = gl.where(fields == 0, first_row, gl.where(fields == 1, rows, first_pos))
@@ -53,9 +53,9 @@ def load_fp8_values(call, rings, SHAPE: gl.constexpr):
     programs = gl.num_programs(0)
     step = 0
     for turn in range((call.num_items + programs - 1) // programs):
-        item, seq, token, head = work_item(turn, call, SHAPE)
+        item, seq, tile, head = work_item(turn, call, SHAPE)
         if item < call.num_items:
-            _, _, _, num_keys, low, high, table = _sequence(seq, token, call, ROWS)
+            _, _, _, num_keys, low, high, table = _sequence(seq, tile * ROWS, call, ROWS)
             column = head // SHAPE.GROUP * SHAPE.VALUE_STRIDE
             step = _copy_tiles(
                 call.value_cache, rings.raw, step, rings.raw_bounds, table, low, high, num_keys, column,

@@ -76,9 +76,9 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             slot = turn % QUERY_STAGES
             q = rings.query.tiles.index(slot * WARPGROUPS + OWN)
             mbarrier.wait(rings.query.full.index(slot), (turn // QUERY_STAGES) & 1)
-            first_row, rows, first_pos, num_keys, head, _, _ = words_of(rings.told.index(slot).load(INFO_LAYOUT))
+            first_row, rows, first_pos, num_keys, head, _, _, _ = words_of(rings.told.index(slot).load(INFO_LAYOUT))
 
-            span = own_tiles(first_pos, rows, num_keys, call.bounds, in_rows, OWN, SHAPE)
+            span = own_tiles(first_pos, rows, None, num_keys, call.bounds, in_rows, OWN, SHAPE)
             for _ in range(span.own_end, span.end):
                 skip_tile(keys, values, step, OWN, SHAPE)
                 step += 1

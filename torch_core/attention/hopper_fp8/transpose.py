@@ -82,12 +82,12 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
         if turn * programs + place < call.num_items:
             raw_stage, raw_phase = ring_slot(raw, step)
             mbarrier.wait(raw.full.index(raw_stage), raw_phase)
-            _, _, tiles, _, _, _, _ = words_of(rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT))
+            _, _, tiles, _, _, _, _, _ = words_of(rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT))
             for _ in range(tiles):
                 raw_stage, raw_phase = ring_slot(raw, step)
                 stage, phase = ring_slot(values, step)
                 mbarrier.wait(raw.full.index(raw_stage), raw_phase)
-                first, end, _, _, _, _, _ = words_of(rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT))
+                first, end, _, _, _, _, _, _ = words_of(rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT))
                 mbarrier.wait(values.empty.index(stage), phase ^ 1)
                 _transpose_tile(raw_words.index(raw_stage), v_words.index(stage), first, end, HEAD_SIZE)
                 fence_async_shared()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.dropout import dropout_of
 from torch_core.device.mask import Bounds, Scoring, fully_visible_keys, tile_borders, visible_keys
 from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
@@ -35,6 +36,7 @@ def attention_rows_kernel(
     relative_bias,
     qq_bias,
     seq_causal,
+    dropout_seeds,
     out_scale,
     out,
     lse,
@@ -50,6 +52,7 @@ def attention_rows_kernel(
     attention_chunk,
     relative_bias_size,
     qq_bias_size,
+    dropout_limit,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -76,6 +79,7 @@ def attention_rows_kernel(
     OUT_STRIDES: tl.constexpr,
     LSE_STRIDES: tl.constexpr,
     SCALE_STRIDES: tl.constexpr,
+    DROPOUT_SEEDS_STRIDES: tl.constexpr,
 ):
     """One program: the query rows of BLOCK_M // PACK tokens times PACK heads of one key/value head.
 
@@ -148,6 +152,13 @@ def attention_rows_kernel(
     if mm_prefix_range is not None:
         ranges = mm_prefix_range + seq * (2 * NUM_RANGES)
 
+    dropout = None
+    if dropout_seeds is not None:
+        # Rows are those of one head then, in order.
+        tl.static_assert(PACK == 1)
+        head = kv_head * GROUP + head_program % HEAD_GROUPS
+        dropout = dropout_of(dropout_seeds, seq, head, dropout_limit, first_token, DROPOUT_SEEDS_STRIDES)
+
     if k_scale_cache is not None:
         k_scale_cache += kv_head * SCALE_STRIDES[2]
         v_scale_cache += kv_head * SCALE_STRIDES[2]
@@ -182,7 +193,7 @@ def attention_rows_kernel(
             pages = page_ids(block_table, position + BLOCK_N + columns, None, body_end, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
             q, acc, row_max, row_sum, current, position, columns, columns >= 0, query_pos, keys, scoring, KEY_LAYOUT,
-            ALIBI_SQRT, NUM_RANGES, False, EXACT,
+            ALIBI_SQRT, NUM_RANGES, False, EXACT, dropout,
         )  # fmt: skip
 
     left_tiles = (body_start - start) // BLOCK_N
@@ -196,7 +207,7 @@ def attention_rows_kernel(
             pages = page_ids(block_table, key_pos, low, high, BLOCK_SIZE)
         acc, row_max, row_sum = attend_tile(
             q, acc, row_max, row_sum, pages, position, columns, readable(key_pos, low, high), query_pos, keys, scoring,
-            KEY_LAYOUT, ALIBI_SQRT, NUM_RANGES, True, EXACT,
+            KEY_LAYOUT, ALIBI_SQRT, NUM_RANGES, True, EXACT, dropout,
         )  # fmt: skip
 
     inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)

@@ -24,7 +24,7 @@ _MAX_PACK = 64
 
 def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan:
     """Plans attention_rows_kernel for the sequences with at least `min_query` query rows, and for padding."""
-    pack = call.group if call.group <= _MAX_PACK else 1
+    pack = call.group if call.group <= _MAX_PACK and not call.drops else 1
     constexprs = cache_constexprs(call)
     tile = rows_tile(
         rows=max(1, call.max_query_len) * pack,

@@ -32,6 +32,7 @@ def attention_combine_kernel(
     max_chunks,
     BLOCK_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    MIN_CHUNKS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -43,7 +44,7 @@ def attention_combine_kernel(
 ):
     """One program: one query row of one head. Grid: (num_seqs * MAX_QUERY, NUM_HEADS).
 
-    Rows of sequences with one chunk, or with more than MAX_QUERY query rows, are finished elsewhere.
+    Rows of sequences with fewer than MIN_CHUNKS chunks, or more than MAX_QUERY query rows, are finished elsewhere.
     """
     seq = tl.program_id(0) // MAX_QUERY
     query_start = tl.load(query_start_loc + seq)
@@ -52,7 +53,7 @@ def attention_combine_kernel(
     bounds = Bounds(window_left, None, attention_chunk)
     _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY)
     index = tl.program_id(0) % MAX_QUERY
-    if (chunks <= 1) | (index >= query_len):
+    if (chunks < MIN_CHUNKS) | (index >= query_len):
         return
     token = query_start + index
     head = tl.program_id(1)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from torch_core.attention.operands import cache_constexprs, count, keys, make_launch, padded, value_offset, values
+from torch_core.attention.operands import cache_constexprs, keys, make_launch, padded, value_offset, values
 from torch_core.attention.rows.plan import block_seqs, is_hot
 from torch_core.attention.rows.tiles import Tile
-from torch_core.attention.split.combine import attention_combine_kernel
 from torch_core.attention.split.kernel import attention_split_kernel
+from torch_core.attention.split.partials import Chunks, combine_launch
 from torch_core.attention.split.tiles import chunk_size, split_tile
 from torch_core.calls import PagedCall
-from torch_core.plan.operands import ceil_div, power_of_two
-from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, Pointer
+from torch_core.plan.operands import ceil_div
+from torch_core.plan.plan import ABSENT, LaunchPlan
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
 __all__ = ["short_query_len", "split_launches"]
 
 # Query tokens times packed heads that one program of the split kernel takes at most.
 _MAX_ROWS = 64
+# Rows and programs from which on whole rows are better than chunks of 16-bit keys: 64 rows and 512 programs over 8k
+# took 493 us on an H200 and 565 in chunks. Up to so many keys: one long sequence among short ones is better in chunks.
+_TALL_ROWS = 32
+_MANY_PROGRAMS = 400
+_WHOLE_KEYS = 12288
 # What a mixed batch gives to the split kernel: the rows that its smallest tile holds anyway.
 _MIXED_ROWS = 16
-_COMBINE_CHUNKS = 16
-_PARTIALS = ("partial_out", "partial_max", "partial_sum")
 
 
 def short_query_len(call: PagedCall[ArraySpec]) -> int:
@@ -29,7 +32,7 @@ def short_query_len(call: PagedCall[ArraySpec]) -> int:
         return 0
     pack = _pack(call)
     if call.max_query_len * pack <= _MAX_ROWS:
-        return max(1, call.max_query_len)
+        return 0 if _fills_device(call) else max(1, call.max_query_len)
     if call.num_seqs == 1:
         return 0
     return max(1, _MIXED_ROWS // pack)
@@ -49,7 +52,7 @@ def split_launches(
         The launches, and the scratch that they share.
     """
     pack = _pack(call)
-    head_programs = call.num_kv_heads * ceil_div(call.group, pack)
+    head_programs = _head_programs(call)
     key_bytes = DTYPE_BYTES[keys(call).dtype]
     tile = split_tile(
         rows=max_query * pack,
@@ -59,26 +62,19 @@ def split_launches(
         key_bytes=key_bytes,
         query_bytes=DTYPE_BYTES[call.query.dtype],
     )
-    chunk = call.kv_chunk_size or chunk_size(
-        num_seqs=call.num_seqs, table_tokens=max(1, call.table_tokens), head_programs=head_programs, key_bytes=key_bytes
-    )
-    chunks = _max_chunks(call, chunk, max_query)
-    constexprs = {
-        **cache_constexprs(call),
-        "BLOCK_SEQS": block_seqs(call.num_seqs),
-        "CHUNK": chunk,
-        "MAX_QUERY": max_query,
-    }
-    partials: dict[str, Argument] = {name: Pointer(name) if chunks > 1 else ABSENT for name in _PARTIALS}
-    partials["max_chunks"] = count(chunks)
+    chunk = _chunk_size(call)
+    chunks = Chunks.of(call, chunk, max_query)
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
     split = make_launch(
         attention_split_kernel,
         call,
-        ((call.num_seqs * chunks + padding) * head_programs,),
+        ((call.num_seqs * chunks.number + padding) * head_programs,),
         {
-            **constexprs,
+            **cache_constexprs(call),
+            "BLOCK_SEQS": block_seqs(call.num_seqs),
+            "CHUNK": chunk,
+            "MAX_QUERY": max_query,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "STAGES": tile.num_stages,
@@ -88,45 +84,43 @@ def split_launches(
             "PAIRS": _reads_pairs(call, tile),
         },
         # A single query row stands at the last key: nothing is to its right.
-        arguments={**partials, **({"window_right": ABSENT, "seq_causal": ABSENT} if max_query == 1 else {})},
-        writes=_PARTIALS if chunks > 1 else (),
+        arguments={**chunks.arguments(), **({"window_right": ABSENT, "seq_causal": ABSENT} if max_query == 1 else {})},
+        writes=chunks.buffers,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         hot=is_hot(call),
     )
-    if chunks == 1:
+    if chunks.number == 1:
         return [split], ()
-    rows = (call.num_seqs * max_query, chunks, call.num_heads)
-    scratch = (
-        ("partial_out", ArraySpec((*rows, call.value_head_size), "float32")),
-        ("partial_max", ArraySpec(rows, "float32")),
-        ("partial_sum", ArraySpec(rows, "float32")),
+    return [split, combine_launch(call, chunks, min_chunks=2)], chunks.scratch(call)
+
+
+def _fills_device(call: PagedCall[ArraySpec]) -> bool:
+    """Whether there are so many tall tiles that to write and merge their chunks costs more than it balances."""
+    return (
+        call.kv_chunk_size is None
+        and call.max_query_len * _pack(call) > _TALL_ROWS
+        and call.num_seqs * _head_programs(call) >= _MANY_PROGRAMS
+        and DTYPE_BYTES[keys(call).dtype] == 2
+        and _chunk_size(call) < call.table_tokens <= _WHOLE_KEYS
     )
-    combine = make_launch(
-        attention_combine_kernel,
-        call,
-        (call.num_seqs * max_query, call.num_heads),
-        {**constexprs, "BLOCK_CHUNKS": min(_COMBINE_CHUNKS, power_of_two(chunks)), "NUM_HEADS": call.num_heads},
-        arguments=partials,
-        # One warp holds the chunks of a row: its sums need no exchange through shared memory.
-        num_warps=1 if padded(call.value_head_size) <= 128 else 2,
-        num_stages=1,
-        hot=True,
+
+
+def _chunk_size(call: PagedCall[ArraySpec]) -> int:
+    return call.kv_chunk_size or chunk_size(
+        num_seqs=call.num_seqs,
+        table_tokens=max(1, call.table_tokens),
+        head_programs=_head_programs(call),
+        key_bytes=DTYPE_BYTES[keys(call).dtype],
     )
-    return [split, combine], scratch
+
+
+def _head_programs(call: PagedCall[ArraySpec]) -> int:
+    return call.num_kv_heads * ceil_div(call.group, _pack(call))
 
 
 def _pack(call: PagedCall[ArraySpec]) -> int:
     return min(call.group, _MAX_ROWS)
-
-
-def _max_chunks(call: PagedCall[ArraySpec], chunk: int, max_query: int) -> int:
-    """Returns how many chunks one sequence can have, from the table's width and the static window."""
-    chunks = ceil_div(call.table_tokens, chunk)
-    seen = [size for size in (call.spec.window_left, call.spec.attention_chunk) if size is not None]
-    if seen:
-        chunks = min(chunks, ceil_div(min(seen) + max_query, chunk) + 1)
-    return max(1, chunks)
 
 
 def _reads_pairs(call: PagedCall[ArraySpec], tile: Tile) -> bool:

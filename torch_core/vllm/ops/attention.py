@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core.calls import DenseCall, MergeCall, PagedCall
+from torch_core.calls import DenseCall, LatentCall, MergeCall, PagedCall
 from torch_core.errors import Unsupported
 from torch_core.ops import run
 from torch_core.specs import AttentionSpec
@@ -139,7 +139,7 @@ def decode_attention_fwd(
 ) -> None:  # fmt: skip
     """Attends one query of each sequence over a paged cache; writes `o` and `lse`.
 
-    Not used: attn_logits, num_kv_splits, is_mla.
+    Not used: attn_logits, num_kv_splits.
 
     Args:
         q: [num_seqs, num_heads, head_size].
@@ -153,28 +153,29 @@ def decode_attention_fwd(
         page_size: tokens of a page.
         logit_cap: soft cap on the scores; 0 for none.
         k_scale, v_scale: what one unit of an 8-bit cache is worth.
+        is_mla: `v_buffer` is the first elements of `k_buffer`'s rows, the latents of one head; it is not read.
 
     Raises:
-        Unsupported: on CUDA heads beyond 256, as MLA has them.
+        Unsupported: on CUDA heads beyond 256 without `is_mla`.
     """
     k, v = (x if x.ndim == 4 else x.unflatten(0, (-1, page_size)) for x in (k_buffer, v_buffer))
     scaled = k.dtype.itemsize == 1
-    found = run(
-        PagedCall(
-            query=q,
-            key_cache=k,
-            value_cache=v,
-            block_tables=req_to_token.to(torch.int32),
-            seq_lens=b_seq_len.to(torch.int32),
-            query_start_loc=torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
-            spec=AttentionSpec(scale=float(sm_scale), logits_soft_cap=float(logit_cap) or None),
-            max_query_len=1,
-            out=o,
-            with_lse=True,
-            k_scale=one_scale("k_scale", k_scale) if scaled else None,
-            v_scale=one_scale("v_scale", v_scale) if scaled else None,
-        )
-    )
+    batch: dict[str, Any] = {
+        "query": q,
+        "block_tables": req_to_token.to(torch.int32),
+        "seq_lens": b_seq_len.to(torch.int32),
+        "query_start_loc": torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
+        "spec": AttentionSpec(scale=float(sm_scale), logits_soft_cap=float(logit_cap) or None),
+        "max_query_len": 1,
+        "out": o,
+        "with_lse": True,
+        "k_scale": one_scale("k_scale", k_scale) if scaled else None,
+    }
+    if is_mla:
+        found = run(LatentCall(latent_cache=k[:, :, 0], kv_lora_rank=v.shape[-1], **batch))
+    else:
+        v_scale = one_scale("v_scale", v_scale) if scaled else None
+        found = run(PagedCall(key_cache=k, value_cache=v, v_scale=v_scale, **batch))
     lse.copy_(found["lse"])
 
 

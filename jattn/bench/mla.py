@@ -1,0 +1,170 @@
+"""Decode steps of multi-head latent attention over a paged cache, next to FlashMLA and vLLM's Triton kernel."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jattn.bench import measure
+from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.session import Column, Session, in_graph
+from torch_core.calls import LatentCall
+from torch_core.run import run as run_call
+from torch_core.specs import AttentionSpec
+from torch_core.vllm.mla import compute_num_kv_splits
+
+__all__ = ["SHAPES", "main", "run"]
+
+#: (sequences, tokens of each) of the default table.
+SHAPES = ((1, 8192), (8, 8192), (64, 2048), (128, 4096))
+HEADS = (16, 128)
+_RANK, _ROPE, _BLOCK = 512, 64, 64
+_SCALE = 192**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """One decode step: a query row for each sequence, blocks of 64 in random order, nobody's block 0 before them."""
+
+    query: torch.Tensor
+    latent_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    out: torch.Tensor
+
+
+def run(
+    *,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    heads: Sequence[int] = HEADS,
+    fp8: bool = False,
+    peers_directory: Path | None = None,
+    jax_columns: bool = True,
+) -> BenchReport:
+    """Measures every shape with every number of heads: rank 512, rotary keys of 64, bfloat16 queries, block 64.
+
+    Args:
+        shapes: (sequences, tokens of each).
+        heads: query heads.
+        fp8: an e4m3 cache with one scale, which FlashMLA has no dense kernel for.
+        peers_directory: see `jattn.bench.peers.load_peers`.
+        jax_columns: measure the JAX call too.
+    """
+    session = Session("mla", peers_directory)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    for num_seqs, tokens in shapes:
+        for num_heads in heads:
+            read = num_seqs * tokens * (_RANK + _ROPE) * dtype.itemsize
+            operations = 2.0 * num_seqs * tokens * num_heads * (2 * _RANK + _ROPE)
+            bound = max(read / session.copy, operations / session.matmul) * 1e6
+            first = _latents(num_seqs, tokens, num_heads, dtype)
+            others = range(1, measure.num_pools(first.latent_cache.nbytes))
+            session.add(
+                Row(f"{num_seqs} x {tokens}, {num_heads} heads", bound, {}),
+                _columns(session.peers, fp8, jax_columns),
+                [first, *(_latents(num_seqs, tokens, num_heads, dtype) for _ in others)],
+                required=(OURS,),
+            )
+    return session.report(f"latent attention, decode, {'e4m3' if fp8 else 'bfloat16'} cache")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table; writes JSON and a picture where asked to. Returns 0."""
+    parser = argparse.ArgumentParser(prog="jattn bench mla", description=__doc__)
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
+    parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads (16 and 128)")
+    parser.add_argument("--fp8", action="store_true", help="an e4m3 cache")
+    parser.add_argument("--no-jax", action="store_true", help="leave the JAX column out")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    report = run(heads=options.heads, fp8=options.fp8, peers_directory=options.peers, jax_columns=not options.no_jax)
+    print(report.table())
+    for peer in report.columns[1:]:
+        print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
+    report.write(json_path=options.json, png_path=options.png)
+    return 0
+
+
+def _latents(num_seqs: int, tokens: int, num_heads: int, dtype: torch.dtype) -> Latents:
+    blocks = num_seqs * -(-tokens // _BLOCK)
+    query = torch.randn(num_seqs, num_heads, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
+    return Latents(
+        query=query,
+        latent_cache=torch.randn(blocks + 1, _BLOCK, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16).to(dtype),
+        block_tables=(torch.randperm(blocks, device="cuda").int() + 1).view(num_seqs, -1),
+        seq_lens=torch.full((num_seqs,), tokens, device="cuda", dtype=torch.int32),
+        starts=torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32),
+        out=torch.empty_like(query[..., :_RANK]).contiguous(),
+    )
+
+
+def _columns(found: Any, fp8: bool, jax_columns: bool) -> dict[str, Column]:
+    columns = {OURS: in_graph(lambda batch: _ours(batch, fp8))}
+    if found is not None:
+        if not fp8:
+            columns["FlashMLA"] = in_graph(lambda batch: _flash_mla(found, batch))
+        columns["vLLM Triton"] = in_graph(lambda batch: _vllm(found, batch))
+    if jax_columns:
+        columns[f"{OURS} in JAX"] = _ours_in_jax
+    return columns
+
+
+def _ours(batch: Latents, fp8: bool) -> Callable[[], Any]:
+    call = LatentCall(
+        query=batch.query,
+        latent_cache=batch.latent_cache,
+        kv_lora_rank=_RANK,
+        block_tables=batch.block_tables,
+        seq_lens=batch.seq_lens,
+        query_start_loc=batch.starts,
+        spec=AttentionSpec(scale=_SCALE),
+        max_query_len=1,
+        out=batch.out,
+        k_scale=torch.ones(1, device="cuda") if fp8 else None,
+    )
+    return lambda: run_call(call)
+
+
+def _flash_mla(found: Any, batch: Latents) -> Callable[[], Any]:
+    query, cache = batch.query[:, None], batch.latent_cache[:, :, None]
+    # It plans its work by the first call's lengths and is told to keep that plan.
+    plan, _ = found.get_mla_metadata()
+    return lambda: found.flash_mla(
+        query, cache, batch.block_tables, batch.seq_lens, _RANK, plan, softmax_scale=_SCALE, causal=False
+    )
+
+
+def _vllm(found: Any, batch: Latents) -> Callable[[], Any]:
+    num_seqs, num_heads, _ = batch.query.shape
+    num_sms = torch.cuda.get_device_properties(batch.query.device).multi_processor_count
+    splits = compute_num_kv_splits(int(batch.seq_lens[0]), num_sms)
+    logits = torch.empty(num_seqs, num_heads, splits, _RANK + 1, device="cuda", dtype=torch.float32)
+    lse, one = torch.empty(num_seqs, num_heads, device="cuda"), torch.ones(1, device="cuda")
+    cache = batch.latent_cache[:, :, None]
+    return lambda: found.vllm_mla(
+        batch.query, cache, cache[..., :_RANK], batch.out, lse, batch.block_tables, batch.seq_lens, logits, splits,
+        _SCALE, _BLOCK, k_scale=one, v_scale=one, is_mla=True,
+    )  # fmt: skip
+
+
+def _ours_in_jax(batches: list[Latents]) -> float:
+    import jax
+
+    from jattn import ops
+
+    def attend(query: Any, *arrays: Any) -> Any:
+        out = ops.mla_attention(
+            query, *arrays, kv_lora_rank=_RANK, max_query_len=1, scale=_SCALE, implementation="triton"
+        )
+        # One element, so that the next call waits for this one.
+        return jax.lax.dynamic_update_slice(query, out[:1, :1, :1], (0, 0, 0))
+
+    arrays = [(b.latent_cache, b.block_tables, b.seq_lens, b.starts) for b in batches]
+    return measure.chained_us(attend, batches[0].query, arrays, rotations=max(1, 16 // len(batches)))

@@ -1,0 +1,155 @@
+"""`jattn bench moe`: a layer of experts next to the bytes that it must read and to dense products of the same size."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.bench.measure import jax_us
+from jattn.models import ModelConfig, MoEConfig
+from jattn.models.experts import SparseMLP
+from jattn.table import aligned
+from torch_core.checks import check_int
+from torch_core.errors import InvalidInput
+
+__all__ = ["SHAPES", "MoERow", "main", "measure_rows"]
+
+#: Hidden size, width of an expert, experts, experts of a token.
+SHAPES = {
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "tiny": (64, 32, 16, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MoERow:
+    """One number of tokens through one layer.
+
+    Attributes:
+        tokens: of the step.
+        experts_hit: distinct experts that they went to, the mean over the layers.
+        layer_us: microseconds of the layer as the model runs it.
+        grouped_us: microseconds with grouped products.
+        gathered_us: microseconds row by row; None where there are more rows than that is meant for.
+        read_us: what reading the experts that were hit takes at the speed of a copy.
+        dense_us: microseconds of two dense products over as many rows, with the activation between.
+    """
+
+    tokens: int
+    experts_hit: float
+    layer_us: float
+    grouped_us: float
+    gathered_us: float | None
+    read_us: float
+    dense_us: float
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a table of microseconds by tokens of a step."""
+    parser = argparse.ArgumentParser(prog="jattn bench moe", description=__doc__)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 4096])
+    parser.add_argument("--layers", type=int, default=4, help="chained, so that no cache holds all weights (4)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args(argv)
+    rows = measure_rows(
+        options.shape, options.tokens, layers=options.layers, dtype=options.dtype, rounds=options.rounds
+    )
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, {options.dtype}, us of one layer")
+    header = ("tokens", "experts hit", "layer", "grouped", "gathered", "read", "layer / read", "dense", "layer / dense")
+    table = [
+        (
+            str(row.tokens),
+            f"{row.experts_hit:.1f}",
+            f"{row.layer_us:.1f}",
+            f"{row.grouped_us:.1f}",
+            "" if row.gathered_us is None else f"{row.gathered_us:.1f}",
+            f"{row.read_us:.1f}",
+            f"{row.layer_us / row.read_us:.2f}",
+            f"{row.dense_us:.1f}",
+            f"{row.layer_us / row.dense_us:.2f}",
+        )
+        for row in rows
+    ]
+    print("\n".join(aligned([header, *table], right=range(len(header)))))
+
+
+def measure_rows(shape: str, tokens: Sequence[int], *, layers: int, dtype: str, rounds: int) -> list[MoERow]:
+    """Measures each number of tokens.
+
+    Raises:
+        InvalidInput: an unknown shape, or a number below 1.
+    """
+    if shape not in SHAPES:
+        raise InvalidInput(f"shape is {shape!r}; use one of {', '.join(SHAPES)}.")
+    for name, value in (("layers", layers), ("rounds", rounds), *(("tokens", each) for each in tokens)):
+        check_int(name, value, 1)
+    hidden, inner, num_experts, top_k = SHAPES[shape]
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        dtype=dtype,
+        moe=MoEConfig(num_experts=num_experts, num_experts_per_tok=top_k, intermediate_size=inner),
+    )
+    modules = nnx.List([SparseMLP(config, rngs=nnx.Rngs(index)) for index in range(layers)])
+    graph, state = nnx.split(modules)
+    expert_bytes = 3 * hidden * inner * jnp.dtype(dtype).itemsize
+    seconds_per_byte = _copy_us() / 1e6 / (2 * _COPY_BYTES)
+    found = []
+    for count in tokens:
+        x = jax.random.normal(jax.random.key(count), (count, hidden), dtype)
+
+        def timed(run: Callable[[SparseMLP, jax.Array], jax.Array], x: jax.Array = x) -> float:
+            def program(state: Any, x: jax.Array) -> jax.Array:
+                for module in nnx.merge(graph, state):
+                    x = run(module, x)
+                return x
+
+            return jax_us(jax.jit(program), (state, x), calls=layers, rounds=rounds)
+
+        hit = [jnp.unique(module.route(x)[1]).size for module in modules]
+        found.append(
+            MoERow(
+                tokens=count,
+                experts_hit=sum(hit) / layers,
+                layer_us=timed(lambda module, x: module(x)),
+                grouped_us=timed(lambda module, x: _summed(module, x, module.grouped)),
+                gathered_us=timed(lambda module, x: _summed(module, x, module.gathered)) if count <= 64 else None,
+                read_us=sum(hit) / layers * expert_bytes * seconds_per_byte * 1e6,
+                dense_us=timed(_dense),
+            )
+        )
+    return found
+
+
+_COPY_BYTES = 1 << 28
+
+
+def _copy_us() -> float:
+    return jax_us(jax.jit(lambda x: x + 1), (jnp.zeros(_COPY_BYTES, jnp.uint8),), calls=1)
+
+
+def _summed(module: SparseMLP, x: jax.Array, routed: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    weights, experts = module.route(x)
+    return jnp.einsum("tk,tkh->th", weights.astype(x.dtype), routed(x, experts))
+
+
+def _dense(module: SparseMLP, x: jax.Array) -> jax.Array:
+    """As many rows as go to all experts together, through the first expert alone."""
+    top_k = module.moe.num_experts_per_tok
+    gate, up = jnp.split(jnp.repeat(x, top_k, axis=0) @ module.gate_up_proj.kernel[0], 2, axis=-1)
+    return ((jax.nn.silu(gate) * up) @ module.down_proj.kernel[0]).reshape(-1, top_k, x.shape[-1]).sum(1)

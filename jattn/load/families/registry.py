@@ -1,0 +1,82 @@
+"""Which families there are: those of this package, and those that a user registers."""
+
+from __future__ import annotations
+
+import difflib
+
+from jattn.load.families.bert import BERT
+from jattn.load.families.cohere import COHERE
+from jattn.load.families.family import Family
+from jattn.load.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jattn.load.families.gpt2 import GPT2, STARCODER2
+from jattn.load.families.gpt_neox import BLOOM, GPT_NEOX
+from jattn.load.families.gpt_oss import GPT_OSS
+from jattn.load.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from jattn.load.families.mixtral import MIXTRAL
+from jattn.load.families.olmo2 import OLMO2
+from jattn.load.families.phi3 import PHI3
+from jattn.load.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from torch_core.checks import shown
+from torch_core.errors import InvalidInput
+
+__all__ = ["known_families", "nearest_family", "register_family"]
+
+# In the order in which a config that was built by hand is tried: the first that can store it does.
+_FAMILIES = {
+    family.architecture: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        PHI3,
+        GRANITE,
+        OLMO2,
+        SMOLLM3,
+        COHERE,
+        STARCODER2,
+        GPT_NEOX,
+        GPT2,
+        BLOOM,
+        MIXTRAL,
+        QWEN3_MOE,
+        QWEN2_MOE,
+        GPT_OSS,
+        BERT,
+    )
+}
+
+
+def known_families() -> dict[str, Family]:
+    """Returns every family by its architecture."""
+    return dict(_FAMILIES)
+
+
+def register_family(family: Family) -> None:
+    """Makes `load_model` and `save_model` know a family of your own, for the rest of the process.
+
+    Args:
+        family: of an architecture that is not known yet.
+
+    Raises:
+        InvalidInput: it is no Family, or its architecture is known.
+
+    Example:
+        >>> register_family(known_families()["LlamaForCausalLM"])
+        Traceback (most recent call last):
+        torch_core.errors.InvalidInput: family.architecture is 'LlamaForCausalLM', which is known already.
+    """
+    if not isinstance(family, Family):
+        raise InvalidInput(f"family is {shown(family)}; it must be a jattn.load.Family.")
+    if family.architecture in _FAMILIES:
+        raise InvalidInput(f"family.architecture is {family.architecture!r}, which is known already.")
+    _FAMILIES[family.architecture] = family
+
+
+def nearest_family(architecture: str) -> Family:
+    """Returns the family whose architecture is spelled most like this one."""
+    names = {name.lower(): family for name, family in _FAMILIES.items()}
+    return names[difflib.get_close_matches(architecture.lower(), names, n=1, cutoff=0.0)[0]]

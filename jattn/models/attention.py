@@ -1,0 +1,116 @@
+"""Attention: one layer's self-attention over a paged cache or over dense sequences, with a model's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.metadata import AttentionMetadata
+from jattn.models.config import ModelConfig
+from jattn.models.layers import linear, norm
+from jattn.models.rotary import apply_rotary
+from jattn.nn import PagedAttention, attention_fn
+
+__all__ = ["Angles", "Attention", "alibi_slopes"]
+
+#: Cosine and sine for a layer that sees everything, and for one with a window.
+Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Attention(nnx.Module):
+    """Self-attention of one layer; query, key and value share one matrix product.
+
+    Args:
+        config: the model's.
+        layer: index of the layer.
+        rngs: source of the initial values.
+        implementation: of the paged ops; see `jattn.ops.paged_attention`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int = 0, *, rngs: nnx.Rngs, implementation: str | None = None
+    ) -> None:
+        self.config = config
+        self.window = config.window_of(layer)
+        self.rotates = config.position_embedding == "rope" and layer not in config.nope_layers
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
+        fused = config.query_size + 2 * config.key_value_size
+        self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
+        self.o_proj = linear(config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options)
+        if config.qk_norm is not None:
+            self.q_norm, self.k_norm = (
+                norm(
+                    config,
+                    {"head": size, "per_head": (count, size), "all": count * size}[config.qk_norm],
+                    use_bias=False,
+                )
+                for count in (heads, kv_heads)
+            )
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(config.dtype))) if config.attention_sinks else None
+        self.paged_attention = PagedAttention(
+            heads,
+            size,
+            num_kv_heads=kv_heads,
+            scale=config.attention_scale,
+            sliding_window=self.window,
+            logits_soft_cap=config.attn_logit_softcapping,
+            implementation=implementation,
+        )
+
+    def __call__(
+        self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
+        query, key, value = self._project(x, angles)
+        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases())
+        return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
+
+    def forward_dense(self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None) -> jax.Array:
+        """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache."""
+        query, key, value = self._project(x, angles)
+        options = {**self.paged_attention.options, "implementation": None}
+        output = attention_fn(
+            query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options, **self._biases()
+        )
+        return self.o_proj(output.reshape(*x.shape[:-1], -1))
+
+    def _biases(self) -> dict[str, Any]:
+        biases: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        if self.config.position_embedding == "alibi":
+            biases["alibi_slopes"] = jnp.asarray(alibi_slopes(self.config.num_attention_heads))
+        return biases
+
+    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        config = self.config
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = self.qkv_proj(x).reshape(*x.shape[:-1], num_heads + 2 * num_kv_heads, config.head_dim)
+        rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
+        if config.qk_norm is not None:
+            query, key = rotated[..., :num_heads, :], rotated[..., num_heads:, :]
+            if config.qk_norm == "all":
+                query, key = (part.reshape(*x.shape[:-1], 1, -1) for part in (query, key))
+            normed = [part.reshape(*x.shape[:-1], -1) for part in (self.q_norm(query), self.k_norm(key))]
+            rotated = jnp.concatenate(normed, axis=-1).reshape(rotated.shape)
+        if self.rotates and angles is not None:
+            rotated = apply_rotary(rotated, *angles[self.window is not None])
+        return rotated[..., :num_heads, :], rotated[..., num_heads:, :], value
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Returns float32[num_heads], the slopes of ALiBi (Press et al. 2021, arXiv:2108.12409).
+
+    A power of two of heads has a geometric sequence; others add every second slope of twice as many heads.
+
+    Example:
+        >>> alibi_slopes(3).tolist()
+        [0.0625, 0.00390625, 0.25]
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (index + 1) / power) for index in range(power)]
+    slopes += [2.0 ** (-4 * (index + 1) / power) for index in range(0, 2 * (num_heads - power), 2)]
+    return np.asarray(slopes, np.float32)

@@ -1,0 +1,106 @@
+"""SparseMLP: a feed-forward layer of experts in which no token is dropped, whatever the router says."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.models.config import ModelConfig
+from jattn.models.layers import INITIALIZER, MLP, gated, linear
+from torch_core.errors import InvalidInput
+
+__all__ = ["ExpertLinear", "SparseMLP"]
+
+
+class ExpertLinear(nnx.Module):
+    """One linear map for each expert: `x @ kernel[expert] + bias[expert]`."""
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs
+    ) -> None:
+        self.kernel = nnx.Param(INITIALIZER(rngs.params(), (num_experts, in_features, out_features), jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros((num_experts, out_features), jnp.dtype(dtype))) if use_bias else None
+
+    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Maps rows `[rows, in]` that are sorted by expert, `group_sizes` of them for each: one ragged product."""
+        return self._biased(jax.lax.ragged_dot(x, self.kernel[...], group_sizes), experts)
+
+    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        """Maps rows `[rows, in]` one by one, each with its own expert: reads the experts that are hit, no others."""
+        kernel = self.kernel[...]
+
+        def one_row(arguments: tuple[jax.Array, jax.Array]) -> jax.Array:
+            row, expert = arguments
+            return row @ jax.lax.dynamic_index_in_dim(kernel, expert, keepdims=False)
+
+        return self._biased(jax.lax.map(one_row, (x, experts)), experts)
+
+    def _biased(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        return x if self.bias is None else x + self.bias[...][experts]
+
+
+class SparseMLP(nnx.Module):
+    """Sends each token to its experts and adds up what they return, weighted (Shazeer et al. 2017, arXiv:1701.06538).
+
+    Rows are sorted by expert and multiplied in groups of their true sizes, so there is no capacity and no padding.
+    Where rows are fewer than experts, as in decoding, each row takes its expert by itself. Which of the two runs
+    follows from shapes alone.
+
+    Args:
+        config: the model's, with `moe`.
+        rngs: source of the initial values.
+
+    Raises:
+        InvalidInput: the config has no experts.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        moe, width, dtype = config.moe, config.hidden_size, config.dtype
+        if moe is None:
+            raise InvalidInput("config.moe is None; a SparseMLP needs a MoEConfig.")
+        self.moe, self.hidden_act = moe, config.hidden_act
+        options = {"use_bias": moe.expert_bias, "dtype": dtype, "rngs": rngs}
+        self.router = linear(width, moe.num_experts, use_bias=moe.router_bias, param_dtype=jnp.dtype(dtype), rngs=rngs)
+        self.gate_up_proj = ExpertLinear(moe.num_experts, width, 2 * moe.intermediate_size, **options)
+        self.down_proj = ExpertLinear(moe.num_experts, moe.intermediate_size, width, **options)
+        shared = moe.shared_intermediate_size
+        self.shared_expert = MLP(config, rngs=rngs, intermediate_size=shared) if shared else None
+        self.shared_expert_gate = (
+            linear(width, 1, use_bias=False, param_dtype=jnp.dtype(dtype), rngs=rngs) if shared else None
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., hidden]` to `[..., hidden]`."""
+        rows = x.reshape(-1, x.shape[-1])
+        weights, experts = self.route(rows)
+        routed = self.gathered if experts.size < self.moe.num_experts else self.grouped
+        out = jnp.einsum("tk,tkh->th", weights, routed(rows, experts), preferred_element_type=jnp.float32)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            out = out + jax.nn.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        return out.astype(x.dtype).reshape(x.shape)
+
+    def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the largest first."""
+        shares = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
+        weights, experts = jax.lax.top_k(shares, self.moe.num_experts_per_tok)
+        if self.moe.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdims=True)
+        return weights, experts.astype(jnp.int32)
+
+    def grouped(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
+        """Returns what each row's experts make of it, [rows, num_experts_per_tok, hidden], by grouped products."""
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        chosen = flat[order]
+        sizes = jnp.bincount(flat, length=self.moe.num_experts).astype(jnp.int32)
+        inner = self.gate_up_proj.grouped(rows[order // experts.shape[-1]], chosen, sizes)
+        out = self.down_proj.grouped(gated(self.hidden_act, inner), chosen, sizes)
+        # Taken back by the inverse order and summed along an axis: added up by scattering, bits would vary on a GPU.
+        return out[jnp.argsort(order)].reshape(*experts.shape, -1)
+
+    def gathered(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
+        """Returns the same as `grouped`, row by row."""
+        flat = experts.reshape(-1)
+        inner = self.gate_up_proj.gathered(jnp.repeat(rows, experts.shape[-1], axis=0), flat)
+        return self.down_proj.gathered(gated(self.hidden_act, inner), flat).reshape(*experts.shape, -1)

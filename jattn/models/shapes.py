@@ -1,0 +1,97 @@
+"""Which parameters a decoder has, with which shapes: from the config alone, without building anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from jattn.models.config import ModelConfig
+
+__all__ = ["ParameterPath", "parameter_shapes"]
+
+#: Of a parameter in the nnx state of a `Decoder`.
+ParameterPath: TypeAlias = tuple[str | int, ...]
+_Shapes: TypeAlias = dict[ParameterPath, tuple[int, ...]]
+
+
+def parameter_shapes(config: ModelConfig) -> _Shapes:
+    """Returns the shape of every parameter by its path; kernels are [in, out], those of experts [experts, in, out]."""
+    hidden = config.hidden_size
+    shapes: _Shapes = {("embed_tokens", "embedding"): (config.vocab_size, hidden)}
+    if config.position_embedding == "learned":
+        shapes["position_embedding", "embedding"] = (config.max_position_embeddings, hidden)
+    if config.token_types:
+        shapes["token_type_embedding", "embedding"] = (config.token_types, hidden)
+    if config.embedding_norm:
+        shapes |= _norm(config, "embedding_norm", hidden)
+    for index in range(config.num_hidden_layers):
+        shapes |= {("layers", index, *path): shape for path, shape in _layer(config, index).items()}
+    if config.is_encoder:
+        return shapes
+    shapes |= _norm(config, "norm", hidden)
+    if not config.tie_word_embeddings:
+        shapes["lm_head", "kernel"] = (hidden, config.vocab_size)
+    return shapes
+
+
+def _layer(config: ModelConfig, index: int) -> _Shapes:
+    hidden, before, after = config.hidden_size, *config.norms_before_and_after
+    names = ("input_layernorm",) * before
+    names += ("post_attention_layernorm",) * (before and config.parallel_block != "shared_norm")
+    names += ("attention_output_norm", "mlp_output_norm") * after
+    shapes: _Shapes = {}
+    for name in names:
+        shapes |= _norm(config, name, hidden)
+    attention: _Shapes = _linear(
+        "qkv_proj", hidden, config.query_size + 2 * config.key_value_size, config.attention_bias
+    )
+    attention |= _linear("o_proj", config.query_size, hidden, config.attention_output_bias)
+    for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", config.num_key_value_heads)):
+        if config.qk_norm is not None:
+            sizes = {
+                "head": (config.head_dim,),
+                "per_head": (heads, config.head_dim),
+                "all": (heads * config.head_dim,),
+            }
+            attention[name, "weight"] = sizes[config.qk_norm]
+    if config.attention_sinks:
+        attention["sinks",] = (config.num_attention_heads,)
+    shapes |= {("self_attn", *path): shape for path, shape in attention.items()}
+    if not config.is_sparse(index):
+        feed_forward = _feed_forward(config, config.intermediate_size)
+        return shapes | {("mlp", *path): shape for path, shape in feed_forward.items()}
+    return shapes | {("moe", *path): shape for path, shape in _experts(config).items()}
+
+
+def _experts(config: ModelConfig) -> _Shapes:
+    hidden, moe = config.hidden_size, config.moe
+    if moe is None:
+        return {}
+    shapes = _linear("router", hidden, moe.num_experts, moe.router_bias)
+    for name, sizes in (
+        ("gate_up_proj", (hidden, 2 * moe.intermediate_size)),
+        ("down_proj", (moe.intermediate_size, hidden)),
+    ):
+        shapes |= {path: (moe.num_experts, *shape) for path, shape in _linear(name, *sizes, moe.expert_bias).items()}
+    if moe.shared_intermediate_size:
+        shared = _feed_forward(config, moe.shared_intermediate_size)
+        shapes |= {("shared_expert", *path): shape for path, shape in shared.items()}
+        shapes["shared_expert_gate", "kernel"] = (hidden, 1)
+    return shapes
+
+
+def _feed_forward(config: ModelConfig, inner: int) -> _Shapes:
+    first, width = ("gate_up_proj", 2 * inner) if config.gated_mlp else ("up_proj", inner)
+    return _linear(first, config.hidden_size, width, config.mlp_bias) | _linear(
+        "down_proj", inner, config.hidden_size, config.mlp_bias
+    )
+
+
+def _linear(name: str, inputs: int, outputs: int, use_bias: bool) -> _Shapes:
+    shapes: _Shapes = {(name, "kernel"): (inputs, outputs)}
+    return shapes | {(name, "bias"): (outputs,)} if use_bias else shapes
+
+
+def _norm(config: ModelConfig, name: str, features: int) -> _Shapes:
+    shapes: _Shapes = {(name, "weight"): (features,)}
+    return shapes | {(name, "bias"): (features,)} if config.norm_bias else shapes

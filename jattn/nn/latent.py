@@ -1,0 +1,219 @@
+"""MultiHeadLatentAttention: DeepSeek's attention layer, plain for training, absorbed over a cache of latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn import ops
+from jattn.metadata import AttentionMetadata
+from jattn.nn.dense import rotated
+from torch_core.checks import check_int
+from torch_core.errors import InvalidInput
+
+__all__ = ["MultiHeadLatentAttention"]
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); parameters are named as in Hugging Face's models.
+
+    - `y = attn(x)`: over a padded batch `[batch..., length, features]`: latents are expanded to keys and values of each
+      head. Differentiable. Padding belongs at the end of a row.
+    - `y, cache = attn(x, cache=cache, metadata=metadata)`: over packed tokens `[tokens, features]` and a paged cache of
+      latents (`LatentCacheSpec`) that goes in and comes out. The expansion is absorbed into the query and applied to
+      the result, so that a cached token is one row for all heads. With `from_start=True`, where no sequence has tokens
+      before these, the new ones attend to each other in the plain form: less work for prompts.
+
+    Args:
+        num_heads: query heads.
+        in_features: width of the input.
+        kv_lora_rank: width of the latent.
+        qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without and with rotary embedding.
+        v_head_dim: width of a value head.
+        q_lora_rank: width of the compressed query; None for a query that is projected at once.
+        out_features: width of the output; in_features by default.
+        rope: `DeepSeekRoPE`, or any function of x[heads, tokens, dim] and positions[tokens]; None for none.
+        scale: factor on the scores; by default `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`, times the rope's
+            `score_factor` where it has one.
+        use_bias: of the projections from and to the features (Hugging Face: attention_bias).
+        epsilon: of the RMS norms.
+        dtype, param_dtype, kernel_init: as flax's.
+        k_scale: what a unit of an 8-bit cache is worth.
+        kv_chunk_size, implementation: see `jattn.mla_attention`.
+        rngs: source of the initial values.
+
+    Raises:
+        InvalidInput: a size is below 1.
+
+    Example:
+        >>> sizes = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+        >>> attn = MultiHeadLatentAttention(num_heads=2, in_features=12, **sizes, rngs=nnx.Rngs(0))
+        >>> attn(jnp.ones((3, 5, 12))).shape
+        (3, 5, 12)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None = None,
+        out_features: int | None = None,
+        rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        scale: float | None = None,
+        use_bias: bool = False,
+        epsilon: float = 1e-6,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008
+        k_scale: float | None = None,
+        kv_chunk_size: int | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        sizes = {
+            "num_heads": num_heads,
+            "in_features": in_features,
+            "kv_lora_rank": kv_lora_rank,
+            "qk_nope_head_dim": qk_nope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim,
+            "v_head_dim": v_head_dim,
+            "q_lora_rank": 1 if q_lora_rank is None else q_lora_rank,
+        }
+        for name, size in sizes.items():
+            check_int(name, size, 1)
+        self.num_heads = num_heads
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.rope = rope
+        default = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * getattr(rope, "score_factor", 1.0)
+        self.scale: float = default if scale is None else scale
+        self.dtype = dtype
+        self.k_scale = k_scale
+        self.kv_chunk_size = kv_chunk_size
+        self.implementation = implementation
+
+        def linear(inner: int, outer: int, *, bias: bool = False) -> nnx.Linear:
+            return nnx.Linear(
+                inner, outer, use_bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+            )
+
+        def norm(features: int) -> nnx.RMSNorm:
+            return nnx.RMSNorm(features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        heads = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
+        if q_lora_rank is None:
+            self.q_proj = linear(in_features, heads)
+        else:
+            self.q_a_proj = linear(in_features, q_lora_rank, bias=use_bias)
+            self.q_a_layernorm = norm(q_lora_rank)
+            self.q_b_proj = linear(q_lora_rank, heads)
+        self.kv_a_proj_with_mqa = linear(in_features, kv_lora_rank + qk_rope_head_dim, bias=use_bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        self.kv_b_proj = linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.o_proj = linear(num_heads * v_head_dim, out_features or in_features, bias=use_bias)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        cache: jax.Array | None = None,
+        metadata: AttentionMetadata | None = None,
+        from_start: bool = False,
+        input_positions: jax.Array | None = None,
+    ) -> Any:
+        """Attends within each row, or to a cache.
+
+        Args:
+            inputs: float[batch..., length, features]; with a cache, packed tokens float[tokens, features].
+            cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; consumed, use the returned one.
+            metadata: the step's batch, with a cache.
+            from_start: no sequence has tokens before these.
+            input_positions: int[batch..., length] or [tokens], for rope; from 0 in each row, or from the metadata.
+
+        Returns:
+            float[batch..., length, out_features] or float[tokens, out_features]; with a cache, that and the cache.
+
+        Raises:
+            InvalidInput: one of cache and metadata, or shapes that do not fit.
+        """
+        if (cache is None) != (metadata is None):
+            raise InvalidInput("one of cache and metadata is None; a cache is read by the metadata of a step.")
+        if inputs.ndim < 2 or (metadata is not None and inputs.ndim != 2):
+            wanted = "[batch..., length, features]" if metadata is None else "[tokens, features]"
+            raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted}.")
+        if metadata is not None and input_positions is None:
+            input_positions = metadata.positions(inputs.shape[0])
+        query, latent, k_pe = self._projected(inputs, input_positions)
+        if metadata is None or cache is None:
+            length = inputs.shape[-2]
+            starts = jnp.arange(0, query.shape[0] + 1, max(length, 1), dtype=jnp.int32)
+            out = self._plain(query, latent, k_pe, starts, length)
+            return self.o_proj(out.reshape(*inputs.shape[:-1], -1))
+        cache = ops.write_latent_cache(
+            latent, k_pe, cache, metadata.slot_mapping, k_scale=self.k_scale, implementation=self.implementation
+        )
+        if from_start:
+            out = self._plain(query, latent, k_pe, metadata.query_start_loc, metadata.max_query_len)
+        else:
+            out = self._absorbed(query, cache, metadata)
+        return self.o_proj(out.reshape(inputs.shape[0], -1)), cache
+
+    def _projected(self, inputs: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns packed queries [tokens, heads, nope + rope], latents [tokens, rank], rotary keys [tokens, rope]."""
+        if hasattr(self, "q_proj"):
+            query = self.q_proj(inputs)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs)))
+        query = query.reshape(*inputs.shape[:-1], self.num_heads, -1)
+        latent, k_pe = jnp.split(self.kv_a_proj_with_mqa(inputs), [self.kv_lora_rank], axis=-1)
+        latent, k_pe = self.kv_a_layernorm(latent), k_pe[..., None, :]
+        if self.rope is not None:
+            nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
+            query = jnp.concatenate([nope, rotated(self.rope, rope, positions)], axis=-1)
+            k_pe = rotated(self.rope, k_pe, positions)
+        return (
+            query.reshape(-1, *query.shape[-2:]),
+            latent.reshape(-1, self.kv_lora_rank),
+            k_pe.reshape(-1, self.qk_rope_head_dim),
+        )
+
+    def _plain(
+        self, query: jax.Array, latent: jax.Array, k_pe: jax.Array, starts: jax.Array, max_query_len: int
+    ) -> jax.Array:
+        expanded = self.kv_b_proj(latent).reshape(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        k_nope, value = jnp.split(expanded, [self.qk_nope_head_dim], axis=-1)
+        k_pe = jnp.broadcast_to(k_pe[:, None], (*k_nope.shape[:2], self.qk_rope_head_dim))
+        key = jnp.concatenate([k_nope, k_pe], axis=-1)
+        options = {"scale": self.scale, "implementation": self.implementation}
+        return ops.attention(query, key, value, starts, max_query_len=max_query_len, **options)
+
+    def _absorbed(self, query: jax.Array, cache: jax.Array, metadata: AttentionMetadata) -> jax.Array:
+        kernel = self.kv_b_proj.kernel[...].astype(query.dtype)
+        kernel = kernel.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        to_key, to_value = jnp.split(kernel, [self.qk_nope_head_dim], axis=-1)
+        nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
+        out = ops.mla_attention(
+            jnp.concatenate([jnp.einsum("thd,rhd->thr", nope, to_key), rope], axis=-1),
+            cache,
+            metadata.block_tables,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            kv_lora_rank=self.kv_lora_rank,
+            max_query_len=metadata.max_query_len,
+            scale=self.scale,
+            k_scale=self.k_scale,
+            kv_chunk_size=self.kv_chunk_size,
+            implementation=self.implementation,
+        )
+        return jnp.einsum("thr,rhv->thv", out, to_value)

@@ -1,0 +1,66 @@
+"""A paged call as the dense one over the keys and values of its sequences: what its derivative is taken of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.softmax import first_visible
+from torch_core.calls import AttentionCall, DenseCall, PagedCall
+from torch_core.calls.backward import DIFFERENTIATED
+
+__all__ = ["gathered", "gathered_with_pullback"]
+
+
+def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
+    """Returns the dense call with the same results, whose keys and values are read from the cache, scales applied.
+
+    It has a key for each slot of the block tables, packed as those of a dense call: the sequences', then padding. Keys
+    before the first that a sequence's queries see may lie in a block that was given back: they are zeros.
+    """
+    num_keys = call.num_seqs * call.table_tokens
+    starts = jnp.pad(jnp.cumsum(call.seq_lens, dtype=jnp.int32), (1, 0))
+    rows = jnp.arange(num_keys, dtype=jnp.int32)
+    real = rows < starts[-1]
+    seq = jnp.where(real, jnp.searchsorted(starts, rows, side="right") - 1, 0)
+    position = jnp.where(real, rows - starts[seq], 0)
+    blocks = jnp.where(real, call.block_tables[seq, position // call.block_size], 0)
+    read_from = first_visible(call, call.seq_lens - jnp.diff(call.query_start_loc))
+    wanted = real & (position >= read_from[seq])
+    offsets = position % call.block_size
+
+    def read(index: int, scale: jax.Array | float | None, scale_cache: jax.Array | None) -> jax.Array:
+        cache = call.caches[index] if call.kv_cache is None else call.kv_cache
+        found = cache[blocks, offsets] if call.kv_cache is None else cache[blocks, index, offsets]
+        found = jnp.where(wanted[:, None, None], found, 0)
+        if scale is not None or scale_cache is not None:
+            found = found.astype(jnp.float32) * (1.0 if scale is None else scale)
+        if scale_cache is not None:
+            found = found * scale_cache[blocks, offsets][..., None]
+        return found.astype(call.query.dtype)
+
+    shared = {field.name: getattr(call, field.name) for field in fields(AttentionCall)}
+    return DenseCall(
+        **shared,
+        key=read(0, call.k_scale, call.k_scale_cache),
+        value=read(1, call.v_scale, call.v_scale_cache),
+        key_start_loc=starts,
+        max_key_len=call.table_tokens,
+    )
+
+
+def gathered_with_pullback(
+    call: PagedCall[jax.Array],
+) -> tuple[DenseCall[jax.Array], Callable[[dict[str, jax.Array]], dict[str, jax.Array]]]:
+    """Returns `gathered`, and what makes gradients of the call's arrays from those of its backward pass, by name."""
+
+    def gather(arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], DenseCall[jax.Array]]:
+        dense = gathered(call.with_arrays(arrays))
+        return {name: x for name, x in dense.arrays().items() if name in DIFFERENTIATED}, dense
+
+    floats = {name: x for name, x in call.arrays().items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    _, pull, dense = jax.vjp(gather, floats, has_aux=True)
+    return dense, lambda found: pull({name.removeprefix("d_"): x for name, x in found.items()})[0]

@@ -1,0 +1,98 @@
+"""Multi-head latent attention on JAX arrays by keywords: attention to cached latents, and their write."""
+
+from __future__ import annotations
+
+import jax
+
+from jattn.ops.attention import Request, operation, output, output_and_lse, request_of
+from jattn.ops.run import run
+from torch_core.calls import LatentCall, LatentWriteCall
+
+__all__ = ["mla_attention", "mla_attention_with_lse", "write_latent_cache"]
+
+
+def _latent(
+    query: jax.Array,
+    latent_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    kv_lora_rank: int,
+    max_query_len: int,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    out_scale: float | jax.Array | None = None,
+    kv_chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> Request:
+    """Attends new tokens to cached latents in the absorbed form of multi-head latent attention (DeepSeek-V2).
+
+    A row of the cache is a token's compressed latent and, after it, its rotary key, which all heads share: the whole
+    row is every head's key, the latent every head's value. The projections from latents to keys and values are applied
+    to the query beforehand and to the result afterwards. The new tokens' rows must be in the cache already
+    (`write_latent_cache`). Everything that `paged_attention` promises of tables, padding and neighbours holds here.
+
+    Args:
+        query: float[num_tokens, num_heads, kv_lora_rank + rope_dim], or fp8 with q_scale: the query projected into
+            latent space, and its rotary part.
+        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim].
+        block_tables, seq_lens, query_start_loc, max_query_len: as in `paged_attention`.
+        kv_lora_rank: elements of a latent.
+        scale: factor on the scores: that of the plain form, `(nope_dim + rope_dim) ** -0.5` for most models.
+        causal, sliding_window, logits_soft_cap, sinks, q_scale, out_dtype, out_scale, kv_chunk_size, implementation: as
+            in `paged_attention`.
+        k_scale: real row = stored row * k_scale, for a quantised cache.
+
+    Returns:
+        float[num_tokens, num_heads, kv_lora_rank]; padded rows and rows that see nothing are 0. The function with "lse"
+        in its name also returns the natural-log LSE, float32[num_tokens, num_heads].
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here or does not serve the combination.
+    """
+    return request_of(LatentCall, **locals(), attention_chunk=None, use_alibi_sqrt=False)
+
+
+def write_latent_cache(
+    kv_c: jax.Array,
+    k_pe: jax.Array,
+    latent_cache: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Writes each token's latent and rotary key into its slot of the cache.
+
+    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
+    Use the returned array and never the old one. Two tokens must not share a slot.
+
+    Args:
+        kv_c: float[num_tokens, kv_lora_rank], normalised.
+        k_pe: float[num_tokens, rope_dim], rotated.
+        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim]; consumed.
+        slot_mapping: as in `write_kv_cache`.
+        k_scale: stored value = real value / scale, saturating, for an fp8 cache.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        The cache with the new tokens in it.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here.
+    """
+    call = LatentWriteCall(kv_c=kv_c, k_pe=k_pe, latent_cache=latent_cache, slot_mapping=slot_mapping, k_scale=k_scale)
+    return run(call, implementation)["latent_cache"]
+
+
+mla_attention = operation(_latent, "mla_attention", with_lse=False, of=output)
+mla_attention_with_lse = operation(_latent, "mla_attention_with_lse", with_lse=True, of=output_and_lse)

@@ -1,0 +1,47 @@
+"""The cross-check as a picture: the error behind every layer at every position, on a logarithmic scale."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from jattn.testing.report import CrosscheckReport
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["save_picture"]
+
+
+def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None:
+    """Writes one panel for each implementation: layers from bottom to top, positions of all prompts from left to right.
+
+    Args:
+        report: of `compare_with_torch(..., layers=True)`.
+        path: of the picture; its ending says in which format (png, svg, pdf).
+
+    Raises:
+        InvalidInput: the report has no layers.
+        Unsupported: matplotlib is not installed.
+    """
+    if not report.layers:
+        raise InvalidInput("report has no layers; make it with compare_with_torch(..., layers=True).")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Unsupported("a picture needs matplotlib; pip install jattn[plot].") from None
+    names = list(dict.fromkeys(row.implementation for row in report.layers))
+    figure = Figure(figsize=(9, 1.5 + 2.5 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 1, squeeze=False)[:, 0]
+    figure.suptitle(f"{report.model}, {report.dtype}: log10 of the error against float64")
+    for panel, name in zip(panels, names, strict=True):
+        rows = [row for row in report.layers if row.implementation == name]
+        errors = np.array([[error for prompt in row.by_position for error in prompt] for row in rows])
+        # An error of zero has no logarithm; a NaN stays one and is left blank.
+        image = panel.imshow(np.log10(np.maximum(errors, 1e-20)), origin="lower", aspect="auto", vmin=-16, vmax=0)
+        panel.set_yticks(range(len(rows)), [row.layer + ("" if row.passed else "  FAIL") for row in rows])
+        panel.set_title(name)
+        for end in np.cumsum([len(prompt) for prompt in rows[0].by_position])[:-1]:
+            panel.axvline(end - 0.5, color="white", linewidth=1)
+        figure.colorbar(image, ax=panel)
+    panels[-1].set_xlabel("position, prompt after prompt")
+    figure.savefig(os.fspath(path))

@@ -1,0 +1,54 @@
+"""The benchmark of prefill without a device: which columns each table has, and what they are compared with."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jattn.bench import measure, prefill
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = SimpleNamespace(
+        query=torch.zeros(64, 32, 128),
+        kv_cache=torch.zeros(9, 2, 16, 8, 128),
+        block_tables=torch.zeros(1, 4, dtype=torch.int32),
+        seq_lens=torch.tensor([64], dtype=torch.int32),
+        starts=torch.tensor([0, 64], dtype=torch.int32),
+        out=None,
+        max_query_len=64,
+        max_key_len=64,
+    )
+    monkeypatch.setattr(prefill, "random_batch", lambda parts, **_: batch)
+    monkeypatch.setattr(measure, "graph_us", lambda calls: 50.0)
+    monkeypatch.setattr(measure, "chained_us", lambda *_, **__: 100.0)
+    for name, result in (("require_cuda", None), ("matmul_flops", 1e15), ("copy_bytes_per_second", 1e12)):
+        monkeypatch.setattr(measure, name, lambda *_, result=result: result)
+    monkeypatch.setattr(measure, "device_name", lambda: "a device")
+
+
+@pytest.mark.usefixtures("measured")
+def test_e4m3_is_compared_with_e4m3_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    report = prefill.run(lengths=[512], fp8=True)
+    assert report.columns == ("jattn paged", "cuDNN e4m3 in JAX dense")
+    assert prefill.main(["--fp8"]) == 0
+    assert "cuDNN e4m3 in JAX dense takes 2.00 x the time of jattn paged" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("measured")
+def test_16_bits_are_compared_with_16_bits_alone() -> None:
+    columns = prefill.run(lengths=[512]).columns
+    assert "cuDNN in JAX dense" in columns
+    assert not [name for name in columns if "e4m3" in name]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_jax_without_the_private_name_of_fp8_attention_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax._src.cudnn.fused_attention_stablehlo", None)
+    monkeypatch.setattr(measure, "chained_us", lambda attend, query, tensors, **_: attend(query, *tensors[0]))
+    (note,) = prefill.run(lengths=[512], fp8=True).notes
+    assert note.startswith("cuDNN e4m3 in JAX dense at 512: ")

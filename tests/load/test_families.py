@@ -1,0 +1,166 @@
+"""Every family against transformers: the same logits and greedy tokens, and the same tensors when saved again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from jattn.engine import LLM, EngineConfig, SamplingParams
+from jattn.load import Family, known_families, load_model, register_family, save_model
+from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
+from tests.support.tiny_models import PagedRun, reference_bound, tiny_config, tiny_model
+from torch_core.errors import InvalidInput
+
+#: Of each family the variant in which most options are on.
+LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CASES.items()]
+
+
+def test_every_family_of_the_package_is_tested():
+    # The encoder has tests of its own, in tests/models.
+    assert set(known_families()) == {*CASES, "BertModel"}
+
+
+def paged_logits(model, tokens, cuts):
+    """The logits of one sequence whose tokens are fed up to each of the cuts, and one by one from the last on."""
+    run, ends = PagedRun(model, num_seqs=1, max_len=40), [*cuts, *range(cuts[-1] + 1, len(tokens) + 1)]
+    steps = zip([0, *ends], ends, strict=False)
+    return np.concatenate([run.step([tokens[start:end]], num_tokens=16)[0] for start, end in steps])
+
+
+@pytest.mark.parametrize(("architecture", "variant"), LAST)
+def test_prefill_in_chunks_and_decoding_give_the_logits_of_transformers(architecture, variant, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, variant, seed)
+    tokens = np.random.default_rng(seed).integers(0, 99, 36)
+    exact, same_dtype = reference_logits(folder, tokens[None])
+    model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
+    found = paged_logits(model, tokens.astype(np.int32), (16, 25))
+    assert np.abs(found - exact[0]).max() <= reference_bound(exact, same_dtype)
+
+
+@pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
+def test_a_checkpoint_is_saved_as_the_tensors_that_it_was(architecture, variant, tmp_path, seed):
+    folder = write_checkpoint(tmp_path / "theirs", architecture, variant, seed)
+    model, config, _ = load_model(folder, with_tokenizer=False)
+    save_model(tmp_path / "ours", model, config)
+    theirs, ours = (
+        safetensors.numpy.load((tmp_path / name / "model.safetensors").read_bytes()) for name in ("theirs", "ours")
+    )
+    assert theirs.keys() == ours.keys()
+    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
+    again, config_again, _ = load_model(tmp_path / "ours", with_tokenizer=False)
+    assert (config_again, config_again.architecture) == (config, architecture)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+
+
+def assert_greedy_as_transformers(folder, seed, *, max_tokens):
+    """Two requests whose second reads the first one's blocks, prefilled in chunks; a tie may go either way."""
+    model, config, _ = load_model(folder, implementation="xla", with_tokenizer=False)
+    prompt = np.random.default_rng(seed).integers(0, config.vocab_size, 30).tolist()
+    sizes = EngineConfig(block_size=8, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=30 + max_tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    with LLM(model, config=sizes) as llm:
+        first, second = (llm.generate([prompt], params)[0].outputs[0].token_ids for _ in range(2))
+        assert llm.engine.cache_stats().hit_tokens > 0
+    assert first == second
+    exact, same_dtype = reference_logits(folder, np.asarray([[*prompt, *first]]))
+    rows = exact[0, len(prompt) - 1 : -1]
+    chosen = rows[np.arange(max_tokens), list(first)]
+    assert (rows.max(-1) - chosen <= 2 * reference_bound(exact, same_dtype)).all()
+
+
+def test_the_engine_decodes_what_transformers_would(tmp_path, seed):
+    """With sinks, windows on some layers, experts and yarn: every option that a cache could get wrong."""
+    folder = write_checkpoint(tmp_path, "GptOssForCausalLM", 0, seed)
+    assert_greedy_as_transformers(folder, seed, max_tokens=12)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 203}],
+    ids=["small", "larger"],
+)
+@pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
+def test_every_variant_in_two_sizes_decodes_what_transformers_would(architecture, variant, sizes, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, variant, seed, **sizes)
+    assert_greedy_as_transformers(folder, seed, max_tokens=64)
+
+
+OWN = Family(
+    architecture="OwnForCausalLM",
+    model_type="own",
+    keys={"layer_norm_eps": "rms_norm_eps"},
+    defaults={"layer_norm_eps": 1e-5},
+    options={"norm_type": "layer_norm", "norm_placement": "both", "hidden_act": "relu2", "gated_mlp": False},
+    names={"self_attn.qkv_proj": "self_attn.fused", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"},
+)
+
+
+@pytest.fixture
+def own_family(monkeypatch):
+    monkeypatch.setattr("jattn.load.families.registry._FAMILIES", known_families())
+    register_family(OWN)
+
+
+def test_a_family_of_ones_own_is_saved_and_loaded(own_family, tmp_path, seed):
+    config = tiny_config(**OWN.options, architecture="OwnForCausalLM")
+    model = tiny_model(config, seed)
+    save_model(tmp_path, model, config)
+    loaded, loaded_config, _ = load_model(tmp_path, with_tokenizer=False)
+    assert loaded_config == config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    names = safetensors.numpy.load((tmp_path / "model.safetensors").read_bytes()).keys()
+    assert {"model.layers.0.self_attn.fused.weight", "model.layers.0.mlp.up.weight"} <= names
+
+
+def test_a_family_that_is_known_cannot_be_registered_again(own_family):
+    with pytest.raises(InvalidInput, match=r"^family\.architecture is 'OwnForCausalLM', which is known already\.$"):
+        register_family(OWN)
+
+
+def test_what_is_no_family_cannot_be_registered():
+    family: Any = {"architecture": "x"}
+    with pytest.raises(InvalidInput, match=r"it must be a jattn\.load\.Family\.$"):
+        register_family(family)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_local_experts": 10**9},
+        {"num_experts_per_tok": 0},
+        {"sliding_window": -1},
+        {"layer_types": "full_attention"},
+        {"num_hidden_layers": 2.5},
+        {"rope_scaling": {"rope_type": "yarn", "factor": []}},
+        {"head_dim": 10**9},
+    ],
+    ids=str,
+)
+def test_an_absurd_config_is_refused_without_allocating(changes, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "GptOssForCausalLM", 0, seed)
+    raw = json.loads((folder / "config.json").read_text())
+    dropped = ("rope_parameters",) if "rope_scaling" in changes else ()
+    raw = {key: value for key, value in (raw | changes).items() if key not in dropped}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InvalidInput, match=r"^config\.json: "):
+        load_model(folder, with_tokenizer=False)
+
+
+def test_files_of_a_hub_that_leave_the_prefix_out_are_read(tmp_path, seed):
+    """GPT-2's first files have no "transformer." and keep their masks beside the weights."""
+    folder = write_checkpoint(tmp_path, "GPT2LMHeadModel", 0, seed)
+    expected = load_model(folder, with_tokenizer=False)[0]
+    tensors = safetensors.numpy.load((folder / "model.safetensors").read_bytes())
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    tensors["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+    (folder / "model.safetensors").write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
+    found = load_model(folder, with_tokenizer=False)[0]
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))

@@ -1,0 +1,118 @@
+"""What a folder says besides its weights: sampling defaults, chat templates, and where it lies."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from jattn.load import load_generation_defaults, load_model, load_tokenizer, save_model
+from jattn.load.folder import check_folder
+from tests.support.tiny_models import byte_tokenizer, write_tiny_model
+from torch_core.errors import InvalidInput
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def written(folder, name, value):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+def test_sampling_defaults_are_read_under_the_names_of_sampling_params(tmp_path):
+    values = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 7, "eos_token_id": 3}
+    defaults = load_generation_defaults(written(tmp_path, "generation_config.json", values))
+    assert defaults.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 7}
+    assert defaults.eos_token_ids == (3,)
+
+
+def test_a_file_that_says_not_to_sample_means_temperature_zero(tmp_path):
+    values = {"do_sample": False, "temperature": 0.6}
+    assert load_generation_defaults(written(tmp_path, "generation_config.json", values)).temperature == 0.0
+
+
+def test_a_folder_without_the_file_has_no_defaults(tmp_path):
+    assert load_generation_defaults(tmp_path).sampling == {}
+
+
+def test_an_impossible_default_is_refused(tmp_path):
+    written(tmp_path, "generation_config.json", {"top_p": 1.5})
+    with pytest.raises(InvalidInput, match=r"^generation_config\.json: top_p is 1\.5; it must be from 1e-09 to 1\.$"):
+        load_generation_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [TEMPLATE, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]],
+    ids=["text", "list"],
+)
+def test_a_chat_template_of_the_tokenizer_config_is_kept(described, tmp_path):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    written(tmp_path, "tokenizer_config.json", {"chat_template": described})
+    assert load_tokenizer(tmp_path).chat_template == TEMPLATE
+
+
+def test_a_chat_template_of_its_own_file_wins_and_is_saved_again(tmp_path, seed):
+    folder = write_tiny_model(tmp_path / "first", seed, num_hidden_layers=1)
+    written(folder, "tokenizer_config.json", {"chat_template": "older"})
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    model, config, tokenizer = load_model(folder)
+    save_model(tmp_path / "second", model, config, tokenizer)
+    assert load_tokenizer(tmp_path / "second").chat_template == TEMPLATE
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    written(tmp_path, "tokenizer_config.json", {"chat_template": 7})
+    with pytest.raises(InvalidInput, match=r"^tokenizer_config\.json: chat_template is 7; it must be a text, or"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, seed, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1)
+    asked = []
+
+    def download(name, *, local_files_only):
+        asked.append((name, local_files_only))
+        return str(folder)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert check_folder("org/model") == folder.resolve()
+    assert asked == [("org/model", True)]
+
+
+def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def download(name, *, local_files_only):
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(InvalidInput, match=r"has no such model; fetch it with `hf download org/model`\.$"):
+        check_folder("org/model")
+
+
+def test_without_huggingface_hub_its_cache_is_not_searched(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InvalidInput, match=r"and without huggingface_hub its cache is not searched\.$"):
+        check_folder("org/model")
+
+
+def test_a_shorter_context_is_that_of_the_config(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1)
+    assert load_model(folder, max_model_len=64)[1].max_position_embeddings == 64
+    with pytest.raises(InvalidInput, match=r"^max_model_len is 257; it must be from 1 to 256\.$"):
+        load_model(folder, max_model_len=257)
+
+
+def test_progress_is_shown_on_stderr_when_asked_for(tmp_path, seed, capsys):
+    folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1)
+    load_model(folder)
+    assert capsys.readouterr().err == ""
+    load_model(folder, progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("Loading ")

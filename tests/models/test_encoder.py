@@ -1,0 +1,116 @@
+"""Encoders: BERT's hidden states are those of transformers, and a row's vector does not depend on its padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jattn.engine import LLM
+from jattn.load import load_model, save_model
+from jattn.testing import compare_with_torch
+from tests.support.tiny_models import PagedRun, reference_bound
+from torch_core.errors import InvalidInput, Unsupported
+
+LENGTHS = (9, 4)
+
+
+@pytest.fixture
+def theirs(tmp_path, seed) -> Any:
+    """A BertModel of transformers, saved in the test's folder."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+    )
+    model = transformers.BertModel(config).eval()
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def padded_tokens(seed):
+    return np.random.default_rng(seed).integers(0, 99, (2, 9))
+
+
+def expected_states(theirs, tokens, dtype):
+    import torch
+
+    mask = torch.tensor([[place < length for place in range(9)] for length in LENGTHS])
+    with torch.no_grad():
+        states = theirs.to(getattr(torch, dtype))(torch.from_numpy(tokens), attention_mask=mask).last_hidden_state
+    return states.double().numpy()
+
+
+def test_hidden_states_of_bert_are_those_of_transformers(theirs, tmp_path, seed):
+    tokens = padded_tokens(seed)
+    model, config, _ = load_model(tmp_path, with_tokenizer=False)
+    *_, found = model.hidden_states(jnp.asarray(tokens, jnp.int32), lengths=jnp.asarray(LENGTHS))
+    same_dtype, exact = (expected_states(theirs, tokens, dtype) for dtype in ("float32", "float64"))
+    assert config.architecture == "BertModel"
+    for row, length in enumerate(LENGTHS):
+        bound = reference_bound(exact[row, :length], same_dtype[row, :length])
+        assert np.abs(np.asarray(found[row, :length], np.float64) - exact[row, :length]).max() <= bound
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_vector_has_length_one_and_does_not_see_padding(theirs, tmp_path, seed, pooling):
+    tokens = padded_tokens(seed)
+    other = tokens.copy()
+    other[1, LENGTHS[1] :] = 5
+    model, _, _ = load_model(tmp_path, with_tokenizer=False)
+    first, second = (
+        model.embed(jnp.asarray(each, jnp.int32), jnp.asarray(LENGTHS), pooling=pooling) for each in (tokens, other)
+    )
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(jnp.linalg.norm(first, axis=-1), 1, rtol=2.0**-20)
+
+
+def test_the_mean_is_over_the_real_tokens(theirs, tmp_path, seed):
+    tokens = padded_tokens(seed)
+    model, _, _ = load_model(tmp_path, with_tokenizer=False)
+    found = model.embed(jnp.asarray(tokens, jnp.int32), jnp.asarray(LENGTHS))
+    means = [
+        row[:length].mean(0) for row, length in zip(expected_states(theirs, tokens, "float64"), LENGTHS, strict=True)
+    ]
+    np.testing.assert_allclose(found, [mean / np.linalg.norm(mean) for mean in means], rtol=0, atol=2.0**-17)
+
+
+def test_a_saved_encoder_has_every_tensor_but_the_pooler(theirs, tmp_path, seed):
+    model, config, _ = load_model(tmp_path, with_tokenizer=False)
+    save_model(tmp_path / "again", model, config)
+    first, second = (
+        safetensors.numpy.load((folder / "model.safetensors").read_bytes()) for folder in (tmp_path, tmp_path / "again")
+    )
+    kept = {f"bert.{name}": value for name, value in first.items() if not name.startswith("pooler.")}
+    assert kept.keys() == second.keys()
+    assert all(np.array_equal(kept[name], second[name]) for name in kept)
+
+
+def test_an_encoder_generates_nothing(theirs, tmp_path):
+    model, _, _ = load_model(tmp_path, with_tokenizer=False)
+    with pytest.raises(Unsupported, match=r"^this model is an encoder, which has no cache and generates nothing; use"):
+        model(*PagedRun(model).arguments([np.arange(3)], 8, None))
+    with pytest.raises(
+        InvalidInput, match=r"^model is an encoder, which generates nothing; its embed gives vectors\.$"
+    ):
+        LLM(model)
+    with pytest.raises(Unsupported, match=r"is an encoder; logits and greedy tokens are compared\.$"):
+        compare_with_torch(tmp_path)
+    with pytest.raises(Unsupported, match=r"^this model is an encoder and has no output projection; use embed\.$"):
+        model.forward_dense(jnp.zeros((1, 3), jnp.int32))
+
+
+def test_another_pooling_is_refused(theirs, tmp_path):
+    model, _, _ = load_model(tmp_path, with_tokenizer=False)
+    with pytest.raises(InvalidInput, match=r"^pooling is 'max'; use 'mean', 'cls' or 'last'\.$"):
+        model.embed(jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32), pooling="max")

@@ -1,0 +1,89 @@
+"""SparseMLP: every token reaches its experts, however uneven the router is, and by either way of computing them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.models import MoEConfig
+from jattn.models.experts import SparseMLP
+from tests.support.tiny_models import tiny_config
+from torch_core.errors import InvalidInput
+
+MOE = MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, router_bias=True, expert_bias=True)
+
+
+def layer(seed, moe=MOE):
+    module = SparseMLP(tiny_config(moe=moe), rngs=nnx.Rngs(seed))
+    random = np.random.default_rng(seed)
+    graph, state = nnx.split(module)
+    drawn = jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.3, leaf.shape), leaf.dtype), state)
+    return nnx.merge(graph, drawn)
+
+
+def rows(seed, count):
+    return jnp.asarray(np.random.default_rng(seed + 1).normal(size=(count, 48)), jnp.float32)
+
+
+def by_definition(module, x):
+    """Each row's experts one after the other, in float64."""
+    weights, experts = (np.asarray(part, np.float64) for part in module.route(x))
+    up, down = module.gate_up_proj, module.down_proj
+    out = np.zeros(x.shape)
+    for row, (token_weights, chosen) in enumerate(zip(weights, experts.astype(int), strict=True)):
+        for weight, expert in zip(token_weights, chosen, strict=True):
+            inner = np.asarray(x[row], np.float64) @ np.asarray(up.kernel[expert], np.float64) + up.bias[expert]
+            gate, value = np.split(inner, 2)
+            inner = gate / (1 + np.exp(-gate)) * value
+            out[row] += weight * (inner @ np.asarray(down.kernel[expert], np.float64) + down.bias[expert])
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(count, seed):
+    module, x = layer(seed), rows(seed, count)
+    expected = by_definition(module, x)
+    np.testing.assert_allclose(module(x), expected, rtol=0, atol=64 * 2.0**-23 * np.abs(expected).max())
+
+
+def test_gathered_and_grouped_experts_agree(seed):
+    module, x = layer(seed), rows(seed, 6)
+    experts = module.route(x)[1]
+    gathered, grouped = module.gathered(x, experts), module.grouped(x, experts)
+    np.testing.assert_allclose(gathered, grouped, rtol=0, atol=64 * 2.0**-23 * np.abs(gathered).max())
+
+
+def test_no_token_is_dropped_when_all_go_to_one_expert(seed):
+    module, x = layer(seed), rows(seed, 33)
+    module.router.bias = nnx.Param(jnp.asarray([0.0, 0.0, 60.0, 30.0, 0.0]))
+    assert np.asarray(module.route(x)[1]).tolist() == [[2, 3]] * 33
+    expected = by_definition(module, x)
+    np.testing.assert_allclose(module(x), expected, rtol=0, atol=64 * 2.0**-23 * np.abs(expected).max())
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(seed):
+    module, x = layer(seed), rows(seed, 16)
+    other = x.at[1:].set(rows(seed + 7, 15))
+    np.testing.assert_array_equal(module(x)[0], module(other)[0])
+
+
+def test_weights_of_a_token_sum_to_one_unless_they_are_shares_of_all(seed):
+    x = rows(seed, 9)
+    normed = layer(seed).route(x)[0]
+    shares = layer(seed, MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, norm_topk_prob=False))
+    np.testing.assert_allclose(normed.sum(-1), 1, rtol=2.0**-22)
+    assert (np.asarray(shares.route(x)[0].sum(-1)) < 1).all()
+
+
+def test_experts_have_gradients(seed):
+    graph, state = nnx.split(layer(seed))
+    gradients = jax.grad(lambda state: jnp.square(nnx.merge(graph, state)(rows(seed, 8))).sum())(state)
+    assert all(bool(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0) for leaf in jax.tree.leaves(gradients))
+
+
+def test_a_config_without_experts_is_refused():
+    with pytest.raises(InvalidInput, match=r"^config\.moe is None; a SparseMLP needs a MoEConfig\.$"):
+        SparseMLP(tiny_config(), rngs=nnx.Rngs(0))

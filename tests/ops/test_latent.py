@@ -1,0 +1,78 @@
+"""Latent attention and the write of latents on JAX arrays, by each implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+
+import jattn
+from jattn import ops
+from tests.ops.runner import QUICK_COMPILE, arrays, keywords
+from tests.support.attention_cases import assert_matches_reference, to_torch
+from tests.support.latent_cases import LatentCase, latent_case, random_latent_case
+
+each_implementation = pytest.mark.parametrize(
+    "implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)]
+)
+
+
+def _run(case: LatentCase, implementation: str):
+    static: dict[str, Any] = {
+        name: x for name, x in keywords(case.spec).items() if name not in ("attention_chunk", "use_alibi_sqrt")
+    }
+    limits: dict[str, Any] = {**case.limits, "max_query_len": max(1, case.limits["max_query_len"])}
+    function = jax.jit(
+        lambda operands, options: ops.mla_attention_with_lse(
+            **operands, **options, **static, **limits, implementation=implementation
+        ),
+        compiler_options=QUICK_COMPILE,
+    )
+    return function(arrays(case), case.options)
+
+
+@each_implementation
+@pytest.mark.parametrize("number", range(4))
+def test_a_random_problem_matches_the_reference(implementation, number):
+    case = random_latent_case(number + 50)
+    out, lse = _run(case, implementation)
+    assert_matches_reference(case, to_torch(np.array(out)), to_torch(np.array(lse)))
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
+def test_a_write_goes_to_its_slots_and_nowhere_else(implementation, dtype):
+    kv_c, k_pe = jnp.full((3, 12), 2.0), jnp.full((3, 4), 6.0)
+    cache = jnp.zeros((3, 4, 16), dtype)
+
+    written = jattn.write_latent_cache(
+        kv_c, k_pe, cache, jnp.array([11, -1, 4], jnp.int32), k_scale=2.0, implementation=implementation
+    )
+
+    expected = np.zeros((12, 16))
+    expected[[4, 11]] = [1.0] * 12 + [3.0] * 4
+    np.testing.assert_array_equal(np.array(written, np.float32).reshape(12, 16), expected)
+
+
+def test_a_call_has_a_gradient():
+    """That of query and latents, by jnp, against differences."""
+    case = latent_case(3, seq_lens=[5, 3], query_lens=[2, 1], num_heads=2, kv_lora_rank=4, rope_dim=2, poison=0.0)
+    given: dict[str, Any] = arrays(case)
+    indices: dict[str, Any] = {name: x for name, x in given.items() if name not in ("query", "latent_cache")}
+
+    limits: dict[str, Any] = case.limits
+
+    def total(query, latents):
+        out = jattn.mla_attention(query, latents, **indices, **limits, scale=0.4)
+        return (out * jnp.arange(out.size).reshape(out.shape)).sum()
+
+    jax.test_util.check_grads(total, (given["query"], given["latent_cache"]), order=1, modes=["rev"], rtol=2e-2)
+
+
+def test_the_scale_has_no_default():
+    with pytest.raises(TypeError, match="scale"):
+        jattn.mla_attention(*arrays(latent_case(1, seq_lens=[3], query_lens=[1])).values(), max_query_len=1)  # type: ignore[call-arg]

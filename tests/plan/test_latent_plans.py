@@ -1,0 +1,115 @@
+"""Plans of latent attention: which kernel, how many chunks, what the copy engine sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.attention_plans import latent_call
+from torch_core.attention.mla.tiles import latent_chunk, latent_tile
+from torch_core.plan.plan import Descriptor, DeviceLimits, OperationPlan
+from torch_core.planner import plan_call
+from torch_core.specs import ArraySpec
+
+
+def _plan(**changes: Any) -> OperationPlan:
+    arch = changes.pop("arch", 90)
+    return plan_call(latent_call(**changes), DeviceLimits(arch=arch))
+
+
+def _kernel(**changes: Any) -> str:
+    return _plan(**changes).launches[0].name
+
+
+@pytest.mark.parametrize(
+    ("changes", "hopper"),
+    [
+        ({"num_heads": 16}, False),
+        ({"num_heads": 17}, True),
+        ({"num_heads": 128}, True),
+        ({"num_heads": 8, "query_len": 4}, True),
+        ({"num_heads": 128, "dtype": "float16"}, True),
+        ({"num_heads": 128, "dtype": "float32"}, False),
+        ({"num_heads": 128, "cache_dtype": "float8_e4m3fn"}, False),
+        ({"num_heads": 128, "rank": 256}, False),
+        ({"num_heads": 128, "block_size": 16}, True),
+        ({"num_heads": 128, "block_size": 4}, False),
+        ({"num_heads": 128, "arch": 80}, False),
+        ({"num_heads": 128, "arch": 100}, False),
+        ({"num_heads": 128, "sinks": ArraySpec((128,), "float32")}, True),
+        ({"num_heads": 128, "k_scale": ArraySpec((1,), "float32")}, False),
+        ({"num_heads": 128, "query": ArraySpec((4, 128, 576), "bfloat16", (128 * 1152, 1152, 1))}, True),
+        ({"num_heads": 128, "query": ArraySpec((4, 128, 576), "bfloat16", (99_992, 576, 1))}, False),
+        ({"num_heads": 128, "latent_cache": ArraySpec((9, 64, 576), "bfloat16", (2 * 64 * 576, 576, 1))}, True),
+        ({"num_heads": 128, "latent_cache": ArraySpec((9, 64, 576), "bfloat16", (64 * 580, 580, 1))}, False),
+    ],
+)
+def test_the_hopper_kernel_serves_what_it_can_and_is_worth_it(changes, hopper):
+    assert (_kernel(**changes) == "hopper_latent_kernel") is hopper
+
+
+def test_a_latent_is_seen_twice_and_copied_once():
+    launch = _plan(num_heads=128).launches[0]
+    boxes = {name: x.box for name, x in launch.arguments if isinstance(x, Descriptor)}
+    assert boxes == {"query": (64, 256), "query_rope": (64, 64), "latent_cache": (64, 256), "latent_rope": (64, 64)}
+    assert _box(block_size=48) == 16
+    assert _box(block_size=128) == 64
+
+
+def _box(block_size: int) -> int:
+    return dict(_plan(num_heads=128, block_size=block_size, table_tokens=48 * 128).launches[0].constexprs)["BOX"]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "table_tokens", "row_tiles", "slots", "chunk"),
+    [
+        (1, 8192, 1, 264, 128),
+        (8, 8192, 1, 264, 256),
+        (64, 2048, 1, 264, 512),
+        (128, 4096, 1, 264, 2048),
+        (8, 8192, 2, 132, 1024),
+        (64, 2048, 2, 132, 2048),
+        (128, 4096, 2, 132, 4096),
+        (16, 65536, 2, 132, 4096),
+        (1000, 65536, 2, 132, 65536),
+        (1, 1, 1, 264, 128),
+        (3, 0, 1, 264, 128),
+    ],
+)
+def test_a_batch_is_cut_into_what_runs_at_a_time(num_seqs, table_tokens, row_tiles, slots, chunk):
+    found = latent_chunk(num_seqs=num_seqs, table_tokens=table_tokens, row_tiles=row_tiles, slots=slots)
+    assert found == chunk
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "shared_memory", "tile"),
+    [
+        (16, 89, 101376, (16, 32)),
+        (17, 90, 232448, (32, 32)),
+        (128, 80, 166912, (64, 32)),
+        (128, 89, 101376, (32, 32)),
+        (128, 90, 232448, (64, 64)),
+        (128, 100, 232448, (64, 32)),
+    ],
+)
+def test_a_tile_fits_its_device(rows, arch, shared_memory, tile):
+    limits = DeviceLimits(arch=arch, shared_memory=shared_memory)
+    found = latent_tile(rows=rows, padded=576, query_bytes=2, limits=limits)
+    assert (found.block_m, found.block_n) == tile
+
+
+def test_partial_results_are_planned_and_nothing_else_is_made():
+    plan = _plan(num_heads=16, num_seqs=8)
+    assert [launch.name for launch in plan.launches] == ["latent_attention_kernel", "attention_combine_kernel"]
+    assert {name: spec.shape for name, spec in plan.scratch} == {
+        "partial_out": (8, 32, 16, 512),
+        "partial_max": (8, 32, 16),
+        "partial_sum": (8, 32, 16),
+    }
+    assert _plan(num_heads=16, num_seqs=300, table_tokens=2048).scratch == ()
+
+
+def test_long_queries_keep_their_sums_to_themselves():
+    plan = _plan(num_heads=16, query_len=9)
+    assert (len(plan.launches), plan.scratch) == (1, ())

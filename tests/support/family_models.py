@@ -1,0 +1,161 @@
+"""One tiny random checkpoint for each family and each of its options, made by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_SMALL_WINDOW = {"sliding_window": 7}
+_QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "rope_theta": 10000.0,
+}
+#: By family, the class of transformers and what its options are in each variant: off first, then on.
+CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "LlamaForCausalLM": (
+        "LlamaConfig",
+        [
+            {},
+            {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+            {"rope_parameters": _YARN},
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+        ],
+    ),
+    "MistralForCausalLM": ("MistralConfig", [_SMALL_WINDOW, {"sliding_window": None}]),
+    "Qwen2ForCausalLM": ("Qwen2Config", [{}, _QWEN_WINDOW]),
+    "Qwen3ForCausalLM": ("Qwen3Config", [{"head_dim": 16}, _QWEN_WINDOW | {"head_dim": 8, "attention_bias": True}]),
+    "GemmaForCausalLM": ("GemmaConfig", [{"head_dim": 16}, {"head_dim": 8, "attention_bias": True}]),
+    "Gemma2ForCausalLM": (
+        "Gemma2Config",
+        [
+            _SMALL_WINDOW | {"head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 3.0},
+            {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+        ],
+    ),
+    "Gemma3ForCausalLM": (
+        "Gemma3TextConfig",
+        [
+            _SMALL_WINDOW | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+            {
+                "head_dim": 8,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+                "layer_types": ["full_attention", "sliding_attention"],
+                "final_logit_softcapping": 3.0,
+            },
+        ],
+    ),
+    "Phi3ForCausalLM": (
+        "Phi3Config",
+        [
+            {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
+            {"original_max_position_embeddings": 128, "rope_parameters": _LONGROPE},
+            {"original_max_position_embeddings": 16, "rope_parameters": _LONGROPE, "sliding_window": 9},
+        ],
+    ),
+    "GraniteForCausalLM": (
+        "GraniteConfig",
+        [
+            {},
+            {
+                "embedding_multiplier": 12.0,
+                "logits_scaling": 6.0,
+                "residual_multiplier": 0.22,
+                "attention_multiplier": 0.1,
+                "mlp_bias": True,
+                "attention_bias": True,
+            },
+        ],
+    ),
+    "Olmo2ForCausalLM": ("Olmo2Config", [{}, {"attention_bias": True, "tie_word_embeddings": True}]),
+    "SmolLM3ForCausalLM": (
+        "SmolLM3Config",
+        [{"no_rope_layer_interval": 2}, {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 1]}],
+    ),
+    "CohereForCausalLM": ("CohereConfig", [{}, {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.3}]),
+    "Starcoder2ForCausalLM": ("Starcoder2Config", [{}, {"use_bias": False, "sliding_window": 7}]),
+    "GPTNeoXForCausalLM": (
+        "GPTNeoXConfig",
+        [{}, {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5, "rotary_emb_base": 9000}],
+    ),
+    "GPT2LMHeadModel": ("GPT2Config", [{}, {"n_inner": 40, "activation_function": "relu"}]),
+    "BloomForCausalLM": ("BloomConfig", [{}, {"num_attention_heads": 2}]),
+    "MixtralForCausalLM": ("MixtralConfig", [{"num_local_experts": 6}, _SMALL_WINDOW | {"num_experts_per_tok": 3}]),
+    "Qwen3MoeForCausalLM": (
+        "Qwen3MoeConfig",
+        [
+            _EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+            _EXPERTS | {"head_dim": 8, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
+        ],
+    ),
+    "Qwen2MoeForCausalLM": (
+        "Qwen2MoeConfig",
+        [
+            _EXPERTS | {"shared_expert_intermediate_size": 40},
+            _EXPERTS | _QWEN_WINDOW | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
+        ],
+    ),
+    "GptOssForCausalLM": (
+        "GptOssConfig",
+        [
+            _SMALL_WINDOW | {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
+            {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "rope_parameters": {"rope_theta": 1e4}},
+        ],
+    ),
+}
+#: Sizes that a class does not know; it would write them down all the same.
+_ABSENT = {
+    "GPTNeoXForCausalLM": ("num_key_value_heads",),
+    "GPT2LMHeadModel": ("num_key_value_heads", "intermediate_size"),
+    "BloomForCausalLM": ("num_key_value_heads", "intermediate_size"),
+}
+VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]
+
+
+def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, **sizes: Any) -> Path:
+    """Writes a checkpoint as transformers saves it, with weights large enough that every option shows."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    name, variants = CASES[architecture]
+    absent = _ABSENT.get(architecture, ())
+    common = {key: value for key, value in (SIZES | sizes).items() if key not in absent}
+    config = getattr(transformers, name)(**(common | variants[variant]))
+    model = getattr(transformers, architecture)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            centre = 1.0 if path.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")) else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def reference_logits(folder: Path, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns transformers' logits [batch, tokens, vocab_size] in float64 arithmetic and in float32."""
+    from tests.support.tiny_models import transformers_logits
+
+    return transformers_logits(folder, token_ids, "float64"), transformers_logits(folder, token_ids)

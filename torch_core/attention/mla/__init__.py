@@ -1,0 +1,1 @@
+"""Multi-head latent attention over chunks of cached latents: kernel, plan, tiles."""

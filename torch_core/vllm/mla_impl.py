@@ -1,0 +1,317 @@
+"""The implementation behind the latent-attention backends: expanded for prefill, absorbed for decode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_core import ops
+from torch_core.calls import DenseCall, LatentCall, LatentWriteCall
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import AttentionSpec
+from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl
+from torch_core.vllm.mla_metadata import MLACommonMetadata
+from torch_core.vllm.types import CACHE_DTYPES, AttentionType, ContextParallel, is_quantized_kv_cache
+from torch_core.vllm.workspace import WorkspaceManager
+
+__all__ = ["TorchMLAImpl", "TritonMLAImpl"]
+
+
+class TritonMLAImpl(MLAAttentionImpl):
+    """Multi-head latent attention of one layer; the tensors' device decides whether kernels or plain torch compute it.
+
+    Args:
+        num_heads: query heads of this rank.
+        head_size: elements of a row of the cache, `kv_lora_rank + qk_rope_head_dim`.
+        scale: factor on the scores.
+        num_kv_heads: 1: all heads share a latent.
+        alibi_slopes, sliding_window, logits_soft_cap: None; no such model has latents.
+        kv_cache_dtype: a name of `CACHE_DTYPES`.
+        attn_type: "decoder".
+        kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
+        q_lora_rank: width of the compressed query, which is expanded before it comes here; None for none.
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, qk_head_dim, v_head_dim: see `MLADims`.
+        kv_b_proj: from latents to the keys (without rotary part) and values of all heads; its `weight` is
+            [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]. Its result may be a pair, as in vLLM.
+        indexer: None; chosen tokens (sparse attention) are not served.
+        workspace: where partial results go; None makes room call by call.
+        context_parallel: this rank's place.
+
+    Raises:
+        InvalidInput: sizes that do not fit each other.
+        Unsupported: an option that is not None above, another kind of attention.
+    """
+
+    can_return_lse_for_decode: ClassVar[bool] = True
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
+        kv_sharing_target_layer_name: str | None, *, q_lora_rank: int | None, kv_lora_rank: int,
+        qk_nope_head_dim: int, qk_rope_head_dim: int, qk_head_dim: int, v_head_dim: int, kv_b_proj: torch.nn.Module,
+        indexer: object | None = None, workspace: WorkspaceManager | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> None:  # fmt: skip
+        refused = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "indexer": indexer,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise Unsupported(f"{name} is {value!r}; latent attention is served without it: pass None.")
+        if AttentionType(attn_type) is not AttentionType.DECODER:
+            raise Unsupported(f"attn_type is {attn_type!r}; latent attention is served in decoders only.")
+        if kv_cache_dtype not in CACHE_DTYPES:
+            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
+        for name, found, wanted in (
+            ("num_kv_heads", num_kv_heads, 1),
+            ("head_size", head_size, kv_lora_rank + qk_rope_head_dim),
+            ("qk_head_dim", qk_head_dim, qk_nope_head_dim + qk_rope_head_dim),
+        ):
+            if found != wanted:
+                raise InvalidInput(f"{name} is {found}; by the other sizes it must be {wanted}.")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.q_lora_rank = q_lora_rank
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.qk_head_dim = qk_head_dim
+        self.v_head_dim = v_head_dim
+        self.kv_b_proj = kv_b_proj
+        self.workspace = workspace
+        self.context_parallel = context_parallel or ContextParallel()
+        self.context_parallel.refuse_spread_prompts()
+        self.spec = AttentionSpec(scale=self.scale)
+        self._to_latent: Tensor | None = None
+        self._to_value: Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Takes the expansion of latents apart: what decode absorbs into the query, and what it does to the result.
+
+        Call it again when the weights have changed.
+
+        Raises:
+            InvalidInput: the weight has another shape.
+        """
+        weight: Any = self.kv_b_proj.weight
+        sizes = (self.qk_nope_head_dim, self.v_head_dim)
+        expected = (self.num_heads * sum(sizes), self.kv_lora_rank)
+        if tuple(weight.shape) != expected:
+            raise InvalidInput(f"kv_b_proj.weight has shape {tuple(weight.shape)}; it must be {expected}.")
+        by_head = weight.detach().to(act_dtype).view(self.num_heads, sum(sizes), self.kv_lora_rank)
+        to_latent, to_value = by_head.split(sizes, dim=1)
+        self._to_latent, self._to_value = to_latent.contiguous(), to_value.transpose(1, 2).contiguous()
+
+    def forward(
+        self, layer: AttentionLayer, hidden_states_or_cq: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor,
+        attn_metadata: MLACommonMetadata | None, output: Tensor | None = None, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Writes the step's latents to the cache, attends, writes `output` and returns it.
+
+        Args:
+            layer: has `_k_scale`; read for 8-bit caches only.
+            hidden_states_or_cq: the query, [num_tokens, num_heads, qk_head_dim] or flat, its rotary part last, rotated.
+            kv_c_normed: [num_tokens, kv_lora_rank].
+            k_pe: [num_tokens, qk_rope_head_dim] or with an axis of one head, rotated.
+            kv_cache: [num_blocks, block_size, head_size], written in place. An fp8 cache may be stored as uint8.
+            attn_metadata: of the step; None in a profiling run, which only clears the output.
+            output: needed; [num_tokens, num_heads * v_head_dim] or with the heads apart; padding rows become 0.
+            output_scale, output_block_scale: not served.
+
+        Raises:
+            InvalidInput: the metadata is for another cache; shapes do not fit; the weights were not processed.
+            Unsupported: an output scale; sequences that are spread over ranks: merge what `forward_mqa` returns.
+        """
+        if output is None:
+            raise InvalidInput("output is None; pass a tensor of num_heads * v_head_dim columns, which forward writes.")
+        if output_scale is not None or output_block_scale is not None:
+            raise Unsupported("an output scale is given; latent attention stores what it computes.")
+        if attn_metadata is None:
+            return output.zero_()
+        if self.need_to_return_lse_for_decode:
+            raise Unsupported(
+                f"this layer holds 1 of {self.context_parallel.dcp_world_size} parts of each sequence; call "
+                "forward_mqa and merge the parts."
+            )
+        metadata, cache = attn_metadata, self._checked_cache(kv_cache, attn_metadata)
+        query = hidden_states_or_cq.view(-1, self.num_heads, self.qk_head_dim)
+        out = output.view(-1, self.num_heads, self.v_head_dim)
+        k_pe = k_pe.view(-1, self.qk_rope_head_dim)
+        if self.kv_sharing_target_layer_name is None:
+            self.do_kv_cache_update(
+                kv_c_normed, k_pe, cache, metadata.slot_mapping, self.kv_cache_dtype, layer._k_scale
+            )
+        first, end = metadata.num_decode_tokens, metadata.num_actual_tokens
+        if metadata.prefill is not None:
+            rows = slice(first, end)
+            self.forward_mha(query[rows], kv_c_normed[rows], k_pe[rows], cache, metadata, layer._k_scale, out[rows])
+            out[end:].zero_()
+        if metadata.decode is not None:
+            q_nope, q_pe = query[:first].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+            to_latent, to_value = self._absorbed()
+            latent, _ = self.forward_mqa((_by_head(q_nope, to_latent), q_pe), cache, metadata, layer)
+            out[:first] = _by_head(latent, to_value)
+        return output
+
+    def forward_mha(
+        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLACommonMetadata, k_scale: Tensor, output: Tensor, output_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Attends for prefill rows, with expanded keys and values; earlier tokens are expanded chunk by chunk.
+
+        Args:
+            q: [num_prefill_tokens, num_heads, qk_head_dim].
+            kv_c_normed: [num_prefill_tokens, kv_lora_rank], their own latents.
+            k_pe: [num_prefill_tokens, qk_rope_head_dim].
+            kv_c_and_k_pe_cache: where the latents of earlier tokens lie.
+            attn_metadata: has the prefills.
+            k_scale: what a stored unit of an 8-bit cache is worth.
+            output: [num_prefill_tokens, num_heads, v_head_dim]; written.
+            output_scale: not served.
+
+        Raises:
+            InvalidInput: the metadata has no prefill.
+            Unsupported: an output scale.
+        """
+        prefill = attn_metadata.prefill
+        if prefill is None:
+            raise InvalidInput("the metadata has no prefill; forward_mha attends for prefill rows.")
+        if output_scale is not None:
+            raise Unsupported("an output scale is given; latent attention stores what it computes.")
+        starts, longest = prefill.query_start_loc, prefill.max_query_len
+        key, value = self._expanded(kv_c_normed, k_pe)
+        call = DenseCall(
+            query=q, key=key, value=value, query_start_loc=starts, key_start_loc=starts, spec=self.spec,
+            max_query_len=longest, max_key_len=longest, with_lse=bool(prefill.context),
+        )  # fmt: skip
+        results = ops.run(call)
+        for chunk in prefill.context:
+            rows = kv_c_and_k_pe_cache.view(-1, self.head_size)[chunk.slots]
+            if rows.dtype.itemsize == 1:
+                rows = (rows.float() * k_scale).to(q.dtype)
+            key, value = self._expanded(*rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1))
+            earlier = ops.run(
+                replace(
+                    call, key=key, value=value, key_start_loc=chunk.key_start_loc, max_key_len=chunk.max_key_len,
+                    spec=replace(self.spec, causal=False),
+                )
+            )  # fmt: skip
+            merged = ops.merge_states(results["out"], results["lse"], earlier["out"], earlier["lse"])
+            results = dict(zip(("out", "lse"), merged, strict=True))
+        output.copy_(results["out"])
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Attends for decode rows, to the latents themselves.
+
+        Args:
+            q: [num_decode_tokens, num_heads, head_size], absorbed, or its latent and its rotary part. With ranks that
+                share sequences, of the heads of all ranks.
+            kv_c_and_k_pe_cache: [num_blocks, block_size, head_size].
+            attn_metadata: has the decodes.
+            layer: has `_k_scale`; read for 8-bit caches only.
+
+        Returns:
+            The output [num_decode_tokens, num_heads, kv_lora_rank] and the natural log-sum-exp, float32
+            [num_decode_tokens, num_heads], as `torch_core.ops.merge_states` takes them.
+
+        Raises:
+            InvalidInput: the metadata has no decode; shapes do not fit; a locked workspace is too small.
+        """
+        decode = attn_metadata.decode
+        if decode is None:
+            raise InvalidInput("the metadata has no decode; forward_mqa attends for decode rows.")
+        results = ops.run(
+            LatentCall(
+                query=torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
+                latent_cache=self._checked_cache(kv_c_and_k_pe_cache, attn_metadata),
+                kv_lora_rank=self.kv_lora_rank,
+                block_tables=decode.block_table,
+                seq_lens=decode.seq_lens,
+                query_start_loc=decode.query_start_loc,
+                spec=self.spec,
+                max_query_len=decode.max_query_len,
+                k_scale=self._scale_of(layer._k_scale),
+                with_lse=True,
+            ),
+            workspace=self.workspace,
+        )
+        return results["out"], results["lse"]
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:  # fmt: skip
+        """Writes the step's latents and rotary keys to the cache.
+
+        Args:
+            kv_c_normed: [num_tokens, kv_lora_rank].
+            k_pe: [num_tokens, qk_rope_head_dim] or with an axis of one head.
+            kv_cache: [num_blocks, block_size, head_size].
+            slot_mapping: int32 [num_tokens]; -1 writes nothing.
+            kv_cache_dtype: a name of `CACHE_DTYPES`.
+            k_scale: what a stored unit is worth, for an 8-bit cache.
+        """
+        quantized = is_quantized_kv_cache(kv_cache_dtype)
+        ops.run(
+            LatentWriteCall(
+                kv_c=kv_c_normed,
+                k_pe=k_pe.view(-1, self.qk_rope_head_dim),
+                slot_mapping=slot_mapping,
+                latent_cache=_as_stored(kv_cache, kv_cache_dtype),
+                k_scale=k_scale if quantized else None,
+            )
+        )
+
+    def _expanded(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of all heads, of latents and the rotary keys that all heads share."""
+        expanded: Any = self.kv_b_proj(kv_c)
+        expanded = expanded[0] if isinstance(expanded, tuple) else expanded
+        sizes = (self.qk_nope_head_dim, self.v_head_dim)
+        k_nope, value = expanded.view(-1, self.num_heads, sum(sizes)).split(sizes, dim=-1)
+        return torch.cat([k_nope, k_pe[:, None].expand(-1, self.num_heads, -1)], dim=-1), value
+
+    def _absorbed(self) -> tuple[Tensor, Tensor]:
+        if self._to_latent is None or self._to_value is None:
+            raise InvalidInput(
+                "the weights were not processed; call process_weights_after_loading once they are loaded."
+            )
+        return self._to_latent, self._to_value
+
+    def _checked_cache(self, kv_cache: Tensor, metadata: MLACommonMetadata) -> Tensor:
+        if kv_cache.dim() != 3 or tuple(kv_cache.shape[1:]) != (metadata.block_size, self.head_size):
+            raise InvalidInput(
+                f"kv_cache has shape {tuple(kv_cache.shape)}; the metadata is for latents of (num_blocks, "
+                f"{metadata.block_size}, {self.head_size})."
+            )
+        return _as_stored(kv_cache, self.kv_cache_dtype)
+
+    def _scale_of(self, k_scale: Tensor) -> Tensor | None:
+        return k_scale if is_quantized_kv_cache(self.kv_cache_dtype) else None
+
+
+class TorchMLAImpl(TritonMLAImpl):
+    """Multi-head latent attention of one layer by plain torch; arguments as for `TritonMLAImpl`."""
+
+
+def _as_stored(kv_cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """Returns a cache as elements of its own type, which may have been allocated as bytes."""
+    stored = CACHE_DTYPES[kv_cache_dtype]
+    return kv_cache.view(stored) if kv_cache.dtype == torch.uint8 and stored is not None else kv_cache
+
+
+def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Returns each head's rows, [rows, heads, size], times its own matrix, [heads, size, new size]."""
+    return torch.bmm(rows.transpose(0, 1), matrices).transpose(0, 1)
