@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class ServeConfig:
         max_body_bytes: of a request.
         max_unfinished: samples that may wait or run; beyond it the answer is 429.
         chat_template: instead of the model's.
+        default_sampling: fields of requests that do not bring them, by name.
 
     Raises:
         InvalidInput: a size out of range.
@@ -53,6 +54,7 @@ class ServeConfig:
     max_body_bytes: int = 4 << 20
     max_unfinished: int = 1024
     chat_template: ChatTemplate | None = None
+    default_sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_int("max_body_bytes", self.max_body_bytes, 1)
@@ -108,10 +110,10 @@ class _Server:
         return self._refusal(RequestError(status, f"{request.method} {request.url.path} is not served."))
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, parse_completion(await self._body(request)))
+        return await self._generate(request, parse_completion(await self._body(request), self._config.default_sampling))
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, parse_chat(await self._body(request)))
+        return await self._generate(request, parse_chat(await self._body(request), self._config.default_sampling))
 
     async def models(self, request: Request) -> Response:
         model = {

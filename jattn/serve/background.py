@@ -31,7 +31,9 @@ class BackgroundServer(contextlib.AbstractContextManager):
     """
 
     def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
-        self._server = _Server(uvicorn.Config(create_app(llm, config), host="127.0.0.1", port=0, log_level="error"))
+        # The process's logging is its owner's: uvicorn's own would also close the handlers that are there.
+        options: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
+        self._server = _Server(uvicorn.Config(create_app(llm, config), host="127.0.0.1", port=0, **options))
         self._thread = threading.Thread(target=self._server.run, name="jattn-serve", daemon=True)
         self._thread.start()
         self._server.ready.wait()

@@ -88,13 +88,17 @@ def parse_body(body: bytes) -> dict[str, Any]:
         raise RequestError(400, str(error)) from None
 
 
-def parse_completion(body: Mapping[str, Any]) -> Generation:
+def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Generation:
     """Reads the body of `/v1/completions`.
+
+    Args:
+        body: of the request.
+        defaults: fields that hold where the body does not have them.
 
     Raises:
         RequestError: a field is missing, unknown or wrong.
     """
-    fields = _Fields(body)
+    fields = _Fields(body, defaults)
     prompt = fields.take("prompt", _is_prompt, "a string, token ids, or a list of either")
     if prompt is None:
         raise RequestError(400, "prompt is missing.", param="prompt")
@@ -117,13 +121,13 @@ def parse_completion(body: Mapping[str, Any]) -> Generation:
     return generation
 
 
-def parse_chat(body: Mapping[str, Any]) -> Generation:
-    """Reads the body of `/v1/chat/completions`.
+def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Generation:
+    """Reads the body of `/v1/chat/completions`; arguments as of `parse_completion`.
 
     Raises:
         RequestError: a field is missing, unknown or wrong.
     """
-    fields = _Fields(body)
+    fields = _Fields(body, defaults)
     messages = fields.take("messages", lambda value: isinstance(value, list), "a list of messages")
     if not messages:
         raise RequestError(400, "messages is missing or empty.", param="messages")
@@ -181,8 +185,10 @@ def as_request_error(error: Exception, *, default: str | None = None) -> Request
 class _Fields:
     """The fields of a body, taken out one by one, so that what is left is unknown."""
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._left = {name: value for name, value in body.items() if name not in _IGNORED}
+    def __init__(self, body: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> None:
+        # A field that is null is as one that is missing.
+        given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+        self._left = {**(defaults or {}), **given}
 
     def take(self, name: str, fits: Callable[[Any], bool], wanted: str) -> Any:
         """Returns a field, None if it is missing or null."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from jattn.engine import LLM, EngineConfig
-from jattn.load import ChatTemplate, embedded_model_folder
+from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
 from jattn.serve.app import ServeConfig, create_app
 from jattn.serve.async_llm import AsyncLLM
 from torch_core.errors import InvalidInput
@@ -27,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--served-model-name", help="that clients ask for (default: the folder's name)")
     parser.add_argument("--api-key-file", metavar="FILE", help="one key a line; clients must bring one of them")
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    parser.add_argument(
+        "--ignore-generation-config", action="store_true", help="defaults of sampling are OpenAI's, not the folder's"
+    )
     parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="of one request (4 MiB)")
     parser.add_argument("--max-unfinished", type=int, default=1024, help="samples that may wait or run (1024)")
     parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
@@ -52,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         max_body_bytes=arguments.max_body_bytes,
         max_unfinished=arguments.max_unfinished,
         chat_template=template,
+        default_sampling=None if arguments.ignore_generation_config else load_generation_defaults(folder).sampling,
     )
     engine = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
