@@ -55,8 +55,8 @@ def open_device(
     if kv_cache_dtype not in (None, shape.dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
-    modules = [module for _, module in nnx.iter_modules(cast(nnx.Module, model))]
-    chosen = {choose(module.implementation) for module in modules if hasattr(module, "implementation")}
+    asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
+    chosen = {choose(implementation) for implementation in asked - {""}}
     # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
