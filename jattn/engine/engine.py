@@ -23,7 +23,7 @@ from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
 from torch_core.checks import shown
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.errors import InvalidInput, PoolLost, Unsupported
 
 __all__ = ["Engine"]
 
@@ -156,6 +156,10 @@ class Engine(contextlib.AbstractContextManager):
 
         def look() -> CacheStats:
             work = self._owner.begin()
+            try:
+                work.settle()
+            except PoolLost:
+                work = self._owner.begin()
             self._owner.end(work)
             return work.cache.stats()
 

@@ -11,10 +11,10 @@ from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
-__all__ = ["MoEConfig", "ModelConfig"]
+__all__ = ["SIZE_LIMITS", "MoEConfig", "ModelConfig"]
 
 #: Upper limits of every size: far above any published model, far below what would exhaust memory while planning.
-_SIZE_LIMITS = {
+SIZE_LIMITS = {
     "vocab_size": 1 << 20,
     "hidden_size": 1 << 16,
     "intermediate_size": 1 << 18,
@@ -77,8 +77,8 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_int("num_experts", self.num_experts, 1, 4096)
         check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
-        check_int("moe.intermediate_size", self.intermediate_size, 1, _SIZE_LIMITS["intermediate_size"])
-        check_int("shared_intermediate_size", self.shared_intermediate_size, 0, _SIZE_LIMITS["intermediate_size"])
+        check_int("moe.intermediate_size", self.intermediate_size, 1, SIZE_LIMITS["intermediate_size"])
+        check_int("shared_intermediate_size", self.shared_intermediate_size, 0, SIZE_LIMITS["intermediate_size"])
         _check_flags(self, ("norm_topk_prob", "router_bias", "expert_bias"))
 
 
@@ -192,7 +192,7 @@ class ModelConfig:
     architecture: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name, limit in _SIZE_LIMITS.items():
+        for name, limit in SIZE_LIMITS.items():
             check_int(name, getattr(self, name), 1, limit)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidInput(

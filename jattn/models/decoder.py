@@ -103,7 +103,8 @@ class Decoder(nnx.Module):
                 for index in range(config.num_hidden_layers)
             ]
         )
-        self.norm = None if config.is_encoder else norm(config)
+        if not config.is_encoder:
+            self.norm = norm(config)
         self.lm_head = (
             None
             if config.tie_word_embeddings or config.is_encoder
@@ -162,7 +163,7 @@ class Decoder(nnx.Module):
             x, kv_cache = layer(x, angles, kv_cache, metadata)
             new_caches.append(kv_cache)
             yield x, tuple(new_caches)
-        yield _through(self.norm, x), tuple(new_caches)
+        yield self.norm(x), tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""
@@ -242,7 +243,7 @@ class Decoder(nnx.Module):
         for layer in self.layers:
             x = layer.forward_dense(x, angles, dropout, lengths)
             yield x
-        yield _through(self.norm, x)
+        yield x if self.config.is_encoder else self.norm(x)
 
     def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Angles | None]:
         """Returns the embedded tokens, and the rotary angles of their positions if the model has any."""

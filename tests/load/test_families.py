@@ -12,13 +12,18 @@ import safetensors.numpy
 from flax import nnx
 
 from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import Family, known_families, load_model, register_family, save_model
+from jattn.load import Family, known_families, load_model, parse_config, register_family, save_model
+from jattn.load.folder import read_object
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.tiny_models import PagedRun, reference_bound, tiny_config, tiny_model
 from torch_core.errors import InvalidInput
 
 #: Of each family the variant in which most options are on.
 LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CASES.items()]
+
+
+#: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
+PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "GptOss")
 
 
 def test_every_family_of_the_package_is_tested():
@@ -35,7 +40,9 @@ def paged_logits(model, tokens, cuts):
 
 @pytest.mark.parametrize(("architecture", "variant"), LAST)
 def test_prefill_in_chunks_and_decoding_give_the_logits_of_transformers(architecture, variant, tmp_path, seed):
-    folder = write_checkpoint(tmp_path, architecture, variant, seed)
+    folder = write_checkpoint(
+        tmp_path, architecture, variant, seed, num_hidden_layers=1 + architecture.startswith(PATTERNED)
+    )
     tokens = np.random.default_rng(seed).integers(0, 99, 36)
     exact, same_dtype = reference_logits(folder, tokens[None])
     model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
@@ -53,9 +60,8 @@ def test_a_checkpoint_is_saved_as_the_tensors_that_it_was(architecture, variant,
     )
     assert theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
-    again, config_again, _ = load_model(tmp_path / "ours", with_tokenizer=False)
-    assert (config_again, config_again.architecture) == (config, architecture)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    again = parse_config(read_object(tmp_path / "ours", "config.json"))
+    assert (again, again.architecture) == (config, architecture)
 
 
 def assert_greedy_as_transformers(folder, seed, *, max_tokens):
