@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ def runner(ragged: bool, invariant: bool, guesses: int) -> tuple[ModelRunner, fr
 def row_of(num_new: int, kind: int, num_samples: int, guesses: int = 0) -> ScheduledRow:
     temperature, top_k, top_p = KINDS[kind]
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    request = Request("r", (1,), params, 0, frozenset(), RequestMetrics(0.0))
+    request = Request("r", (1,), params, np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0))
     return ScheduledRow(request, 0, num_new, num_samples, (1,) * guesses)
 
 
