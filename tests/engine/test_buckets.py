@@ -70,6 +70,6 @@ def test_every_step_finds_its_program_compiled(invariant, ragged, guesses, data)
     assert bucket.max_query_len >= max(row.num_new_tokens for row in rows) or num_steps > 1
 
 
-@pytest.mark.parametrize(("ragged", "programs"), [(True, 36), (False, 90)])
+@pytest.mark.parametrize(("ragged", "programs"), [(True, 24), (False, 60)])
 def test_there_are_few_programs(ragged, programs) -> None:
     assert len(runner(ragged, False, 0)[1]) == programs
