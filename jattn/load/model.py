@@ -26,7 +26,7 @@ from jattn.load.safetensors_file import STORED_DTYPES
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import check_weights, find_weights, read_parameter
 from jattn.models import Decoder, ModelConfig
-from torch_core.checks import check_int
+from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import QUERY_DTYPES
 
@@ -84,7 +84,7 @@ def load_model(
         if config.position_embedding != "learned":
             config = dataclasses.replace(config, max_position_embeddings=max_model_len)
     if dtype is not None and dtype not in QUERY_DTYPES:
-        raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
+        raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
     tensors = find_weights(path)
     family = family_of(config)
     is_bare = not any(name.startswith(family.prefix) for name in tensors)
@@ -132,7 +132,7 @@ def save_model(
     dtype = config.dtype if dtype is None else dtype
     codes = {str(stored): code for code, stored in STORED_DTYPES.items()}
     if dtype not in codes:
-        raise InvalidInput(f"dtype is {dtype!r}; it must be one of {', '.join(codes)}, or None.")
+        raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(codes)}, or None.")
     rendered = render_config(config, dtype=dtype)
     values = dict(nnx.to_flat_state(nnx.state(model)))
     tensors = {}

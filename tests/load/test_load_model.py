@@ -66,6 +66,8 @@ def test_the_implementation_reaches_every_layer(tmp_path, seed):
 
 def test_an_unknown_dtype_is_refused(tmp_path, seed):
     folder = write_tiny_model(tmp_path, seed)
+    with pytest.raises(InvalidInput, match=r"^dtype is an int of 16610 bits; it must be one of float32, "):
+        load_model(folder, dtype=10**5000)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidInput, match=r"^dtype is 'float64'; it must be one of float32, bfloat16, float16, or"):
         load_model(folder, dtype="float64")
     with pytest.raises(InvalidInput, match=r"^dtype is 'int8'; it must be one of float32, bfloat16, float16, or None"):
