@@ -18,7 +18,8 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        field: of `ModelConfig`; of `MoEConfig` where it begins with "moe."; several that share a value in a tuple.
+        field: of `ModelConfig`; of `MoEConfig` or `LatentConfig` where it begins with "moe." or "latent."; several that
+            share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
     """
