@@ -22,7 +22,7 @@ from flax import nnx
 
 from jattn import AttentionMetadata, EngineConfig, SamplingParams
 from jattn.engine import Engine
-from jattn.models import Decoder, ModelConfig
+from jattn.models import ModelConfig, PagedSpec
 from jattn.nn import MultiHeadAttention
 
 CONFIG = ModelConfig(
@@ -64,11 +64,18 @@ class Layer(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x)))), cache
 
 
-class LanguageModel(Decoder):
-    """A model of your own: what the engine asks for are `config`, this call, and `logits`."""
+class LanguageModel(nnx.Module):
+    """A model of your own: what the engine asks for are `paged_spec`, this call, and `logits`."""
+
+    paged_spec = PagedSpec(
+        vocab_size=CONFIG.vocab_size,
+        max_model_len=CONFIG.max_position_embeddings,
+        num_layers=CONFIG.num_hidden_layers,
+        num_kv_heads=CONFIG.num_key_value_heads,
+        head_dim=CONFIG.head_dim,
+    )
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
         self.position = nnx.Embed(config.max_position_embeddings, config.hidden_size, rngs=rngs)
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])

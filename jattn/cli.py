@@ -25,6 +25,7 @@ _BENCHMARKS = (
     "module",
     "mla",
     "moe",
+    "engine",
     "tune",
     "compilers",
 )

@@ -10,7 +10,26 @@ import jax.numpy as jnp
 
 from torch_core.metadata import CommonAttentionMetadata, SequenceRowLike, build_common_metadata
 
-__all__ = ["AttentionMetadata"]
+__all__ = ["AttentionMetadata", "PrefixGroups"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixGroups:
+    """Neighbouring sequences that share a prefix, for a step of one new token each: each prefix is attended once.
+
+    `torch_core.metadata.prefix_groups` finds them.
+
+    Attributes:
+        prefix_lens: int32[num_seqs]; tokens that a sequence shares with its group, whole blocks; 0 outside of groups.
+        piece_starts: int32[pieces + 1]; first sequence of each piece, running up to the number of real sequences. A
+            piece lies within one group, or outside of all.
+        piece_tokens: sequences of a piece at most; static.
+    """
+
+    prefix_lens: jax.Array
+    piece_starts: jax.Array
+    piece_tokens: int = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +47,7 @@ class AttentionMetadata:
         query_start_loc: int32[num_seqs + 1]; running sum of the query lengths, starting with 0.
         slot_mapping: int32[num_tokens]; `block * block_size + offset` for each new token, -1 for padding.
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
+        groups: sequences that share prefixes; None to attend each on its own.
     """
 
     block_tables: jax.Array
@@ -35,6 +55,7 @@ class AttentionMetadata:
     query_start_loc: jax.Array
     slot_mapping: jax.Array
     max_query_len: int = field(metadata={"static": True})
+    groups: PrefixGroups | None = None
 
     @classmethod
     def build(
@@ -83,7 +104,7 @@ class AttentionMetadata:
     @classmethod
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
-        names = [each.name for each in fields(cls) if each.name != "max_query_len"]
+        names = [each.name for each in fields(cls) if each.name not in ("max_query_len", "groups")]
         arrays = jax.device_put({name: getattr(common, name) for name in names})
         return cls(**arrays, max_query_len=common.max_query_len)
 

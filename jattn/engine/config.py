@@ -12,6 +12,7 @@ __all__ = ["MAX_SIZE", "EngineConfig"]
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
+_MAX_SPECULATIVE_TOKENS = 64
 # What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
 _SIZES = {
     "block_size": MAX_SIZE,
@@ -29,7 +30,8 @@ class EngineConfig:
     Attributes:
         block_size: tokens of one cache block.
         max_num_seqs: sequences of one step at most, up to 65,536.
-        max_num_batched_tokens: new tokens of one step at most; longer prompts are computed in chunks.
+        max_num_batched_tokens: new tokens of one step at most: one for each running request, and the rest for prompts,
+            in chunks if they are longer.
         max_model_len: tokens of one sequence at most; the model's own limit if None.
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
             full length, as far as `kv_cache_bytes` goes.
@@ -37,7 +39,8 @@ class EngineConfig:
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
             while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
-        steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's.
+        steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's. What
+            the second one computes of a request that the first one ends is dropped.
         enable_prefix_caching: share the blocks of equal prefixes.
         num_host_blocks: blocks of host memory for preempted requests, which then go on where they were; without room
             there, or with 0, they are computed again.
@@ -46,6 +49,14 @@ class EngineConfig:
         batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
             on the requests beside it. Without it the last bits can, because XLA rounds the programs of different
             padded sizes differently; a small batch then costs what a full one does.
+        enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode:
+            None where that should be faster on a GPU, True wherever blocks are shared, False never. Not with
+            batch_invariant, nor with masks that depend on the distance to the prefix (windows, ALiBi).
+        num_speculative_tokens: tokens of a request that are guessed from what it said before (n-grams) and verified in
+            one step; 0 for none. The tokens are those of no speculation, sampled ones too. Guesses need what the step
+            before brought: steps_in_flight and num_scheduler_steps become 1.
+        prompt_lookup_max: tokens that a guess goes by at most.
+        prompt_lookup_min: the same at least.
         seed: of requests that bring none of their own.
 
     Raises:
@@ -63,11 +74,15 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int = 1 << 30
     num_scheduler_steps: int = 4
-    steps_in_flight: int = 1
+    steps_in_flight: int = 2
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     scrub_on_free: bool = False
     batch_invariant: bool = False
+    enable_cascade_attention: bool | None = None
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,6 +95,8 @@ class EngineConfig:
                 check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
         for name in ("enable_prefix_caching", "scrub_on_free", "batch_invariant"):
             check_bool(name, getattr(self, name))
+        if self.enable_cascade_attention is not None:
+            check_bool("enable_cascade_attention", self.enable_cascade_attention)
         if self.steps_in_flight > 2:
             raise InvalidInput(
                 f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "
@@ -90,6 +107,17 @@ class EngineConfig:
                 f"num_scheduler_steps is {self.num_scheduler_steps}; it must not be above max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
             )
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 0, _MAX_SPECULATIVE_TOKENS)
+        check_int("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_SIZE)
+        check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, MAX_SIZE)
+        if self.num_speculative_tokens >= self.max_num_batched_tokens:
+            raise InvalidInput(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be below max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
+            )
+        if self.num_speculative_tokens:
+            object.__setattr__(self, "steps_in_flight", 1)
+            object.__setattr__(self, "num_scheduler_steps", 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidInput(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.runner import ModelRunner
-from jattn.models import Decoder
+from jattn.models import PagedModel
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
-from torch_core.specs import KVCacheSpec
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["Device", "open_device"]
 
@@ -28,15 +28,17 @@ class Device:
         pool: the cache arrays.
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
+        in_turns: prompts and decoding have steps of their own.
     """
 
     pool: KVPool
     host: HostBlocks | None
     runner: ModelRunner
+    in_turns: bool
 
 
 def open_device(
-    model: Decoder,
+    model: PagedModel,
     config: EngineConfig,
     *,
     max_model_len: int,
@@ -49,18 +51,17 @@ def open_device(
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
-    shape = model.config
-    dtype = jnp.dtype(shape.dtype).name
-    if kv_cache_dtype not in (None, dtype):
-        raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {dtype} caches only.")
+    shape = model.paged_spec
+    if kv_cache_dtype not in (None, shape.dtype):
+        raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
-    for _, module in nnx.iter_modules(model):
-        choose(getattr(module, "implementation", None))
-    spec = KVCacheSpec(
-        num_kv_heads=shape.num_key_value_heads, head_size=shape.head_dim, block_size=config.block_size, dtype=dtype
-    )
+    asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
+    chosen = {choose(implementation) for implementation in asked - {""}}
+    # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
+    ragged = "xla" not in (chosen or {choose(None)})
+    spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
-    plan = _plan(config, spec, num_layers=shape.num_hidden_layers, max_model_len=max_model_len)
+    plan = _plan(config, spec, num_layers=shape.num_layers, max_model_len=max_model_len)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -73,12 +74,16 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(spec, num_layers=shape.num_hidden_layers, num_blocks=plan.num_blocks)
+    pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks)
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    return Device(pool, host, ModelRunner(model, pool, config, max_blocks=max_blocks)), cache_config, plan
+    runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
+    # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
+    return Device(pool, host, runner, in_turns=config.batch_invariant or not ragged), cache_config, plan
 
 
-def _plan(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:
+def _plan(
+    config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, *, num_layers: int, max_model_len: int
+) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
         plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from flax import nnx
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
 from jattn.engine.owner import Owner
+from jattn.engine.progress import progress
 from jattn.engine.request import Request, SamplingParams
-from jattn.models import Decoder
+from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
 from torch_core.checks import shown
@@ -41,8 +44,9 @@ class Engine(contextlib.AbstractContextManager):
     pool. That costs time, not answers; statistics begin anew, too.
 
     Args:
-        model: the decoder. Its weights are captured now: a later change of the model does not reach the engine, which
-            keeps the arrays alive until it is closed or dropped.
+        model: a `Decoder`, or any `nnx.Module` that is a `jattn.models.PagedModel`. Its weights are captured now: a
+            later change of the model does not reach the engine, which keeps the arrays alive until it is closed or
+            dropped.
         config: sizes; see `EngineConfig`.
         kv_cache_dtype: element type of the cache; only the model's own is served, and None means it.
         model_fingerprint: identifies the weights in prefix keys; needed only where keys outlive the engine.
@@ -63,7 +67,7 @@ class Engine(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        model: Decoder,
+        model: PagedModel,
         config: EngineConfig | None = None,
         *,
         kv_cache_dtype: str | None = None,
@@ -71,7 +75,7 @@ class Engine(contextlib.AbstractContextManager):
     ) -> None:
         config = EngineConfig() if config is None else config
         _check_types(model, config)
-        self._intake = Intake(model.config, seed=config.seed, max_model_len=config.max_model_len)
+        self._intake = Intake(model.paged_spec, seed=config.seed, max_model_len=config.max_model_len)
         device, cache_config, self._plan = open_device(
             model,
             config,
@@ -90,25 +94,53 @@ class Engine(contextlib.AbstractContextManager):
         return self._owner.closed
 
     @property
+    def asleep(self) -> bool:
+        """Whether `sleep` gave the pool's memory back."""
+        return self._owner.asleep
+
+    @property
     def pool_plan(self) -> PoolPlan:
         """The pool's size; its text gives blocks, tokens and GiB."""
         return self._plan
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """One line for each program compiled so far; constant after warm-up."""
-        return tuple(self._owner.device.runner.programs)
+        """One line for each program compiled so far; engines of equal models and sizes share them."""
+        return self._owner.device.runner.programs.names
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that this engine compiled; constant after `warmup`."""
+        return self._owner.device.runner.programs.num_compilations
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds spent on compiling them, within the steps that needed them."""
-        return self._owner.device.runner.compile_seconds
+        """Seconds spent on compiling them, in `warmup` and within the steps that needed them."""
+        return self._owner.device.runner.programs.compile_seconds
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         self.settle()
         return len(self._owner.requests)
+
+    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compiles every program that any traffic can need, several at once; afterwards nothing compiles any more.
+
+        With JAX's persistent cache on (`jax.config.update("jax_compilation_cache_dir", folder)`, before anything is
+        compiled, and `jax_persistent_cache_min_compile_time_secs` at 0) the next process reads them from there.
+        Programs with torch in a callback are never kept.
+
+        Args:
+            report: called after each program with how many are done, how many there are, and its name; by default a
+                progress bar on stderr where that is a terminal.
+        """
+
+        def warm() -> None:
+            with progress(report) as tell:
+                self._owner.device.runner.warmup(tell)
+
+        self._locked(warm)
 
     def cache_stats(self) -> CacheStats:
         """Returns a frozen snapshot of the block allocator."""
@@ -128,6 +160,7 @@ class Engine(contextlib.AbstractContextManager):
         request_id: str | None = None,
         prompt: str | None = None,
         salt: bytes | None = None,
+        priority: int = 0,
         outbox: Outbox | None = None,
     ) -> Request:
         """Queues a request; nothing runs until `step` or `wait`.
@@ -138,6 +171,8 @@ class Engine(contextlib.AbstractContextManager):
             request_id: unique among unfinished requests and not beginning with "#"; "#" and a number if None.
             prompt: the prompt's text, for the result.
             salt: 1 to 64 bytes; only requests of equal salt share cached prefixes. None for the engine's own.
+            priority: the lower, the earlier, where requests wait or are preempted. One level is worth 64 arrivals: no
+                more later requests than that overtake it for each, so that none waits forever.
             outbox: where its tokens are announced, for a caller that reads them with `wait`; None for those of `step`.
 
         Raises:
@@ -157,6 +192,7 @@ class Engine(contextlib.AbstractContextManager):
                     taken=self._owner.requests,
                     prompt=prompt,
                     salt=salt,
+                    priority=priority,
                     outbox=outbox,
                 )
                 work.scheduler.add(request)
@@ -238,6 +274,53 @@ class Engine(contextlib.AbstractContextManager):
 
         self._locked(end)
 
+    def update_weights(
+        self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
+    ) -> None:
+        """Goes on with other weights of the same model, between two steps; nothing is compiled.
+
+        Cached prefixes of the old weights are dropped. Arrays that lie on the engine's device, or are sharded as its
+        own are, are taken without a copy: do not donate them afterwards. Others are brought there.
+
+        Args:
+            state: of the model: an `nnx.State`, a nested mapping of arrays, or a module; all parameters, and those of
+                its other variables that shall change.
+            unfinished: "restart" computes unfinished requests again with the new weights, from the tokens that they
+                have, and they go on; "finish" first runs those that are there now to their end with the old weights.
+                What others add meanwhile is restarted.
+
+        Raises:
+            InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and its path is named; or the
+                engine is closed. Nothing has changed.
+            PoolLost: as `step`, while requests are finished; the weights are the old ones.
+        """
+        if unfinished not in ("restart", "finish"):
+            raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+        leaves = self._owner.device.runner.weights.fitting(state)
+        remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
+        while any(request.finish_reason is None for request in remaining):
+            self._locked(self._owner.advance)
+        self._locked(lambda: self._owner.replace_weights(leaves))
+
+    def sleep(self) -> None:
+        """Gives the pool's memory back until `wake`: to a trainer, say. Weights and programs stay.
+
+        Requests can be added and cancelled meanwhile; those that are unfinished are computed again afterwards, from the
+        tokens that they have. `step` and `wait` are refused.
+
+        Raises:
+            InvalidInput: the engine is closed, or a torch view of the pool is alive.
+        """
+        self._locked(self._owner.sleep)
+
+    def wake(self) -> None:
+        """Takes the pool's memory again; nothing happens to an engine that is awake.
+
+        Raises:
+            InvalidInput: the engine is closed, or the memory is not free; it sleeps on then.
+        """
+        self._locked(self._owner.wake)
+
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
         self._owner.abandoned.append(_checked(outbox))
@@ -302,9 +385,14 @@ def _checked(outbox: object) -> Outbox:
 
 
 def _check_types(model: object, config: object) -> None:
-    if not isinstance(model, Decoder):
-        raise InvalidInput(f"model is a {type(model).__name__}; it must be a jattn.models.Decoder.")
-    if model.config.is_encoder:
-        raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
+    if not isinstance(model, nnx.Module):
+        raise InvalidInput(f"model is a {type(model).__name__}; it must be an nnx.Module: a jattn.models.PagedModel.")
+    if not isinstance(getattr(model, "paged_spec", None), PagedSpec):
+        raise InvalidInput(
+            f"model is a {type(model).__name__} without a paged_spec; give it one, a jattn.models.PagedSpec, as an "
+            "attribute of its class or its own."
+        )
+    if not callable(getattr(model, "logits", None)):
+        raise InvalidInput(f"model is a {type(model).__name__} without logits(hidden); see jattn.models.PagedModel.")
     if not isinstance(config, EngineConfig):
         raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")

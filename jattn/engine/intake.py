@@ -9,8 +9,8 @@ import numpy as np
 
 from jattn.engine.delivery import Outbox
 from jattn.engine.request import Request, RequestMetrics, SamplingParams
-from jattn.models.config import ModelConfig
-from torch_core.checks import shown
+from jattn.models import PagedSpec
+from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, RequestTooLong
 
 __all__ = ["AUTOMATIC", "Intake"]
@@ -20,6 +20,9 @@ AUTOMATIC = "#"
 
 _MAX_REQUEST_ID = 256
 _MAX_SALT_BYTES = 64
+_MOST_PRIORITY = 1 << 20
+# So many later requests may overtake one that is a level lower: whoever waits comes to his turn.
+_ARRIVALS_OF_A_PRIORITY = 64
 
 
 class Intake:
@@ -37,8 +40,8 @@ class Intake:
         InvalidInput: max_model_len is above the model's own.
     """
 
-    def __init__(self, model: ModelConfig, *, seed: int, max_model_len: int | None) -> None:
-        longest = model.max_position_embeddings
+    def __init__(self, model: PagedSpec, *, seed: int, max_model_len: int | None) -> None:
+        longest = model.max_model_len
         if max_model_len is not None and max_model_len > longest:
             raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {longest} tokens at most.")
         self.max_model_len = longest if max_model_len is None else max_model_len
@@ -56,6 +59,7 @@ class Intake:
         taken: Collection[str],
         prompt: str | None,
         salt: bytes | None,
+        priority: int,
         outbox: Outbox,
     ) -> Request:
         """Makes a request; see `Engine.add` for the arguments.
@@ -89,8 +93,12 @@ class Intake:
             )
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         seed = params.seed if params.seed is not None else (self._seed + number) & 0xFFFFFFFF
+        check_int("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
+        order = number + priority * _ARRIVALS_OF_A_PRIORITY
         metrics = RequestMetrics(time.monotonic())
-        return Request(request_id, tokens, params, seed, eos, metrics, prompt=prompt, salt=salt, outbox=outbox)
+        return Request(
+            request_id, tokens, params, seed, eos, metrics, prompt=prompt, salt=salt, order=order, outbox=outbox
+        )
 
     def _tokens(self, request_id: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         try:

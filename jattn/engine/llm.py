@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flax import nnx
+
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.engine import Engine
 from jattn.engine.request import Request, RequestOutput, SamplingParams
 from jattn.engine.stream import TextStream
 from jattn.load import TextTokenizer, embedded_model_folder, load_model
-from jattn.models import Decoder
+from jattn.models import PagedModel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -28,15 +30,15 @@ class LLM(contextlib.AbstractContextManager):
     As a context manager it closes its engine at the end.
 
     Args:
-        model: a Hugging Face folder of a Llama-family model, a `Decoder`, or None for the embedded model. The weights
-            are captured now; see `Engine`.
-        tokenizer: for a `Decoder`; a folder brings its own. Without one, prompts are lists of token ids.
-        dtype: see `jattn.load.load_model`; not for a `Decoder`.
-        implementation: of the attention ops, None for the fastest that runs here; not for a `Decoder`.
+        model: a Hugging Face folder of a Llama-family model, a module (a `Decoder`, or a `jattn.models.PagedModel` of
+            your own), or None for the embedded model. The weights are captured now; see `Engine`.
+        tokenizer: for a module; a folder brings its own. Without one, prompts are lists of token ids.
+        dtype: see `jattn.load.load_model`; not for a module.
+        implementation: of the attention ops, None for the fastest that runs here; not for a module.
         config: the engine's sizes.
 
     Attributes:
-        model: the decoder.
+        model: the module.
         tokenizer: its tokenizer, or None.
         engine: runs the requests; its statistics and programs are there.
 
@@ -52,26 +54,25 @@ class LLM(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | Decoder | None = None,
+        model: str | os.PathLike[str] | PagedModel | None = None,
         *,
         tokenizer: TextTokenizer | None = None,
         dtype: str | None = None,
         implementation: str | None = None,
         config: EngineConfig | None = None,
     ) -> None:
-        if isinstance(model, Decoder):
+        if isinstance(model, nnx.Module):
             if dtype is not None or implementation is not None:
-                raise InvalidInput(
-                    "dtype and implementation belong to the Decoder that was passed; build it with them."
-                )
+                raise InvalidInput("dtype and implementation belong to the module that was passed; build it with them.")
         else:
-            folder = embedded_model_folder() if model is None else model
+            folder: Any = embedded_model_folder() if model is None else model
             model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+        served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
-        self.model = model
+        self.model: PagedModel = served
         self.tokenizer = tokenizer
-        self.engine = Engine(model, config)
+        self.engine = Engine(served, config)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""
@@ -143,7 +144,7 @@ class LLM(contextlib.AbstractContextManager):
 
 
 def generate(
-    model: str | os.PathLike[str] | Decoder | LLM | None,
+    model: str | os.PathLike[str] | PagedModel | LLM | None,
     prompts: Prompt | Sequence[Prompt],
     *,
     max_tokens: int = 64,
@@ -159,7 +160,7 @@ def generate(
     Build an `LLM` once instead when you call more than once: this builds one for each call unless given one.
 
     Args:
-        model: a model folder, a `Decoder`, an `LLM`, or None for the embedded model.
+        model: a model folder, a module, an `LLM`, or None for the embedded model.
         prompts: a string, a list of token ids, or a list of either.
         max_tokens, temperature, top_k, top_p, seed, stop: as in `SamplingParams`.
         implementation: of the attention ops, when `model` is a folder or None.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+
+import jax
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.device import Device
 from jattn.engine.request import Request
 from jattn.engine.work import Work
+from jattn.pool import check_room
 from torch_core.cache import CacheConfig
 from torch_core.errors import InvalidInput, PoolLost
 
@@ -39,9 +43,16 @@ class Owner:
         self._work: Work | None = Work(config, cache_config, device)
         self._generation = self._work.generation
         self._failed_steps = 0
+        self._asleep = False
+        self._num_updates = 0
         self.requests: dict[str, Request] = {}
         self.num_added = 0
         self.abandoned: deque[Outbox] = deque()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` was called and `wake` was not."""
+        return self._asleep
 
     @property
     def closed(self) -> bool:
@@ -112,8 +123,10 @@ class Owner:
 
         Raises:
             PoolLost: two steps failed in a row.
-            InvalidInput: the engine is closed.
+            InvalidInput: the engine is closed or asleep.
         """
+        if self._asleep:
+            raise InvalidInput("the engine is asleep: its pool has no memory. wake() takes it again.")
         work = self.begin()
         try:
             ended = work.advance()
@@ -128,6 +141,37 @@ class Owner:
             for request in ended:
                 self.requests.pop(request.request_id, None)
         self.end(work)
+
+    def replace_weights(self, leaves: list[jax.Array]) -> None:
+        """Goes on with other weights: what was computed with the old ones is dropped, prefixes and all."""
+        weights = self.device.runner.weights
+        self._work = None
+        self._num_updates += 1
+        weights.leaves = leaves
+
+    def sleep(self) -> None:
+        """Gives the pool's memory back; the requests stay, to be computed again after `wake`.
+
+        Raises:
+            InvalidInput: the engine is closed, or a torch view of the pool is alive.
+        """
+        device = self.device
+        self._work = None
+        self._asleep = True
+        device.pool.close()
+
+    def wake(self) -> None:
+        """Takes the pool's memory again.
+
+        Raises:
+            InvalidInput: the engine is closed, or the device has too little memory free; it sleeps on then.
+        """
+        device = self.device
+        if self._asleep:
+            if device.pool.is_lost():
+                check_room(device.pool.num_bytes)
+                device.pool.renew()
+            self._asleep = False
 
     def close(self) -> None:
         """Cancels every request and gives the pool's memory back."""
@@ -148,11 +192,18 @@ class Owner:
                 del self.requests[request.request_id]
         # Nobody knows any more which blocks of the old pool hold what was to be scrubbed.
         holds_residue = self._config.scrub_on_free and device.pool.generation == self._generation
-        if holds_residue or device.pool.is_lost():
+        if not self._asleep and (holds_residue or device.pool.is_lost()):
             device.pool.renew()
-        work = Work(self._config, self._cache_config, device)
+        work = Work(self._config, self._cache_config_now(), device)
         self._generation = work.generation
         for request in self.requests.values():
             request.restart()
             work.scheduler.add(request)
         return work
+
+    def _cache_config_now(self) -> CacheConfig:
+        if not self._num_updates:
+            return self._cache_config
+        # A key must not say that a block of other weights is the same.
+        fingerprint = self._cache_config.model_fingerprint + b" update %d" % self._num_updates
+        return replace(self._cache_config, model_fingerprint=fingerprint)

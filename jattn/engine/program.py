@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,40 +12,90 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.engine.sampler import SamplingKind, sample
-from jattn.metadata import AttentionMetadata
-from jattn.models import Decoder
-from torch_core.metadata import PackedLayout
+from jattn.metadata import AttentionMetadata, PrefixGroups
+from jattn.models import PagedModel
+from torch_core.metadata import PackedLayout, metadata_layout
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = ["PER_SEQUENCE", "jitted_step"]
+__all__ = ["PER_SEQUENCE", "Bucket", "jitted_step"]
 
 #: What a step needs to know of each sequence besides the metadata; int32 or the bits of a float32 or uint32.
 PER_SEQUENCE = ("temperature", "top_k", "top_p", "seed", "sample_index")
 
 KVCaches = tuple[jax.Array, ...]
 Fields = dict[str, jax.Array]
+# Merged where it is called: nnx lets a module change (a random stream counts) at its own level of tracing only.
+Model = Callable[[], PagedModel]
 
 
-@functools.lru_cache(maxsize=8)
-def jitted_step(graph: Any, treedef: Any) -> tuple[Any, list[str]]:
-    """Returns the jitted step of one kind of model and the list of its traces.
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The padded sizes of a step and how much of the sampler it needs: what a program is compiled for.
 
-    The step is `step(kv_caches, leaves, last_tokens, buffer, *, layout, max_query_len, num_steps, kind, max_num_seqs)`
-    and returns `((tokens int32[num_steps, max_num_seqs], last_tokens int32[max_num_seqs]), kv_caches)`. It consumes
-    kv_caches. An input token of `-1 - row` stands for `last_tokens[row]`.
+    Attributes:
+        num_seqs: sequences.
+        num_tokens: new tokens; of decode steps one for each sequence and step.
+        max_query_len: an upper bound on the new tokens of a sequence.
+        kind: of sampling.
+        num_steps: tokens decoded one after the other.
+        num_guesses: tokens behind the first one of a sequence that are verified at most.
+        num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
+        piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
     """
-    programs: list[str] = []
+
+    num_seqs: int
+    num_tokens: int
+    max_query_len: int
+    kind: SamplingKind
+    num_steps: int = 1
+    num_guesses: int = 0
+    num_pieces: int = 0
+    piece_tokens: int = 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model is given at once."""
+        return self.num_tokens // self.num_steps
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that a sequence is given at most."""
+        return self.num_steps + self.num_guesses
+
+    def layout(self, max_blocks: int) -> PackedLayout:
+        """Returns where the arrays of a step lie in the one buffer that is uploaded."""
+        return _layout(self.num_seqs, self.num_inputs, self.num_tokens, max_blocks, self.num_pieces)
+
+    def __str__(self) -> str:
+        steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
+        steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
+        steps += "shared prefixes, " if self.piece_tokens else ""
+        return (
+            f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}"
+            f"{self.kind.value}"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, num_pieces: int) -> PackedLayout:
+    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs,)) for name in PER_SEQUENCE)]
+    if num_pieces:
+        extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
+    return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
+
+
+def jitted_step(graph: Any, treedef: Any) -> Any:
+    """Returns the jitted step of one kind of model.
+
+    The step is `step(kv_caches, leaves, last_tokens, buffer, *, bucket, max_blocks)` and returns
+    `((tokens int32[num_samples, max_num_seqs], last_tokens int32[max_num_seqs]), kv_caches)`. It consumes kv_caches. An
+    input token of `-1 - row` stands for `last_tokens[row]`.
+    """
     # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
-    step = jax.jit(
-        functools.partial(_step, programs, graph, treedef),
-        donate_argnums=0,
-        static_argnames=("layout", "max_query_len", "num_steps", "kind", "max_num_seqs"),
-    )
-    return step, programs
+    return jax.jit(functools.partial(_step, graph, treedef), donate_argnums=0, static_argnames=("bucket", "max_blocks"))
 
 
 def _step(
-    programs: list[str],
     graph: Any,
     treedef: Any,
     kv_caches: KVCaches,
@@ -51,38 +103,30 @@ def _step(
     last_tokens: jax.Array,
     buffer: jax.Array,
     *,
-    layout: PackedLayout,
-    max_query_len: int,
-    num_steps: int,
-    kind: SamplingKind,
-    max_num_seqs: int,
+    bucket: Bucket,
+    max_blocks: int,
 ) -> tuple[tuple[jax.Array, jax.Array], KVCaches]:
-    fields = layout.unpack(buffer)
-    num_seqs, num_tokens = fields["seq_lens"].shape[0], fields["token_ids"].shape[0]
-    # Runs when JAX traces, so the list counts compilations.
-    programs.append(
-        f"{num_seqs} sequences, {num_tokens} tokens, queries up to {max_query_len}, "
-        + (f"{num_steps} steps, " if num_steps > 1 else "")
-        + kind.value
-    )
-    model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+    fields = bucket.layout(max_blocks).unpack(buffer)
+
+    def model() -> PagedModel:
+        return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
-        if num_steps == 1:
-            sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, max_query_len, kind)
-            sampled = sampled[None]
+        if bucket.num_steps == 1:
+            sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, bucket)
         else:
-            sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, num_steps, kind)
-    tokens = jnp.zeros((num_steps, max_num_seqs), jnp.int32).at[:, :num_seqs].set(sampled)
+            sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, bucket)
+    tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled)
     return (tokens, tokens[-1]), kv_caches
 
 
 def _decoded(
-    model: Decoder, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, num_steps: int, kind: SamplingKind
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, bucket: Bucket
 ) -> tuple[jax.Array, KVCaches]:
-    """Decodes up to `num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
+    """Decodes up to `bucket.num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
     first = fields["query_start_loc"][:-1]
     num_slots = jnp.diff(fields["query_start_loc"])
     # int32 by name: under JAX_ENABLE_X64 the defaults are 64 bits wide.
@@ -100,28 +144,54 @@ def _decoded(
             "slot_mapping": jnp.where(wanted, fields["slot_mapping"][first + done], PAD_SLOT_ID),
             "sample_index": fields["sample_index"] + done,
         }
-        sampled, kv_caches = _sampled(model, kv_caches, token_ids, now, 1, kind)
-        token_ids = jnp.where(wanted, sampled, token_ids)
+        sampled, kv_caches = _sampled(model, kv_caches, token_ids, now, bucket)
+        token_ids = jnp.where(wanted, sampled[0], token_ids)
         return (token_ids, kv_caches), token_ids
 
-    (_, kv_caches), sampled = jax.lax.scan(decode, (token_ids, kv_caches), jnp.arange(num_steps, dtype=jnp.int32))
+    (_, kv_caches), sampled = jax.lax.scan(
+        decode, (token_ids, kv_caches), jnp.arange(bucket.num_steps, dtype=jnp.int32)
+    )
     return sampled, kv_caches
 
 
 def _sampled(
-    model: Decoder, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, max_query_len: int, kind: SamplingKind
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, bucket: Bucket
 ) -> tuple[jax.Array, KVCaches]:
     metadata = AttentionMetadata(
         block_tables=fields["block_tables"],
         seq_lens=fields["seq_lens"],
         query_start_loc=fields["query_start_loc"],
         slot_mapping=fields["slot_mapping"],
-        max_query_len=max_query_len,
+        max_query_len=bucket.max_query_len,
+        groups=_groups(fields, bucket),
     )
-    hidden, kv_caches = model(token_ids, fields["positions"], kv_caches, metadata)
+    merged = model()
+    hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
-    tokens = sample(
-        model.logits(hidden[last_rows]),
+    if not bucket.num_guesses:
+        return _drawn(merged.logits(hidden[last_rows]), fields, bucket.kind)[None], tuple(kv_caches)
+    # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
+    # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
+    count = bucket.num_samples
+    places = jnp.arange(count, dtype=jnp.int32)
+    rows = jnp.minimum(fields["query_start_loc"][:-1, None] + places, last_rows[:, None])
+    each = {name: jnp.repeat(fields[name], count) for name in PER_SEQUENCE}
+    each["sample_index"] = (fields["sample_index"][:, None] + places).reshape(-1)
+    sampled = _drawn(merged.logits(hidden[rows.reshape(-1)]), each, bucket.kind)
+    return sampled.reshape(-1, count).T, tuple(kv_caches)
+
+
+def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:
+    if not bucket.piece_tokens:
+        return None
+    return PrefixGroups(
+        prefix_lens=fields["prefix_lens"], piece_starts=fields["piece_starts"], piece_tokens=bucket.piece_tokens
+    )
+
+
+def _drawn(logits: jax.Array, fields: Fields, kind: SamplingKind) -> jax.Array:
+    return sample(
+        logits,
         _as_float(fields["temperature"]),
         fields["top_k"],
         _as_float(fields["top_p"]),
@@ -129,7 +199,6 @@ def _sampled(
         fields["sample_index"],
         kind=kind,
     )
-    return tokens, tuple(kv_caches)
 
 
 def _as_float(bits: jax.Array) -> jax.Array:

@@ -162,6 +162,7 @@ class Request:
         num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step.
         num_pending_tokens: tokens sampled on the device and not seen yet.
         pending_row: where the last dispatched step put its sampled token.
+        order: who comes first where not all can: the least.
     """
 
     request_id: str
@@ -179,6 +180,7 @@ class Request:
     num_cached_tokens: int = 0
     num_pending_tokens: int = 0
     pending_row: int = -1
+    order: int = 0
     finish_reason: str | None = None
 
     @property

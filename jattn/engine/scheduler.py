@@ -1,17 +1,23 @@
-"""Which requests run in the next step and with how many tokens: admission, chunking, preemption. No tensors."""
+"""Which requests run in the next step and with how many tokens: admission, chunks, preemption. No tensors."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 from jattn.engine.config import EngineConfig
+from jattn.engine.ngram import NGramGuesses
 from jattn.engine.request import Request, RequestState
 from torch_core.cache import CacheManager, CommittedStep
 from torch_core.errors import OutOfBlocks
 
 __all__ = ["ScheduledRow", "ScheduledStep", "Scheduler"]
+
+# Equal prompts of so many tokens are worth waiting for: the first computes what the others then find in the cache.
+_WORTH_WAITING = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +29,15 @@ class ScheduledRow:
         start: position of the first new token.
         num_new_tokens: tokens to compute.
         num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
-            where the step decodes several in a row.
+            where the step decodes several in a row, or verifies guesses.
+        guesses: new tokens behind the first one that nobody has sampled yet.
     """
 
     request: Request
     start: int
     num_new_tokens: int
     num_samples: int
+    guesses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +61,40 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill; preempts the newest request when blocks run out.
+    """Serves requests by their order, prompts in chunks; preempts the last in order when blocks run out.
 
-    Prefill and decode are separate steps, and take turns where both are wanted: a long prompt delays the running
-    requests by one chunk at a time. Not thread-safe; the engine's work owns it. What it holds can be made anew from the
-    requests: after an error that is not a refusal it is thrown away.
+    A step holds a token of every running request and, as far as the token budget goes, chunks of prompts. Requests of
+    equal prompts wait until the first of them has computed what they share. Not thread-safe; the engine's work owns it.
+    What it holds can be made anew from the requests: after an error that is not a refusal it is thrown away.
 
     Args:
         config: sizes of a step.
         cache: the allocator; the scheduler is the only one to plan with it.
         move_blocks: executes and retires a step without rows: a swap.
+        in_turns: prompts and decoding have steps of their own, and take turns where both are wanted.
     """
 
-    def __init__(self, config: EngineConfig, cache: CacheManager, move_blocks: Callable[[CommittedStep], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: CacheManager,
+        move_blocks: Callable[[CommittedStep], None],
+        *,
+        in_turns: bool = False,
+    ) -> None:
         self._config = config
+        self._in_turns = in_turns
         self._cache = cache
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._registered: set[str] = set()
         self._to_resume: set[str] = set()
         self._swapped: set[str] = set()
         self._move_blocks = move_blocks
         self._prefilled_last = False
+        self._guesses = NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
+        self._prompts: dict[str, int] = {}
+        self._first_of: dict[int, Request] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -88,15 +108,21 @@ class Scheduler:
             RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
         """
         self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.params.max_tokens)
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_order)
+        shared = len(request.prompt_token_ids) // self._config.block_size * self._config.block_size
+        if self._config.enable_prefix_caching and shared >= _WORTH_WAITING:
+            # A hash will do: of two prompts that share one, the second waits for nothing.
+            self._prompts[request.request_id] = hash((request.salt, request.prompt_token_ids[:shared]))
 
     def schedule(self) -> ScheduledStep | None:
         """Takes the blocks of the next step and returns it, or None when nothing can run before a step retires."""
-        step = None
-        if not (self._prefilled_last and self._decodable()):
-            step = self._schedule_prefill()
-        self._prefilled_last = step is not None
-        step = step or self._schedule_decode() or self._schedule_prefill()
+        decodable = self._decodable()
+        if self._in_turns:
+            step = None if self._prefilled_last and decodable else self._schedule_prefill([])
+            self._prefilled_last = step is not None
+            step = step or self._schedule_decode() or self._schedule_prefill([])
+        else:
+            step = self._schedule_prefill(decodable) or self._schedule_decode()
         if step is not None:
             for row in step.rows:
                 row.request.num_computed_tokens = row.start + row.num_new_tokens
@@ -109,39 +135,48 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
+        self._forget_first(request)
+        self._guesses.forget(request.request_id)
+        self._prompts.pop(request.request_id, None)
         if request.request_id in self._registered:
             self._registered.remove(request.request_id)
             self._to_resume.discard(request.request_id)
             self._swapped.discard(request.request_id)
             self._cache.finish(request.request_id)
 
-    def _schedule_prefill(self) -> ScheduledStep | None:
-        rows = self._prefill_candidates()
-        while rows:
+    def _schedule_prefill(self, decodable: Sequence[Request]) -> ScheduledStep | None:
+        """Takes the blocks of prompts and of a token of each request that decodes beside them; None if none runs."""
+        prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
+        decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request in decodable]
+        while prompts:
+            rows = [*decoding, *prompts]
             try:
                 committed = self._cache.step([(row.request.request_id, row.num_new_tokens) for row in rows])
             except OutOfBlocks:
-                self._hold_back(rows.pop().request)
+                self._hold_back(prompts.pop().request)
                 continue
-            for row in rows:
+            for row in prompts:
                 if row.request.state is not RequestState.RUNNING:
-                    self._waiting.remove(row.request)
-                    self._running.append(row.request)
-                    row.request.move(RequestState.RUNNING)
+                    self._start(row.request)
             return ScheduledStep(tuple(rows), committed)
         return None
 
-    def _prefill_candidates(self) -> list[ScheduledRow]:
+    def _start(self, request: Request) -> None:
+        self._waiting.remove(request)
+        # In their order, so that those of a group stand side by side.
+        insort(self._running, request, key=_order)
+        request.move(RequestState.RUNNING)
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and not request.output_token_ids:
+            self._first_of.setdefault(prompt, request)
+
+    def _prefill_candidates(self, budget: int) -> list[ScheduledRow]:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
-        candidates = [*(r for r in self._running if _remaining(r) > 1), *self._waiting]
-        if not candidates:
-            return []
-        budget = self._config.max_num_batched_tokens
         places = self._config.max_num_seqs - len(self._running)
         stats = self._cache.stats()
         room = (stats.free + stats.cached) * self._config.block_size
         rows: list[ScheduledRow] = []
-        for request in candidates:
+        for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
             is_new = request.state is not RequestState.RUNNING
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
                 break
@@ -158,33 +193,48 @@ class Scheduler:
             room -= num_new
         return rows
 
+    def _admissible(self) -> Iterator[Request]:
+        """Yields who waits for a place, without those who had better wait for what another one is computing."""
+        computing = {prompt for prompt, first in self._first_of.items() if not first.output_token_ids}
+        for request in tuple(self._waiting):
+            prompt = self._prompts.get(request.request_id)
+            if prompt is None or prompt not in computing:
+                if prompt is not None and prompt not in self._first_of:
+                    computing.add(prompt)
+                yield request
+
     def _hold_back(self, request: Request) -> None:
         if request.state is not RequestState.RUNNING:
             # A prefix that it holds while it waits could be what an older request is short of.
             self._drop_blocks(request)
 
     def _schedule_decode(self) -> ScheduledStep | None:
-        num_steps = self._config.num_scheduler_steps
+        num_steps, num_guesses = self._config.num_scheduler_steps, self._config.num_speculative_tokens
         if self._waiting and len(self._running) < self._config.max_num_seqs:
             num_steps = 1
         while rows := self._decodable():
-            wanted = max(request.num_wanted_tokens for request in rows)
+            wanted = [request.num_wanted_tokens for request in rows]
             # With half of its steps unwanted a program would cost more than the host's work that it saves.
-            num_steps = num_steps if 2 * wanted > num_steps else 1
-            counts = [min(request.num_wanted_tokens, num_steps) for request in rows]
+            num_steps = num_steps if 2 * max(wanted) > num_steps else 1
+            # The last token that a request wants follows its guesses.
+            guesses = [
+                self._guesses.guess(request, min(num_guesses, most - 1))
+                for request, most in zip(rows, wanted, strict=True)
+            ]
+            counts = [min(most, num_steps) + len(some) for most, some in zip(wanted, guesses, strict=True)]
             try:
                 committed = self._cache.step([(r.request_id, count) for r, count in zip(rows, counts, strict=True)])
             except OutOfBlocks:
-                if num_steps > 1:
-                    num_steps = 1
+                if num_steps > 1 or any(guesses):
+                    num_steps, num_guesses = 1, 0
                     continue
                 if any(request.num_pending_tokens for request in self._running):
                     return None
                 self._preempt(self._running[-1])
                 continue
             scheduled = tuple(
-                ScheduledRow(request, request.num_computed_tokens, count, count)
-                for request, count in zip(rows, counts, strict=True)
+                ScheduledRow(request, request.num_computed_tokens, count, count, some)
+                for request, count, some in zip(rows, counts, guesses, strict=True)
             )
             return ScheduledStep(scheduled, committed, num_steps)
         return None
@@ -213,6 +263,11 @@ class Scheduler:
             self._drop_blocks(request)
         self._put_back(request)
 
+    def _forget_first(self, request: Request) -> None:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and self._first_of.get(prompt) is request:
+            del self._first_of[prompt]
+
     def _drop_blocks(self, request: Request) -> None:
         """Gives a request's blocks back; it is computed again from what is cached of it then."""
         self._cache.preempt(request.request_id)
@@ -230,9 +285,13 @@ class Scheduler:
         return True
 
     def _put_back(self, request: Request) -> None:
+        self._forget_first(request)
         request.move(RequestState.PREEMPTED)
         request.num_pending_tokens = 0
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=_order)
+
+
+_order = attrgetter("order")
 
 
 def _remaining(request: Request) -> int:

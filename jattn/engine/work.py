@@ -55,7 +55,7 @@ class Work:
         self._device = device
         self.cache = CacheManager(cache_config)
         self._move_blocks = _BlockMover(device, self.cache)
-        self.scheduler = Scheduler(config, self.cache, self._move_blocks)
+        self.scheduler = Scheduler(config, self.cache, self._move_blocks, in_turns=device.in_turns)
         self._in_flight: deque[tuple[ScheduledStep, jax.Array]] = deque()
         self._has_residue = False
         self.generation = device.pool.generation
@@ -95,8 +95,10 @@ class Work:
         Raises:
             PoolLost: as `advance`.
         """
-        if self._has_residue and not self._in_flight and not self.scheduler.num_unfinished:
+        if self._has_residue and not self.scheduler.num_unfinished:
             with _own_transfers():
+                while self._in_flight:
+                    self._read_oldest()
                 self._move_blocks(self.cache.scrub())
             self._has_residue = False
 
@@ -116,16 +118,24 @@ class Work:
     def _read_oldest(self) -> list[Request]:
         step, sampled_tokens = self._in_flight[0]
         with self._device.pool.guard():
-            tokens = np.asarray(sampled_tokens)  # [num_decode_steps, max_num_seqs]
+            tokens = np.asarray(sampled_tokens)  # [samples, max_num_seqs]
         self._in_flight.popleft()
         now = time.monotonic()
         ended = []
-        for row, sampled in zip(step.rows, tokens.T.tolist(), strict=False):
+        answers = [
+            (row, _accepted(sampled[: row.num_samples], row.guesses))
+            for row, sampled in zip(step.rows, tokens.T.tolist(), strict=False)
+            if row.num_samples and row.request.finish_reason is None
+        ]
+        # The slots of wrong guesses go back before the right tokens are known to the cache.
+        cuts = {row.request.request_id: len(new) for row, new in answers if len(new) < row.num_samples}
+        if cuts:
+            self.cache.retire(step.committed.step_id, cuts)
+        for row, new in answers:
             request = row.request
-            if not row.num_samples or request.finish_reason is not None:
-                continue
             request.num_pending_tokens -= row.num_samples
-            new = _until_stop(sampled[: row.num_samples], request.eos_token_ids)
+            request.num_computed_tokens -= row.num_samples - len(new)
+            new = _until_stop(new, request.eos_token_ids)
             request.outbox.note(request)
             request.output_token_ids += new
             self.cache.append_tokens(request.request_id, new)
@@ -134,7 +144,8 @@ class Work:
             if reason := request.end_reason:
                 self.finish(request, reason)
                 ended.append(request)
-        self.cache.retire(step.committed.step_id)
+        if not cuts:
+            self.cache.retire(step.committed.step_id)
         return ended
 
 
@@ -143,6 +154,14 @@ def _own_transfers() -> Iterator[None]:
     """Lets uploads of metadata and downloads of tokens pass the user's transfer guards, which look for his own."""
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield
+
+
+def _accepted(tokens: list[int], guesses: tuple[int, ...]) -> list[int]:
+    """Returns the tokens up to the first one that was guessed wrong: what follows it follows from the guess."""
+    if not guesses:
+        return tokens
+    wrong = (index for index, (token, guess) in enumerate(zip(tokens, guesses, strict=False)) if token != guess)
+    return tokens[: next(wrong, len(tokens) - 1) + 1]
 
 
 def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from jattn.load.families import Family, known_families, nearest_family
 from jattn.load.generation import token_ids
 from jattn.load.rope import ROPE_NAMES, read_rope, write_rope
-from jattn.models.config import ModelConfig
+from jattn.models.config import SIZE_LIMITS, ModelConfig
 from jattn.models.parts import LatentConfig, MoEConfig
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
@@ -145,8 +146,9 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     for name, key in family.all_keys.items():
         if name in raw:
             options |= dict.fromkeys(key.fields, key.read(raw[name]))
-    for name in _REQUIRED_FIELDS[1:]:
-        check_int(f"{_NAME}: {name}", options[name], 1)
+    # Before anything is counted out, layer by layer.
+    for name in _REQUIRED_FIELDS:
+        check_int(f"{_NAME}: {name}", options[name], 1, SIZE_LIMITS[name])
     if options.get("num_key_value_heads") is None:
         options["num_key_value_heads"] = options["num_attention_heads"]
     if options.get("head_dim") is None:
@@ -168,7 +170,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         )
     except (InvalidInput, Unsupported) as error:
         raise type(error)(f"{_NAME}: {error}") from None
-    except (TypeError, ValueError, ZeroDivisionError, KeyError) as error:
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
         raise InvalidInput(f"{_NAME}: values of {family.architecture} do not fit each other ({error}).") from None
 
 
@@ -316,8 +318,9 @@ def _checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         raise InvalidInput(f"{_NAME} lacks {', '.join(missing)}.")
     for key, default in family.defaults.items():
         if callable(default) and given.get(key) is None:
-            check_int(f"{_NAME}: {required[0]}", given[required[0]], 1)
-            given[key] = default(given)
+            # Of a value that is no number nothing follows; what is wrong with it is said where it is checked.
+            with contextlib.suppress(TypeError):
+                given[key] = default(given)
         elif not callable(default):
             given.setdefault(key, default)
     return given
@@ -360,7 +363,6 @@ def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return {}
     if window is None or not is_used:
         return {}
-    check_int("num_hidden_layers", count, 1, 512)
     if types is not None and family.windows != "all":
         slides = [kind == "sliding_attention" for kind in types]
     else:

@@ -12,10 +12,10 @@ from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
-__all__ = ["ModelConfig"]
+__all__ = ["SIZE_LIMITS", "ModelConfig"]
 
 #: Upper limits of every size: far above any published model, far below what would exhaust memory while planning.
-_SIZE_LIMITS = {
+SIZE_LIMITS = {
     "vocab_size": 1 << 20,
     "hidden_size": 1 << 16,
     "intermediate_size": MAX_INNER,
@@ -174,7 +174,7 @@ class ModelConfig:
     architecture: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name, limit in _SIZE_LIMITS.items():
+        for name, limit in SIZE_LIMITS.items():
             check_int(name, getattr(self, name), 1, limit)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidInput(

@@ -15,6 +15,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.experts import SparseMLP
 from jattn.models.latent import LatentAttention
 from jattn.models.layers import INITIALIZER, MLP, linear, norm
+from jattn.models.paged_model import PagedSpec
 from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -104,11 +105,30 @@ class Decoder(nnx.Module):
                 for index in range(config.num_hidden_layers)
             ]
         )
-        self.norm = None if config.is_encoder else norm(config)
+        if not config.is_encoder:
+            self.norm = norm(config)
         self.lm_head = (
             None
             if config.tie_word_embeddings or config.is_encoder
             else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
+        )
+
+    @property
+    def paged_spec(self) -> PagedSpec:
+        """What the engine needs to know of it."""
+        config = self.config
+        if config.is_encoder:
+            raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
+        return PagedSpec(
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads if config.latent is None else 1,
+            head_dim=config.head_dim,
+            kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
+            dtype=jnp.dtype(config.dtype).name,
+            sliding_window=config.sliding_window,
+            eos_token_ids=config.eos_token_ids,
         )
 
     def __call__(
@@ -147,7 +167,7 @@ class Decoder(nnx.Module):
             x, kv_cache = layer(x, angles, kv_cache, metadata)
             new_caches.append(kv_cache)
             yield x, tuple(new_caches)
-        yield _through(self.norm, x), tuple(new_caches)
+        yield self.norm(x), tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""
@@ -227,7 +247,7 @@ class Decoder(nnx.Module):
         for layer in self.layers:
             x = layer.forward_dense(x, angles, dropout, lengths)
             yield x
-        yield _through(self.norm, x)
+        yield x if self.config.is_encoder else self.norm(x)
 
     def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Angles | None]:
         """Returns the embedded tokens, and the rotary angles of their positions if the model has any."""

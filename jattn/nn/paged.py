@@ -171,6 +171,7 @@ class PagedAttention(nnx.Module):
             metadata.seq_lens,
             metadata.query_start_loc,
             max_query_len=metadata.max_query_len,
+            groups=metadata.groups,
             causal=self.causal,
             kv_chunk_size=self.kv_chunk_size,
             k_scale=k_scale,

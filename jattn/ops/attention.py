@@ -10,7 +10,9 @@ from typing import Any, ParamSpec, TypeAlias, TypedDict, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jattn.metadata import PrefixGroups
 from jattn.ops.arguments import MASK_OPTIONS, attention_spec
+from jattn.ops.cascade import attend_groups
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
 
@@ -31,8 +33,8 @@ __all__ = [
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-#: A call, and who shall run it.
-Request: TypeAlias = tuple[AttentionCall[jax.Array], str | None]
+#: A call, and what runs it.
+Request: TypeAlias = tuple[AttentionCall[jax.Array], Callable[[Any], dict[str, jax.Array]]]
 
 
 #: The options beside the causal mask that ask for the positions of keys.
@@ -81,6 +83,7 @@ def _paged(
     out_dtype: jax.typing.DTypeLike | None = None,
     out_scale: float | jax.Array | None = None,
     kv_chunk_size: int | None = None,
+    groups: PrefixGroups | None = None,
     implementation: str | None = None,
 ) -> Request:
     """Attends any mix of prefill, chunked prefill and decode rows to a paged KV cache.
@@ -120,6 +123,8 @@ def _paged(
         out_scale: for an fp8 output, which then holds `result / out_scale`, saturated.
         kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128: fixes a sequence's bits whatever
             the table's width.
+        groups: sequences that share prefixes, for a step of one new token each: a prefix is then read once, where the
+            mask does not depend on the distance to it.
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
 
     Returns:
@@ -133,7 +138,11 @@ def _paged(
         Unsupported: the implementation cannot run here or does not serve the combination.
     """
     given = locals()
-    return request_of(PagedCall, **cache_fields(given.pop("kv_cache")), **given)
+    del given["groups"]
+    call, attend = request_of(PagedCall, **cache_fields(given.pop("kv_cache")), **given)
+    if groups is not None:
+        attend = functools.partial(attend_groups, groups=groups, implementation=implementation)
+    return call, attend
 
 
 def _dense(
@@ -200,7 +209,8 @@ def request_of(
     """Returns the call of an operation's keywords: the mask's options go into its spec, the others are its fields."""
     spec = attention_spec(given["query"], **{name: given.pop(name) for name in MASK_OPTIONS})
     out_dtype = None if out_dtype is None else jnp.dtype(out_dtype).name
-    return call_class(**given, spec=spec, out_dtype=out_dtype), implementation
+    attend = functools.partial(run, implementation=implementation)
+    return call_class(**given, spec=spec, out_dtype=out_dtype), attend
 
 
 def operation(
@@ -210,8 +220,8 @@ def operation(
 
     @functools.wraps(request)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        call, implementation = request(*args, **kwargs)
-        return of(run(replace(call, with_lse=True) if with_lse else call, implementation))
+        call, run_call = request(*args, **kwargs)
+        return of(run_call(replace(call, with_lse=True) if with_lse else call))
 
     attend.__name__ = attend.__qualname__ = name
     returns = "tuple[jax.Array, jax.Array]" if with_lse else "jax.Array"

@@ -7,11 +7,33 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jattn.metadata import PrefixGroups
 from jattn.ops.run import run
 from torch_core import calls
 from torch_core.calls import PagedCall, SharedPrefix
 
-__all__ = ["cascade_attention", "shared_prefix"]
+__all__ = ["attend_groups", "cascade_attention", "shared_prefix"]
+
+
+def attend_groups(
+    call: PagedCall[jax.Array], groups: PrefixGroups | None, implementation: str | None
+) -> dict[str, jax.Array]:
+    """Runs a call; prefixes that its sequences share are attended once, where the call's mask allows it."""
+    if groups is None or calls.cascade_clash(call) is not None:
+        return run(call, implementation)
+    tables, lens, starts = jnp.asarray(call.block_tables), groups.prefix_lens, groups.piece_starts
+    first = jnp.minimum(starts[:-1], lens.size - 1)
+    columns = jnp.arange(tables.shape[1], dtype=jnp.int32) + (lens // call.block_size)[:, None]
+    prefix = SharedPrefix(
+        prefix_block_table=tables[first],
+        # A piece without sequences would read the last one's prefix for nobody.
+        prefix_kv_lens=jnp.where(starts[1:] > starts[:-1], lens[first], 0),
+        cu_prefix_query_lens=starts,
+        suffix_block_table=jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), 1),
+        suffix_kv_lens=(call.seq_lens - lens).clip(min=0),
+        max_prefix_query_len=groups.piece_tokens,
+    )
+    return cascade_attention(call, prefix, implementation)
 
 
 def shared_prefix(call: PagedCall[jax.Array], common_prefix_len: int, *, piece_tokens: int) -> SharedPrefix[jax.Array]:

@@ -119,6 +119,11 @@ class KVPool:
         return self._num_layers * self._num_blocks * self._spec.bytes_per_block
 
     @property
+    def sharding(self) -> jax.sharding.NamedSharding | None:
+        """How the arrays are spread over a mesh; None on one device."""
+        return self._sharding
+
+    @property
     def generation(self) -> int:
         """Counts the allocations of this pool; a higher number means that all earlier contents are gone."""
         return self._generation
@@ -249,7 +254,7 @@ class KVPool:
             return
         pairs = np.array([copy[:2] for copy in copies], np.int32)
         self._check_blocks("copies", pairs)
-        self.run(*programs.copy_program(next(iter(self._arrays[0].devices())), pairs))
+        self.run(*programs.copy_program(self._first_device(), pairs))
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Fills whole blocks with zeros in every layer, on the device and in the order of the steps.
@@ -264,6 +269,16 @@ class KVPool:
         if ids.size:
             self._check_blocks("blocks", ids)
             self.run(programs.scrub_blocks, programs.pad_blocks(ids))
+
+    def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
+        """Compiles the programs of up to so many copies, scrubs and swaps at once, by runs on the null block."""
+        for size in programs.padded_sizes(copies):
+            for program, nothing in programs.copy_programs(self._first_device()):
+                self.run(program, np.full((size, 2), nothing, np.int32))
+        for size in programs.padded_sizes(scrubs):
+            self.scrub_blocks([0] * size)
+        for size in programs.padded_sizes(swaps):
+            self.write_blocks([0] * size, self.read_blocks([0] * size))
 
     def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
         """Copies whole blocks to the host: for each layer [len(blocks), ...], the rest as in the layer's cache.
@@ -371,12 +386,17 @@ class KVPool:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
         # buffer cannot be donated in place.
         with jax.transfer_guard_host_to_device("allow"):
-            return tuple(jnp.zeros(self._shape, self._dtype, device=self._device) for _ in range(self._num_layers))
+            # Committed from the first: once something committed is written to it, jit would compile all again.
+            device = next(iter(jnp.zeros(()).devices())) if self._device is None else self._device
+            return tuple(jnp.zeros(self._shape, self._dtype, device=device) for _ in range(self._num_layers))
 
     def _shards(self) -> list[jax.Array]:
         if self._sharding is None:
             return list(self._arrays)
         return [shard.data for array in self._arrays for shard in array.addressable_shards]
+
+    def _first_device(self) -> Any:
+        return next(iter(self._arrays[0].devices()))
 
     def _is_placed(self, array: jax.Array) -> bool:
         return self._sharding is None or array.sharding.is_equivalent_to(self._sharding, array.ndim)

@@ -10,7 +10,7 @@ import numpy as np
 from jattn.bridge import native, partitioned, run
 from torch_core.calls import CopyCall
 
-__all__ = ["copy_program", "pad_blocks", "read_blocks", "scrub_blocks", "write_blocks"]
+__all__ = ["copy_program", "copy_programs", "pad_blocks", "padded_sizes", "read_blocks", "scrub_blocks", "write_blocks"]
 
 _Caches = tuple[jax.Array, ...]
 
@@ -25,9 +25,16 @@ def copy_program(device: jax.Device, pairs: np.ndarray):  # pyright: ignore[repo
         device: where the arrays are.
         pairs: int32[copies, 2], each source and target.
     """
-    if device.platform == "gpu" and native.why_not() is None and not np.isin(pairs[:, 1], pairs[:, 0]).any():
-        return copy_blocks_native, pad_blocks(pairs, fill=-1)
-    return copy_blocks, pad_blocks(pairs)
+    (plain, null), *best = copy_programs(device)
+    program, fill = best[0] if best and not np.isin(pairs[:, 1], pairs[:, 0]).any() else (plain, null)
+    return program, pad_blocks(pairs, fill=fill)
+
+
+def copy_programs(device: jax.Device):  # pyright: ignore[reportInvalidTypeForm]
+    """Returns what copies blocks on a device, each with the id of a pair that changes nothing; the first serves all."""
+    if device.platform == "gpu" and native.why_not() is None:
+        return [(copy_blocks, 0), (copy_blocks_native, -1)]
+    return [(copy_blocks, 0)]
 
 
 def pad_blocks(blocks: np.ndarray, *, fill: int = 0) -> np.ndarray:
@@ -35,8 +42,13 @@ def pad_blocks(blocks: np.ndarray, *, fill: int = 0) -> np.ndarray:
 
     By default with the null block, which holds nothing that anybody reads.
     """
-    size = 1 << max(len(blocks) - 1, 0).bit_length()
+    size = padded_sizes(max(len(blocks), 1))[-1]
     return np.pad(blocks, ((0, size - len(blocks)), *((0, 0),) * (blocks.ndim - 1)), constant_values=fill)
+
+
+def padded_sizes(most: int) -> list[int]:
+    """Returns the numbers of blocks that lists of up to `most` are padded to."""
+    return [1 << exponent for exponent in range(max(most - 1, 0).bit_length() + 1)] if most else []
 
 
 @functools.partial(jax.jit, donate_argnums=0)

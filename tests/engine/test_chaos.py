@@ -13,10 +13,13 @@ from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no prefixes": {"enable_prefix_caching": False},
-    "overlap": {"steps_in_flight": 2},
+    "no overlap": {"steps_in_flight": 1},
+    "prompts beside decoding": {"batch_invariant": False},
+    "shared prefixes": {"batch_invariant": False, "enable_cascade_attention": True},
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
-    "swap and overlap": {"num_host_blocks": 8, "steps_in_flight": 2},
+    "speculation": {"num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    "swap without overlap": {"num_host_blocks": 8, "steps_in_flight": 1},
     "scrub": {"scrub_on_free": True},
     "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
     "small chunks": {"max_num_batched_tokens": 4},
@@ -31,6 +34,8 @@ def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Eng
         for _ in range(60):
             service.act()
         lose_pool_in(engine, service.random.choice(["run", "prepare"]))
+        # It needs a step of its own, so that the loss is behind us when the next one comes.
+        service.add()
         service.drain()
         service.check()
     return engine

@@ -62,14 +62,14 @@ def test_cached_generation_equals_running_the_whole_sequence_again(engine, decod
     "changes",
     [
         {"max_num_batched_tokens": 4},
-        {"steps_in_flight": 2},
+        {"steps_in_flight": 1},
         {"num_scheduler_steps": 1},
         {"enable_prefix_caching": False},
         {"max_num_seqs": 1, "max_num_batched_tokens": 8},
         {"block_size": 16},
         # 11 usable blocks of 4: four requests of up to 8 blocks cannot all stay, so some are preempted.
         {"num_blocks": 12},
-        {"num_blocks": 12, "steps_in_flight": 2},
+        {"num_blocks": 12, "steps_in_flight": 1},
         {"num_blocks": 12, "num_host_blocks": 12},
     ],
     ids=str,
@@ -141,7 +141,7 @@ def test_a_batch_invariant_engine_compiles_one_prefill_and_one_decode_program(de
     run(other, prompts_of(seed, 5))
 
     assert other.programs[before:] == (
-        "3 sequences, 64 tokens, queries up to 32, greedy",
+        "3 sequences, 64 tokens, queries up to 64, greedy",
         "3 sequences, 3 tokens, queries up to 1, greedy",
     )
 
@@ -270,6 +270,12 @@ def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
             "the prompt of 'r' has dtype object and shape (2,); it must be a flat sequence of ints.",
         ),
         ([1], {"prompt": 5}, InvalidInput, "prompt is a int; it must be the prompt's text, or None."),
+        (
+            [1],
+            {"priority": 1 << 21},
+            InvalidInput,
+            "priority is 2097152; it must be from -1048576 to 1048576.",
+        ),
         ([1], {"outbox": []}, InvalidInput, "outbox is []; it must be an Outbox."),
         ([1], {"salt": b""}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
         ([1], {"salt": "text"}, InvalidInput, "salt must be bytes, 1 to 64 of them, or None."),
@@ -312,6 +318,28 @@ def test_two_unfinished_requests_cannot_share_an_id(engine) -> None:
         engine.add([2], GREEDY, request_id="twin")
 
     engine.cancel("twin")
+
+
+def test_a_later_request_of_a_lower_priority_value_is_served_first(decoder, seed) -> None:
+    other = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=1, max_num_batched_tokens=32))
+    prompts = prompts_of(seed, 5, 6, 7)
+    last, first, second = (other.add(prompts[index], GREEDY, priority=value) for index, value in enumerate((3, -1, 0)))
+
+    ended: list[str] = []
+    while other.num_unfinished:
+        ended += [delta.request_id for delta in other.step() if delta.finish_reason is not None]
+
+    assert ended == [request.request_id for request in (first, second, last)]
+
+
+def test_nobody_is_overtaken_by_more_than_64_later_ones_for_each_level(engine, seed) -> None:
+    (prompt,) = prompts_of(seed, 3)
+
+    low, *high = (engine.add(prompt, GREEDY, priority=int(number == 0)) for number in range(66))
+
+    assert sum(request.order < low.order for request in high) == 63
+    for request in (low, *high):
+        engine.cancel(request.request_id)
 
 
 def test_an_unknown_request_cannot_be_cancelled(engine) -> None:
@@ -432,7 +460,6 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
             {"config": EngineConfig(num_host_blocks=10**9)},
             r"num_host_blocks is 1000000000; they need 4,096,000,000,000 bytes and this machine has [\d,]+\.",
         ),
-        ({"model": "folder"}, "model is a str; it must be a jattn.models.Decoder."),
     ],
 )
 def test_an_engine_that_could_never_run_is_not_built(decoder, arguments, message) -> None:

@@ -33,8 +33,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "swap": {"num_host_blocks": 12, "enable_prefix_caching": False},
     "scrub": {"scrub_on_free": True},
-    "overlap": {"steps_in_flight": 2},
-    "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True, "steps_in_flight": 2},
+    "no overlap": {"steps_in_flight": 1},
+    "speculation": {"num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    "prompts beside decoding": {"batch_invariant": False},
+    "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True},
 }
 
 
@@ -133,7 +135,7 @@ class Service:
 
 def interrupt_often(config: str, decoder: Decoder, seed: int, *, count: int) -> list[str]:
     lone = Engine(decoder, EngineConfig(**SIZES))
-    engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS[config]))
+    engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
     service = Service(engine, lone, seed)
     # Compiled before the interrupts, so that lines are steps' and not traces'.
     for _ in range(12):
@@ -303,7 +305,7 @@ def lose_pool_in(engine: Engine, method: str) -> None:
 def test_a_pool_lost_while_a_request_is_swapped_out_loses_no_request(decoder, seed) -> None:
     prompts = prompts_of(seed, 20, 2, 9, 14)
     lone = Engine(decoder, EngineConfig(**SIZES))
-    engine = Engine(decoder, EngineConfig(**SIZES, **CONFIGS["swap"]))
+    engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS["swap"])))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     lose_pool_in(engine, "read_blocks")
 

@@ -25,29 +25,37 @@ class Bench:
                 "num_scheduler_steps": 1,
                 "num_blocks": num_blocks,
                 "num_host_blocks": num_host_blocks,
+                "enable_prefix_caching": False,
                 **sizes,
             }
         )
         self.cache = CacheManager(
             CacheConfig(
-                num_blocks=num_blocks, block_size=4, enable_prefix_caching=False, num_host_blocks=num_host_blocks
+                num_blocks=num_blocks,
+                block_size=4,
+                enable_prefix_caching=config.enable_prefix_caching,
+                num_host_blocks=num_host_blocks,
             )
         )
         self.swaps: list[CommittedStep] = []
-        self.scheduler = Scheduler(config, self.cache, self._move)
+        self.scheduler = Scheduler(config, self.cache, self._move, in_turns=config.batch_invariant)
         self._next_token = 0
 
     def _move(self, step: CommittedStep) -> None:
         self.swaps.append(step)
         self.cache.retire(step.step_id)
 
-    def add(self, name: str, num_prompt_tokens: int, max_tokens: int = 8) -> Request:
+    def add(self, name: str, num_prompt_tokens: int, max_tokens: int = 8, *, order: int | None = None) -> Request:
         # No two prompts begin alike.
         first = self._next_token
         self._next_token += num_prompt_tokens
-        tokens = tuple(range(first, self._next_token))
+        return self.add_prompt(
+            name, tuple(range(first, self._next_token)), max_tokens, first if order is None else order
+        )
+
+    def add_prompt(self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, order: int = 0) -> Request:
         params = SamplingParams(max_tokens=max_tokens)
-        request = Request(name, tokens, params, 0, frozenset(), RequestMetrics(0.0))
+        request = Request(name, tokens, params, 0, frozenset(), RequestMetrics(0.0), order=order)
         self.scheduler.add(request)
         return request
 
@@ -109,8 +117,7 @@ def test_what_one_prompt_leaves_of_the_budget_the_next_one_gets() -> None:
     bench.add("a", 5)
     bench.add("b", 9)
 
-    assert [bench.step(), bench.step()] == [{"a": 5, "b": 3}, {"a": 1}]
-    assert bench.step() == {"b": 6}
+    assert [bench.step(), bench.step()] == [{"a": 5, "b": 3}, {"a": 1, "b": 6}]
 
 
 def test_a_chunk_that_does_not_reach_the_prompts_end_samples_nothing() -> None:
@@ -126,8 +133,19 @@ def test_a_chunk_that_does_not_reach_the_prompts_end_samples_nothing() -> None:
     assert samples == [0, 1]
 
 
-def test_a_long_prompt_and_running_requests_take_turns() -> None:
+def test_running_requests_decode_beside_the_chunks_of_a_prompt() -> None:
     bench = Bench(max_num_batched_tokens=4)
+    bench.add("short", 2)
+    bench.step()
+    bench.add("long", 9)
+
+    steps = [bench.step() for _ in range(4)]
+
+    assert steps == [{"short": 1, "long": 3}] * 3 + [{"short": 1, "long": 1}]
+
+
+def test_a_long_prompt_and_running_requests_take_turns_where_bits_must_not_depend_on_neighbours() -> None:
+    bench = Bench(max_num_batched_tokens=4, batch_invariant=True)
     bench.add("short", 2)
     bench.step()
     bench.add("long", 12)
@@ -216,7 +234,7 @@ def test_a_request_that_does_not_fit_yet_waits_and_preempts_nobody() -> None:
 
 
 def test_a_prompt_in_chunks_does_not_keep_the_others_from_decoding_several_tokens_at_once() -> None:
-    bench = Bench(num_scheduler_steps=4, max_num_batched_tokens=4)
+    bench = Bench(num_scheduler_steps=4, max_num_batched_tokens=4, batch_invariant=True)
     bench.add("a", 2, max_tokens=16)
     bench.step()
     assert bench.step() == {"a": 4}
@@ -264,3 +282,43 @@ def test_a_request_that_can_never_fit_is_refused_and_not_queued() -> None:
         bench.add("big", 12, max_tokens=8)
 
     assert bench.scheduler.num_unfinished == 0
+
+
+def test_who_is_earlier_in_order_is_admitted_first_and_preempted_last() -> None:
+    bench = Bench(num_blocks=5)
+    late, early = bench.add("late", 8, max_tokens=6, order=2), bench.add("early", 8, max_tokens=6, order=1)
+
+    assert [list(bench.step()) for _ in range(2)] == [["early", "late"], ["early"]]
+    assert (early.state, late.state) == (RequestState.RUNNING, RequestState.PREEMPTED)
+
+
+def test_many_prompts_do_not_keep_a_running_request_from_decoding_in_every_step() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add("running", 2, max_tokens=20)
+    bench.step()
+    for number in range(9):
+        bench.add(str(number), 11, max_tokens=1)
+
+    while bench.scheduler.num_unfinished > 1:
+        assert bench.step()["running"] == 1
+
+
+def test_a_group_of_equal_prompts_waits_until_the_first_has_computed_what_they_share() -> None:
+    bench = Bench(num_blocks=128, max_num_batched_tokens=48, enable_prefix_caching=True)
+    group = [bench.add_prompt(name, tuple(range(70))) for name in "abc"]
+    other = bench.add_prompt("other", tuple(range(100, 130)))
+
+    # 68 of the 70 tokens fill blocks; who has another prompt goes ahead.
+    assert [bench.step() for _ in range(3)] == [{"a": 48}, {"a": 22, "other": 26}, {"a": 1, "other": 4, "b": 2, "c": 2}]
+    assert [request.num_cached_tokens for request in (*group, other)] == [0, 68, 68, 0]
+
+
+def test_the_next_of_a_group_computes_the_prompt_when_the_first_is_gone() -> None:
+    bench = Bench(num_blocks=128, max_num_batched_tokens=48, enable_prefix_caching=True)
+    first, _ = (bench.add_prompt(name, tuple(range(70))) for name in "ab")
+    bench.step()
+
+    bench.scheduler.finish(first)
+
+    assert bench.step() == {"b": 22}
+    assert not bench.scheduler._first_of.keys() - bench.scheduler._prompts.values()

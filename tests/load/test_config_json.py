@@ -87,7 +87,7 @@ REFUSED = [
     (
         {"num_attention_heads": 4.0},
         InvalidInput,
-        "config.json: num_attention_heads is 4.0; it must be an int of at least 1.",
+        "config.json: num_attention_heads is 4.0; it must be an int from 1 to 1024.",
     ),
     (
         {"hidden_size": 66},

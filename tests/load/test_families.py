@@ -12,7 +12,8 @@ import safetensors.numpy
 from flax import nnx
 
 from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import Family, known_families, load_model, register_family, save_model
+from jattn.load import Family, known_families, load_model, parse_config, register_family, save_model
+from jattn.load.folder import read_object
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.tiny_models import PagedRun, reference_bound, tiny_config, tiny_model
 from torch_core.errors import InvalidInput
@@ -53,9 +54,8 @@ def test_a_checkpoint_is_saved_as_the_tensors_that_it_was(architecture, variant,
     )
     assert theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
-    again, config_again, _ = load_model(tmp_path / "ours", with_tokenizer=False)
-    assert (config_again, config_again.architecture) == (config, architecture)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    again = parse_config(read_object(tmp_path / "ours", "config.json"))
+    assert (again, again.architecture) == (config, architecture)
 
 
 def assert_greedy_as_transformers(folder, seed, *, max_tokens):

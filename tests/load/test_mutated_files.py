@@ -12,10 +12,27 @@ from jattn.load.config import parse_config
 from jattn.load.folder import check_folder, read_json
 from jattn.load.plan import plan_parameters
 from jattn.load.weights import check_weights, find_weights, read_parameter
+from tests.support.family_models import CASES, write_checkpoint
 from tests.support.tiny_models import tiny_config, write_tiny_model
 from torch_core.errors import InvalidInput, Unsupported
 
 MUTANTS = 300
+#: Keys that few files have, and that decide about whole layers or positions.
+RARE = (
+    "decoder_sparse_step",
+    "layer_types",
+    "max_window_layers",
+    "mlp_only_layers",
+    "no_rope_layer_interval",
+    "no_rope_layers",
+    "original_max_position_embeddings",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "sliding_window",
+    "sliding_window_pattern",
+    "use_sliding_window",
+)
 NASTY = ["null", "-1", "1e9", "4611686018427387904", '""', "[]", "{}", "true", '"F64"', "NaN", '"../x"', "0.5"]
 
 
@@ -77,6 +94,24 @@ def test_mutated_configs_only_ever_give_our_errors(tmp_path, seed):
         except (InvalidInput, Unsupported):
             refused += 1
     assert refused > 0.6 * MUTANTS
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_mutated_configs_of_every_family_only_ever_give_our_errors(architecture, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, len(CASES[architecture][1]) - 1, seed)
+    original = json.loads((folder / "config.json").read_text())
+    random = np.random.default_rng(seed)
+    keys, values = sorted({*original, *RARE}), [None, True, -1, 0, 2.5, 10**9, 10**400, "x", [], ["x"], {}, 1e308]
+    refused = 0
+    for _ in range(MUTANTS):
+        value = values[int(random.integers(len(values)))]
+        kinds = [value, {"rope_type": "yarn", "factor": value}, {"full_attention": value, "sliding_attention": value}]
+        key = keys[int(random.integers(len(keys)))]
+        try:
+            plan_parameters(parse_config(original | {key: kinds[int(random.integers(3))]}))
+        except (InvalidInput, Unsupported):
+            refused += 1
+    assert refused > 0.3 * MUTANTS
 
 
 @pytest.mark.nightly

@@ -80,7 +80,8 @@ def test_weights_of_a_token_sum_to_one_unless_they_are_shares_of_all(seed):
 
 def test_experts_have_gradients(seed):
     graph, state = nnx.split(layer(seed))
-    gradients = jax.grad(lambda state: jnp.square(nnx.merge(graph, state)(rows(seed, 8))).sum())(state)
+    x = rows(seed, 8)
+    gradients = jax.jit(jax.grad(lambda state: jnp.square(nnx.merge(graph, state)(x)).sum()))(state)
     assert all(bool(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0) for leaf in jax.tree.leaves(gradients))
 
 

@@ -143,3 +143,12 @@ def test_a_pool_taken_over_from_torch_is_updated_in_torchs_own_memory() -> None:
     assert pool.addresses() == addresses
     assert pool.read_blocks([5])[0].min() == 1
     assert tensors[1][5].min().item() == 1
+
+
+def test_warming_up_changes_no_block(pool) -> None:
+    pool.scrub_blocks([0])
+    before = marks(pool)
+
+    pool.warmup(copies=5, scrubs=6, swaps=3)
+
+    assert marks(pool) == before

@@ -181,7 +181,11 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     name, variants = CASES[architecture]
     absent = _ABSENT.get(architecture, ())
     common = {key: value for key, value in (SIZES | sizes).items() if key not in absent}
-    config = getattr(transformers, name)(**(common | variants[variant]))
+    options = common | variants[variant]
+    for key in ("layer_types", "no_rope_layers"):
+        if key in options:
+            options[key] = [options[key][layer % 2] for layer in range(options["num_hidden_layers"])]
+    config = getattr(transformers, name)(**options)
     model = getattr(transformers, architecture)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

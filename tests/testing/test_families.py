@@ -118,6 +118,7 @@ def test_without_transformers_such_a_family_is_refused(folder: Path, monkeypatch
         TorchDecoder(folder)
 
 
+@pytest.mark.nightly
 def test_longrope_is_compared_at_the_length_of_the_prompts(tmp_path: Path, seed: int) -> None:
     """transformers takes the short factors for sequences within the first context, whatever the model was made for."""
     folder = write_checkpoint(tmp_path, "Phi3ForCausalLM", 2, seed, num_hidden_layers=1)

@@ -9,7 +9,7 @@ from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, Tabl
 from torch_core.calls.backward import DenseBackwardCall, backward_of, forward_of
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
-from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, shared_prefix
+from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, cascade_clash, shared_prefix
 from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
@@ -37,6 +37,7 @@ __all__ = [
     "cache_fields",
     "cascade_attention",
     "cascade_calls",
+    "cascade_clash",
     "check_values",
     "dropout_limit",
     "dtype_name",

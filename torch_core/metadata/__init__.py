@@ -14,6 +14,7 @@ from torch_core.metadata.context_parallel import *
 from torch_core.metadata.dense import *
 from torch_core.metadata.derived import *
 from torch_core.metadata.encoder import *
+from torch_core.metadata.groups import *
 from torch_core.metadata.layout import *
 from torch_core.metadata.rows import *
 from torch_core.metadata.slots import *

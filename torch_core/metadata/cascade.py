@@ -9,7 +9,7 @@ import numpy as np
 from torch_core.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 
-__all__ = ["CascadeCosts", "common_prefix_length", "prefix_piece_tokens", "use_cascade_attention"]
+__all__ = ["CascadeCosts", "cascade_pays", "common_prefix_length", "prefix_piece_tokens", "use_cascade_attention"]
 
 _MIN_PREFIX_TOKENS = 256
 _MIN_REQS = 2
@@ -138,11 +138,45 @@ def use_cascade_attention(
         return False
     if common_prefix_len < _MIN_PREFIX_TOKENS or len(query_lens) < _MIN_REQS or num_sms < 1:
         return False
-    costs = costs or CascadeCosts()
-    prefix_bytes = 2 * common_prefix_len * num_kv_heads * head_size * bytes_per_element
-    plain = len(query_lens) * prefix_bytes / costs.bytes_per_us
-    rows = int(np.sum(query_lens)) * num_query_heads
-    flops = 4 * rows * common_prefix_len * head_size
-    once = max(flops / (costs.flops_per_us_per_sm * num_sms), prefix_bytes / costs.bytes_per_us)
-    merge = rows * head_size * _OUTPUT_BYTES / costs.merge_bytes_per_us
-    return once + merge + costs.overhead_us <= costs.margin * plain
+    queries = int(np.sum(query_lens))
+    return cascade_pays(
+        len(query_lens) * common_prefix_len,
+        common_prefix_len,
+        queries,
+        queries * common_prefix_len,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        bytes_per_element=bytes_per_element,
+        num_sms=num_sms,
+        costs=costs or CascadeCosts(),
+    )
+
+
+def cascade_pays(
+    plain_tokens: int,
+    cascade_tokens: int,
+    num_queries: int,
+    num_pairs: int,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    bytes_per_element: float,
+    num_sms: int,
+    costs: CascadeCosts,
+) -> bool:
+    """Returns whether reading prefixes once and merging should be faster than the plain way.
+
+    Args:
+        plain_tokens: tokens of the prefixes that the plain way reads, those of each sequence.
+        cascade_tokens: those that cascade reads, once for each piece.
+        num_queries: whose results are merged.
+        num_pairs: of a query and a token of its prefix.
+        num_query_heads, num_kv_heads, head_size, bytes_per_element, num_sms, costs: as `use_cascade_attention`.
+    """
+    token_us = 2 * num_kv_heads * head_size * bytes_per_element / costs.bytes_per_us
+    flops = 4 * num_pairs * num_query_heads * head_size
+    once = max(flops / (costs.flops_per_us_per_sm * num_sms), cascade_tokens * token_us)
+    merge = num_queries * num_query_heads * head_size * _OUTPUT_BYTES / costs.merge_bytes_per_us
+    return once + merge + costs.overhead_us <= costs.margin * plain_tokens * token_us

@@ -1,0 +1,54 @@
+"""Guesses at a request's next tokens: what followed the last few tokens where they stood before."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import cycle, islice
+
+from jattn.engine.request import Request
+
+__all__ = ["NGramGuesses"]
+
+_BYTES = array("i").itemsize
+
+
+class NGramGuesses:
+    """Finds the last tokens of a request again in its own prompt and output; vLLM's `ngram` method.
+
+    Saxena's prompt lookup (2023): good where the output repeats the input, and free where it does not.
+
+    Args:
+        longest: tokens that are looked for at first.
+        shortest: tokens that are looked for at last.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._longest, self._shortest = longest, shortest
+        self._histories: dict[str, array[int]] = {}
+
+    def guess(self, request: Request, count: int) -> tuple[int, ...]:
+        """Returns `count` tokens that may come next; none if the last ones are new."""
+        if count < 1:
+            return ()
+        history = self._histories.setdefault(request.request_id, array("i"))
+        history.extend(request.token_ids(len(history), request.num_known_tokens))
+        text, last = history.tobytes(), len(history) - 1
+        for size in range(min(self._longest, last), self._shortest - 1, -1):
+            # Something must follow: the last token itself ends no match.
+            found = _last_place(text, text[-size * _BYTES :], last * _BYTES)
+            if found >= 0:
+                # What follows may be short: a text with a period goes on as it went.
+                return tuple(islice(cycle(history[found + size :]), count))
+        return ()
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request."""
+        self._histories.pop(request_id, None)
+
+
+def _last_place(text: bytes, piece: bytes, end: int) -> int:
+    """Returns the token at which a piece begins for the last time before byte `end`; -1 if nowhere."""
+    place = text.rfind(piece, 0, end)
+    while place >= 0 and place % _BYTES:
+        place = text.rfind(piece, 0, place + len(piece) - 1)
+    return place // _BYTES if place >= 0 else -1

@@ -1,0 +1,100 @@
+"""The compiled steps of an engine: each bucket is compiled once, ahead of time, and never behind the engine's back."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.engine.program import Bucket, jitted_step
+from jattn.engine.weights import Weights
+from jattn.pool import KVPool
+
+__all__ = ["Programs"]
+
+# Compiled programs of one kind of model and one set of shapes, by bucket.
+_Compiled = dict[Bucket, Any]
+
+
+class Programs:
+    """Compiles a model's steps ahead of time, so that no call of one can compile by itself. Not thread-safe.
+
+    Engines of equally built models and equal shapes share what is compiled.
+
+    Args:
+        weights: those that the steps are first run with.
+        pool: the cache arrays that steps consume.
+        max_num_seqs: columns of the sampled tokens.
+        max_blocks: columns of a block table.
+
+    Attributes:
+        num_compilations: programs that were compiled here.
+        compile_seconds: time that it took.
+    """
+
+    def __init__(self, weights: Weights, pool: KVPool, *, max_num_seqs: int, max_blocks: int) -> None:
+        self.num_compilations = 0
+        self.compile_seconds = 0.0
+        self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
+        layer = jax.ShapeDtypeStruct(pool.spec.shape(pool.num_blocks), pool.spec.dtype, sharding=pool.sharding)
+        self._operands = (
+            (layer,) * pool.num_layers,
+            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
+            jax.ShapeDtypeStruct((max_num_seqs,), jnp.int32),
+        )
+        operands = tuple(jax.tree.leaves(self._operands))
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, operands, max_blocks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One line for each compiled program."""
+        return tuple(map(str, self._compiled))
+
+    def __call__(self, bucket: Bucket) -> Callable[..., Any]:
+        """Returns the program of a bucket; compiles it if it must."""
+        if bucket not in self._compiled:
+            self._timed(lambda: self._keep(bucket, self._lowered(bucket).compile()))
+        return self._compiled[bucket]
+
+    def compile(self, buckets: Iterable[Bucket], report: Callable[[int, int, str], None]) -> None:
+        """Compiles what is missing of some buckets, several at once.
+
+        Args:
+            buckets: whose programs.
+            report: called with the number that is done, that of all, and the name of the last.
+        """
+        missing = [bucket for bucket in buckets if bucket not in self._compiled]
+
+        def compile_all() -> None:
+            with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads:
+                # Tracing holds the interpreter's lock, XLA does not: each compiles while the next is traced.
+                started = [(bucket, threads.submit(self._lowered(bucket).compile)) for bucket in missing]
+                for done, (bucket, compiled) in enumerate(started, 1):
+                    self._keep(bucket, compiled.result())
+                    report(done, len(missing), str(bucket))
+
+        self._timed(compile_all)
+
+    def _lowered(self, bucket: Bucket) -> Any:
+        buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks).num_elements,), jnp.int32)
+        return self._step.lower(*self._operands, buffer, bucket=bucket, max_blocks=self._max_blocks)
+
+    def _keep(self, bucket: Bucket, compiled: Any) -> None:
+        self._compiled[bucket] = compiled
+        self.num_compilations += 1
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        started = time.monotonic()
+        work()
+        self.compile_seconds += time.monotonic() - started
+
+
+@functools.lru_cache(maxsize=8)
+def _shared(graph: Any, treedef: Any, operands: tuple[Any, ...], max_blocks: int) -> tuple[Any, _Compiled]:
+    return jitted_step(graph, treedef), {}

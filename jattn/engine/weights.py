@@ -1,0 +1,79 @@
+"""A model's weights as the flat arguments of its programs, and others of the same shapes in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from torch_core.checks import shown
+from torch_core.errors import InvalidInput
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The variables of a module, captured when this is made.
+
+    Args:
+        model: whose.
+
+    Attributes:
+        graph, treedef: with `leaves` these make the module again.
+        leaves: the arrays.
+    """
+
+    def __init__(self, model: nnx.Module) -> None:
+        self.graph, state = nnx.split(model)
+        found, self.treedef = jax.tree.flatten(state)
+        self.leaves = [jnp.asarray(leaf) for leaf in found]
+        numbered = nnx.to_flat_state(jax.tree.unflatten(self.treedef, range(len(found))))
+        variables: dict[str, Any] = dict(zip(map(_name, numbered.paths), numbered.leaves, strict=True))
+        self._places = {name: variable.get_value() for name, variable in variables.items()}
+        self._needed = {name for name, variable in variables.items() if isinstance(variable, nnx.Param)}
+
+    def fitting(self, state: nnx.Module | nnx.State | Mapping[Any, Any]) -> list[jax.Array]:
+        """Returns the leaves with those of another state in their place; nothing has changed yet.
+
+        Arrays that lie where the old ones do are taken as they are, without a copy; others are brought there.
+
+        Args:
+            state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there.
+
+        Raises:
+            InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named.
+        """
+        if not isinstance(state, nnx.Module | Mapping | nnx.State):
+            raise InvalidInput(f"state is {shown(state)}; it must be an nnx.State, a mapping of arrays, or a module.")
+        state = nnx.state(state) if isinstance(state, nnx.Module) else state
+        flat = nnx.to_flat_state(state if isinstance(state, nnx.State) else nnx.State(dict(state)))
+        given = {_name(path): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
+        if unknown := given.keys() - self._places.keys():
+            raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")
+        if missing := self._needed - given.keys():
+            raise InvalidInput(f"state lacks {min(missing)}; {len(missing)} of {len(self._needed)} parameters do.")
+        leaves = list(self.leaves)
+        for name, leaf in given.items():
+            place = self._places[name]
+            leaves[place] = _checked(name, leaf, self.leaves[place])
+        return jax.device_put(leaves, [leaf.sharding for leaf in self.leaves])
+
+
+def _name(path: Any) -> str:
+    return ".".join(map(str, path))
+
+
+def _checked(name: str, leaf: Any, old: jax.Array) -> jax.Array:
+    found = (getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
+    if found != (old.shape, old.dtype):
+        what = f"{found[1]}{list(found[0])}" if found[0] is not None else f"a {type(leaf).__name__}"
+        raise InvalidInput(f"{name} is {what}; the model's is {old.dtype}{list(old.shape)}.")
+    if not isinstance(leaf, jax.Array):
+        # A copy: XLA's CPU backend would go on reading the caller's own memory.
+        return jnp.array(leaf)
+    if leaf.is_deleted():
+        raise InvalidInput(f"{name} was donated or deleted; give the array that took its place.")
+    return leaf

@@ -1,0 +1,113 @@
+"""PagedModel: what the engine asks of a model, and the few facts that it needs to know of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+
+from jattn.metadata import AttentionMetadata
+from torch_core.checks import check_int
+from torch_core.errors import InvalidInput
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
+
+__all__ = ["PagedModel", "PagedSpec"]
+
+_MOST = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedSpec:
+    """What an engine must know of a model before it runs it.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: tokens of one sequence at most.
+        num_layers: layers with a cache.
+        num_kv_heads: key and value heads of each.
+        head_dim: elements of one head.
+        kv_lora_rank: elements of a latent, of layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads is
+            1 and head_dim that of the rotary key behind a latent. None for keys and values.
+        dtype: of the keys and values that the layers write, by name.
+        sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
+            back. None if a layer sees all.
+        eos_token_ids: tokens that end a generation.
+
+    Raises:
+        InvalidInput: a value out of range.
+        Unsupported: a dtype that no cache has.
+
+    Example:
+        >>> PagedSpec(vocab_size=16, max_model_len=64, num_layers=2, num_kv_heads=2, head_dim=8).cache_spec(4).shape(10)
+        (10, 2, 4, 2, 8)
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_lora_rank: int | None = None
+    dtype: str = "float32"
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_model_len", "num_layers"):
+            check_int(name, getattr(self, name), 1, _MOST)
+        if self.sliding_window is not None:
+            check_int("sliding_window", self.sliding_window, 1, _MOST, also=", or None")
+        if not isinstance(self.eos_token_ids, tuple):
+            raise InvalidInput(f"eos_token_ids is {self.eos_token_ids!r}; it must be a tuple of token ids.")
+        for index, token in enumerate(self.eos_token_ids):
+            check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
+        if self.kv_lora_rank is not None and self.num_kv_heads != 1:
+            raise InvalidInput(
+                f"num_kv_heads is {self.num_kv_heads}; with kv_lora_rank it is 1: all heads share a latent."
+            )
+        self.cache_spec(block_size=1)
+
+    def cache_spec(self, block_size: int) -> KVCacheSpec | LatentCacheSpec:
+        """Returns the layout of each layer's cache in blocks of so many tokens."""
+        if self.kv_lora_rank is not None:
+            return LatentCacheSpec(
+                kv_lora_rank=self.kv_lora_rank, rope_dim=self.head_dim, block_size=block_size, dtype=self.dtype
+            )
+        return KVCacheSpec(
+            num_kv_heads=self.num_kv_heads, head_size=self.head_dim, block_size=block_size, dtype=self.dtype
+        )
+
+
+class PagedModel(Protocol):
+    """A language model that `Engine` and `LLM` serve: any `nnx.Module` with these three.
+
+    `paged_spec` may be an attribute of the class or of the instance. A linen module comes through a subclass of
+    `nnx.bridge.ToNNX` that has it as a class attribute; its own `logits` method is found by name.
+    """
+
+    @property
+    def paged_spec(self) -> PagedSpec:
+        """Sizes and limits."""
+        ...
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
+
+        Args:
+            token_ids: int32[tokens]. Padding may be any token below vocab_size.
+            positions: int32[tokens]; the position of each token in its own sequence, from 0.
+            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
+                `(num_blocks, block_size, kv_lora_rank + head_dim)`; donated.
+            metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`.
+
+        Returns:
+            Hidden states `[tokens, ...]` and the caches with the new keys and values.
+        """
+        ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Returns float32[rows, vocab_size] for chosen rows of the hidden states."""
+        ...

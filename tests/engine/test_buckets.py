@@ -1,0 +1,74 @@
+"""Every step that a scheduler can make has a bucket among those that `warmup` compiles."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jattn.engine import EngineConfig, SamplingParams
+from jattn.engine.program import Bucket
+from jattn.engine.request import Request, RequestMetrics
+from jattn.engine.runner import ModelRunner
+from jattn.engine.scheduler import ScheduledRow, ScheduledStep
+from jattn.pool import KVPool
+from tests.engine.conftest import tiny_decoder
+from torch_core.cache import CommittedStep
+
+SIZES: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 300,
+    "enable_cascade_attention": False,
+}
+KINDS = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 4, 1.0))
+
+
+@functools.cache
+def runner(ragged: bool, invariant: bool, guesses: int) -> tuple[ModelRunner, frozenset[Bucket]]:
+    model = tiny_decoder()
+    pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
+    config = EngineConfig(**SIZES, batch_invariant=invariant, num_speculative_tokens=guesses)
+    made = ModelRunner(model, pool, config, max_blocks=8, ragged=ragged)
+    return made, frozenset(made._all_buckets())
+
+
+def row_of(num_new: int, kind: int, num_samples: int, guesses: int = 0) -> ScheduledRow:
+    temperature, top_k, top_p = KINDS[kind]
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    request = Request("r", (1,), params, 0, frozenset(), RequestMetrics(0.0))
+    return ScheduledRow(request, 0, num_new, num_samples, (1,) * guesses)
+
+
+@pytest.mark.parametrize("guesses", [0, 3])
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("invariant", [True, False])
+@settings(deadline=None)
+@given(data=st.data())
+def test_every_step_finds_its_program_compiled(invariant, ragged, guesses, data) -> None:
+    made, compiled = runner(ragged, invariant, guesses)
+    kinds = st.integers(0, 2)
+    num_steps = 1
+    if data.draw(st.booleans(), label="decoding alone"):
+        num_steps = 1 if guesses else data.draw(st.sampled_from([1, 4]))
+        guessed = data.draw(st.lists(st.integers(0, guesses), min_size=1, max_size=24))
+        rows = [row_of(num_steps + some, data.draw(kinds), num_steps + some, some) for some in guessed]
+    else:
+        lengths = data.draw(st.lists(st.integers(1, 300 // 24), min_size=1, max_size=23))
+        lengths.append(data.draw(st.integers(1, 300 - sum(lengths))))
+        rows = [row_of(length, data.draw(kinds), data.draw(st.integers(0, 1))) for length in lengths]
+
+    bucket = made._bucket(ScheduledStep(tuple(rows), CommittedStep(step_id=0), num_steps))
+
+    assert bucket in compiled
+    assert bucket.num_seqs >= len(rows)
+    assert bucket.num_tokens >= sum(row.num_new_tokens for row in rows)
+    assert bucket.max_query_len >= max(row.num_new_tokens for row in rows) or num_steps > 1
+
+
+@pytest.mark.parametrize(("ragged", "programs"), [(True, 36), (False, 90)])
+def test_there_are_few_programs(ragged, programs) -> None:
+    assert len(runner(ragged, False, 0)[1]) == programs

@@ -1,0 +1,132 @@
+"""After `warmup` nothing compiles any more, whatever the traffic: by the engine's counter and by JAX's own events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine.progress import progress
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_engine import prompts_of, run
+
+SIZES: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_scheduler_steps": 1,
+    "enable_cascade_attention": False,
+}
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 5},
+    {"top_p": 0.5},
+)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The names of JAX's events of compiling, as they come."""
+    events: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def serve_anything(engine: Engine, seed: int) -> None:
+    generator = random.Random(seed)
+    for round_ in range(12):
+        prompts = prompts_of(seed + round_, *(generator.randrange(1, 40) for _ in range(generator.randrange(1, 7))))
+        for prompt in prompts:
+            count = generator.randrange(1, 9)
+            engine.add(prompt, SamplingParams(max_tokens=count, ignore_eos=True, **generator.choice(KINDS)))
+            for _ in range(generator.randrange(3)):
+                engine.step()
+        while engine.num_unfinished:
+            engine.step()
+
+
+def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(compiled, seed) -> None:
+    engine = Engine(tiny_decoder(intermediate_size=48), EngineConfig(**SIZES))
+    told: list[tuple[int, int]] = []
+    engine.warmup(lambda done, total, name: told.append((done, total)))
+    # The transfers and slices around the programs are compiled by their first use.
+    run(engine, prompts_of(seed, 3))
+    before = engine.num_compilations
+    compiled.clear()
+
+    serve_anything(engine, seed)
+
+    assert (engine.num_compilations, compiled) == (before, [])
+    # Prefill, and decoding of 1 and of 4 sequences; three kinds of sampling each.
+    assert told == [(done, 9) for done in range(1, 10)]
+    assert before == len(engine.programs) == 9
+    engine.warmup(lambda *news: told.append(news[:2]))
+    assert len(told) == 9
+    assert Engine(tiny_decoder(intermediate_size=48), EngineConfig(**SIZES)).num_compilations == 0
+
+
+def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "batch_invariant": True}
+    engine = Engine(tiny_decoder(intermediate_size=48), EngineConfig(**(SIZES | sizes)))
+    engine.warmup()
+    run(engine, prompts_of(seed, 3))
+    compiled.clear()
+
+    for round_ in range(4):
+        run(engine, prompts_of(seed + round_, 20, 2, 9, 14))
+
+    assert engine.cache_stats().swapped_in > 0
+    assert compiled == []
+
+
+def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
+    hits: list[str] = []
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
+    config = EngineConfig(**sizes)
+
+    def listen(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        Engine(tiny_decoder(implementation="xla"), config).warmup()
+        assert hits == []
+        # Another model, of the same programs: as another process is.
+        engine = Engine(tiny_decoder(implementation="xla", eos_token_ids=(1,)), config)
+        engine.warmup()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.monitoring.unregister_event_listener(listen)
+
+    assert len(hits) >= engine.num_compilations == 6
+
+
+def test_without_a_terminal_the_progress_is_silent(capsys) -> None:
+    with progress(None) as tell:
+        tell(1, 2, "a program")
+
+    assert capsys.readouterr() == ("", "")
