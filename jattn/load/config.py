@@ -49,6 +49,7 @@ _IGNORED = (
     "hidden_dropout_prob",
     "attention_softmax_in_fp32",
     "attn_pdrop",
+    "auto_map",
     "aux_loss_alpha",
     "bias_dropout_fusion",
     "cache_implementation",
@@ -246,8 +247,6 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
 
 
 def _family(raw: dict[str, Any]) -> Family:
-    if raw.get("auto_map") is not None:
-        raise Unsupported(f"{_NAME} has auto_map; code from a model folder is never run.")
     named = raw.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput(f"{_NAME}: architectures is {shown(named)}; it must be a list of one name.")
@@ -261,6 +260,8 @@ def _family(raw: dict[str, Any]) -> Family:
             f"{nearest.architecture}{missing}. It has {', '.join(known)}."
         )
     family = known[named[0]]
+    if raw.get("auto_map") is not None and not family.brings_code:
+        raise Unsupported(f"{_NAME} has auto_map; code from a model folder is never run.")
     _check_quantization(raw.get("quantization_config"))
     if raw.get("model_type", family.model_type) != family.model_type:
         raise InvalidInput(

@@ -249,12 +249,12 @@ class ModelConfig:
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 raise Unsupported(f"{name} is {shown(getattr(self, name))}; attention over latents has {value!r}.")
-        if scaling is not None and (
-            scaling.rope_type != "yarn" or scaling.attention_factor is not None or not scaling.truncate
-        ):
-            raise Unsupported(
-                f"rope_scaling is {scaling}; attention over latents has yarn, without attention_factor and truncated."
-            )
+        rope = {} if scaling is None else {"rope_type": "yarn", "attention_factor": None, "truncate": True}
+        for name, value in rope.items():
+            if getattr(scaling, name) != value:
+                raise Unsupported(
+                    f"rope_scaling.{name} is {getattr(scaling, name)!r}; attention over latents has {value}."
+                )
 
     def _check_tokens(self) -> None:
         named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []

@@ -71,6 +71,7 @@ DEEPSEEK_V2 = Family(
     derive=_groups,
     inert={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
     names=_NAMES,
+    brings_code=True,
 )
 
 DEEPSEEK_V3 = Family(
@@ -91,6 +92,7 @@ DEEPSEEK_V3 = Family(
     options={"moe.scoring_func": "sigmoid", "moe.score_correction_bias": True},
     inert={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
     names=_NAMES,
+    brings_code=True,
     # The layer that predicts a second token; transformers does not read it either.
     unread=r"model\.layers\.61\..+",
 )
