@@ -30,7 +30,7 @@ _LONGROPE = {
     "rope_theta": 10000.0,
 }
 _DEEPSEEK = {
-    "num_key_value_heads": 4,
+    "num_key_value_heads": None,
     "kv_lora_rank": 16,
     "q_lora_rank": 20,
     "qk_nope_head_dim": 8,
