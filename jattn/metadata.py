@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from torch_core.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, SequenceRowLike, build_common_metadata
 
 __all__ = ["AttentionMetadata", "PrefixGroups"]
@@ -102,10 +105,79 @@ class AttentionMetadata:
         )
 
     @classmethod
+    def build_sharded(
+        cls,
+        shards: Sequence[Sequence[SequenceRowLike]],
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_seqs: int | None = None,
+        num_tokens: int | None = None,
+        max_blocks: int | None = None,
+        max_query_len: int | None = None,
+        global_ids: bool = False,
+    ) -> AttentionMetadata:
+        """Builds the metadata of a step whose sequences are split over devices, one after the other.
+
+        Every array has the devices' parts in a row, padded alike, so that `PartitionSpec("dp")` for the whole record
+        cuts it. Inside `jax.shard_map` each device has its own metadata then, and any batch is served. Under plain jit
+        the ops take one batch instead: `global_ids=True` counts blocks, slots and offsets through all parts, and asks
+        for rows with `max_query_len` new tokens each.
+
+        Args:
+            shards: the rows of each device, with block ids of its own pool, 0 being its null block.
+            block_size: tokens of one block.
+            num_blocks: blocks of one device's pool.
+            num_seqs, num_tokens, max_blocks, max_query_len: padded sizes of one device's part, as in `build`.
+            global_ids: one batch for the ops to split themselves, rather than one for each device.
+
+        Raises:
+            InvalidInput: as in `build`, there is no shard, or with global_ids a row of another length.
+            RequestTooLong: the rows of a shard exceed a padded size or the bound.
+
+        Example:
+            >>> from torch_core.metadata import SequenceRow
+            >>> shards = [[SequenceRow([5], 3, 1)], [SequenceRow([2], 0, 1), SequenceRow([7], 1, 1)]]
+            >>> step = AttentionMetadata.build_sharded(shards, block_size=4, num_blocks=8, global_ids=True)
+            >>> step.slot_mapping.tolist(), step.query_start_loc.tolist()
+            ([23, -1, 40, 61], [0, 1, 2, 3, 4])
+        """
+        if not shards:
+            raise InvalidInput("shards is empty; give the rows of each device, [] for one without.")
+        pool: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
+        plain = [build_common_metadata(rows, **pool) for rows in shards]
+        rows_each = max_query_len if max_query_len is not None else max(step.max_query_len for step in plain)
+        num_seqs = max(step.num_seqs for step in plain) if num_seqs is None else num_seqs
+        if global_ids:
+            for shard, step in enumerate(plain):
+                uneven = np.flatnonzero(step.query_lens != rows_each)
+                if uneven.size:
+                    raise InvalidInput(
+                        f"row {uneven[0]} of shards[{shard}] has {step.query_lens[uneven[0]]} new tokens; for one "
+                        f"batch that is split every row has max_query_len = {rows_each}. Pass global_ids=False, and "
+                        "call the ops inside jax.shard_map."
+                    )
+            num_tokens = num_seqs * rows_each
+        sizes: dict[str, Any] = {
+            "num_seqs": num_seqs,
+            "num_tokens": max(step.num_tokens for step in plain) if num_tokens is None else num_tokens,
+            "max_blocks": max(step.block_tables.shape[1] for step in plain) if max_blocks is None else max_blocks,
+            "max_query_len": rows_each,
+        }
+        built = [build_common_metadata(rows, **pool, **sizes) for rows in shards]
+        arrays = {name: np.concatenate([getattr(step, name) for step in built]) for name in _arrays()}
+        if global_ids:
+            shard = np.arange(len(shards), dtype=np.int32).repeat(num_seqs)[:, None] * num_blocks
+            tables, slots = arrays["block_tables"], arrays["slot_mapping"]
+            arrays["block_tables"] = np.where(tables > 0, tables + shard, 0)
+            arrays["slot_mapping"] = np.where(slots >= 0, slots + shard.repeat(rows_each) * block_size, slots)
+            arrays["query_start_loc"] = np.arange(shard.size + 1, dtype=np.int32) * rows_each
+        return cls(**jax.device_put(arrays), max_query_len=rows_each)
+
+    @classmethod
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
-        names = [each.name for each in fields(cls) if each.name not in ("max_query_len", "groups")]
-        arrays = jax.device_put({name: getattr(common, name) for name in names})
+        arrays = jax.device_put({name: getattr(common, name) for name in _arrays()})
         return cls(**arrays, max_query_len=common.max_query_len)
 
     def positions(self, num_tokens: int) -> jax.Array:
@@ -122,3 +194,7 @@ class AttentionMetadata:
         sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
         first = self.seq_lens - jnp.diff(starts)
         return first[sequence] + tokens - starts[sequence]
+
+
+def _arrays() -> list[str]:
+    return [each.name for each in fields(AttentionMetadata) if each.name not in ("max_query_len", "groups")]

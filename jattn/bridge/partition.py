@@ -1,13 +1,12 @@
-"""Calls that partition themselves: where operands are split over heads, each device computes its own.
+"""Calls that partition themselves: where operands are split over heads or sequences, each device computes its own.
 
-XLA cannot look into a custom call: it would gather every operand and compute everything everywhere. What may be split
-stands in the annotations of the call's fields: axes of heads, and nothing else.
+XLA cannot look into a custom call: it would gather every operand and compute everything everywhere. What may be split,
+and how, is `jattn.bridge.split`'s to say.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge.callback import recorded
 from jattn.bridge.calls import Runtime, array_spec
+from jattn.bridge.split import HEADS, Split, dims_of, rows_of_a_sequence, split_of
 from jattn.bridge.torch_runtime import run_torch
-from torch_core.calls import Call
-from torch_core.calls.call import array_fields
+from torch_core.calls import Call, WriteCall
 from torch_core.errors import Unsupported
 
 __all__ = ["partitioned"]
-
-_HEADS = ("num_heads", "num_kv_heads")
 
 
 def partitioned(runtime: Runtime, *, opaque: bool = True) -> Runtime:
@@ -40,8 +37,9 @@ def partitioned(runtime: Runtime, *, opaque: bool = True) -> Runtime:
         opaque: XLA cannot look into it.
 
     Raises:
-        Unsupported: while tracing or compiling: an operand is split along anything but heads, heads are split in
-            different ways, axes of several types meet, or torch's callback would have to be split along Auto axes.
+        Unsupported: while tracing or compiling: an operand is split along anything but heads and even sequences, or
+            they are split in different ways, axes of several types meet, or torch's callback would have to be split
+            along Auto axes.
     """
 
     def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
@@ -64,63 +62,26 @@ class _Parts:
     results: tuple[str, ...]
     runtime: Runtime
 
-    def run(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def run(self, *arrays: jax.Array, split: Split | None = None) -> tuple[jax.Array, ...]:
         """Runs the call on whole arrays, or on one device's parts of them."""
-        found = self.runtime(self.call.with_arrays(dict(zip(self.operands, arrays, strict=True))))
-        return tuple(found[name] for name in self.results)
+        call = self.call.with_arrays(dict(zip(self.operands, arrays, strict=True)))
+        if split is None:
+            found = self.runtime(call)
+            return tuple(found[name] for name in self.results)
+        local, fits = split.localised(call)
+        found = self.runtime(local)
+        return tuple(split.joined(self.call, name, found[name], fits) for name in self.results)
 
-    def dims(self, name: str) -> tuple[str, ...]:
-        """Returns the names of the axes of an operand or a result."""
-        if name == "lse":
-            return self.dims("out")[:2]
-        fields = array_fields(type(self.call))
-        # A gradient has the axes of what it is the gradient of.
-        dims = fields[name if name in fields else name.removeprefix("d_")].dims
-        if "..." not in dims:
-            return dims
-        # Blocks that are copied whole: heads are where all caches have them, and latents have none.
-        ndim = len(self.call.arrays()[name].shape)
-        heads = ndim - 2 if ndim > 3 else None
-        return (dims[0], *("num_kv_heads" if axis == heads else f"axis {axis}" for axis in range(1, ndim)))
-
-    def specs(self, mesh: Any, found: Sequence[Any]) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-        """Returns how operands have to be split over a mesh, and how results are, from the operands' shardings.
-
-        An operand that is whole on every device is cut there, unless it is written: that would move it.
-        """
-        heads: dict[str, tuple[str, ...]] = {}
-        sizes: dict[str, int] = {}
-        for name, sharding in zip(self.operands, found, strict=True):
-            for dim, size, axes in zip(
-                self.dims(name), self.call.arrays()[name].shape, _axes_of(mesh, sharding.spec), strict=False
-            ):
-                if axes and dim not in _HEADS:
-                    raise Unsupported(
-                        f"{self.call.name}: {name} is split along {dim} by mesh axis {', '.join(axes)}; an op splits "
-                        "itself along heads alone. Undo that split of its operands and results "
-                        "(jax.lax.with_sharding_constraint, or jax.sharding.reshard along Explicit axes), or call it "
-                        "inside jax.shard_map with each device's own sequences and blocks."
-                    )
-                if dim in _HEADS and size > 1:
-                    heads[name], sizes[name] = axes, size
-        ways = {axes for name, axes in heads.items() if axes or name in self.call.written}
-        axes = max(ways, default=())
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if len(ways) > 1 or any(size % parts for size in sizes.values()):
-            given = ", ".join(
-                f"{name} ({sizes[name]} heads) by {' and '.join(axes) or 'none'}" for name, axes in heads.items()
-            )
-            raise Unsupported(
-                f"{self.call.name}: heads are split by mesh axes as follows: {given}. Split all alike, by axes whose "
-                "sizes divide the key/value heads; where those are fewer than devices, repeat them."
-            )
+    def specs(
+        self, mesh: Any, found: Sequence[Any]
+    ) -> tuple[Callable[..., Any], tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+        """Returns what runs a part, and how operands have to be split over a mesh and results are."""
+        given = zip(self.operands, (sharding.spec for sharding in found), strict=True)
+        split = split_of(self.call, mesh, dict(given))
         shapes = {name: array.shape for name, array in (*self.call.arrays().items(), *self.call.outputs().items())}
-
-        def spec(name: str) -> PartitionSpec:
-            dims = zip(self.dims(name), shapes[name], strict=True)
-            return PartitionSpec(*(axes if dim in _HEADS and size > 1 else None for dim, size in dims))
-
-        return tuple(map(spec, self.operands)), tuple(map(spec, self.results))
+        specs = {name: split.spec(dims_of(self.call, name), shape) for name, shape in shapes.items()}
+        in_specs, out_specs = (tuple(specs[name] for name in names) for names in (self.operands, self.results))
+        return functools.partial(self.run, split=split), in_specs, out_specs
 
 
 def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any]) -> Sequence[jax.Array]:
@@ -136,10 +97,10 @@ def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any
         )
     if not mesh.explicit_axes:
         return run_auto(parts, *arrays) if auto or mesh.empty else parts.run(*arrays)
-    in_specs, out_specs = parts.specs(mesh, shardings)
+    run, in_specs, out_specs = parts.specs(mesh, shardings)
     cut = [jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True)]
     return jax.shard_map(
-        parts.run,
+        run,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -155,38 +116,46 @@ def _run_auto(parts: _Parts, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def _partition(parts: _Parts, mesh: Any, operands: Sequence[Any], results: Any) -> tuple[Any, ...]:
     try:
-        in_specs, out_specs = parts.specs(mesh, [operand.sharding for operand in operands])
+        run, in_specs, out_specs = parts.specs(mesh, [operand.sharding for operand in operands])
     except Unsupported as error:
         raise recorded(error) from error
-    return (mesh, parts.run, *(tuple(NamedSharding(mesh, spec) for spec in specs) for specs in (out_specs, in_specs)))
+    return (mesh, run, *(tuple(NamedSharding(mesh, spec) for spec in specs) for specs in (out_specs, in_specs)))
 
 
 def _rule(parts: _Parts, mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
-    """Returns Shardy's rule: axes of one name are one factor, query heads are key/value heads times group."""
+    """Returns Shardy's rule: axes of one name are one factor, query heads are key/value heads times group.
+
+    Rows of even sequences are sequences times rows.
+    """
     if parts.runtime is run_torch:
         raise Unsupported(
             f"{parts.call.name}: implementation='torch' cannot be split along Auto mesh axes, because JAX's "
             "custom_partitioning loses callbacks; use implementation='triton' or 'xla', a mesh of Explicit axes, or "
             "jax.shard_map."
         )
-    num_heads, num_kv_heads = (getattr(parts.call, name, 1) for name in _HEADS)
+    num_heads, num_kv_heads = (getattr(parts.call, name, 1) for name in HEADS)
     query_heads, sizes = "num_kv_heads" if num_heads == num_kv_heads else "num_heads", {}
     # An axis that does not divide the key/value heads would be split itself, and could not be named in a refusal.
     if 1 < num_kv_heads < num_heads and not any(num_kv_heads % size for size in mesh.shape.values()):
         query_heads, sizes = "(num_kv_heads group)", {"group": num_heads // num_kv_heads}
 
+    factors = {"num_heads": query_heads}
+    for dim, rows in rows_of_a_sequence(parts.call).items():
+        if rows == 1:
+            factors[dim] = "num_seqs"
+        elif not any(parts.call.num_seqs % size for size in mesh.shape.values()):
+            factors[dim], sizes[f"{dim}_each"] = f"(num_seqs {dim}_each)", rows
+    if isinstance(parts.call, WriteCall):
+        # A slot for each row.
+        rows_in = {"num_values": parts.call.value, "num_slots": parts.call.slot_mapping}
+        factors |= {dim: "num_tokens" for dim, x in rows_in.items() if x.shape[0] == parts.call.key.shape[0]}
+
     def mapping(name: str) -> str:
         # What is no plain name, as num_seqs+1, is a factor of its own.
-        dims = [dim if dim.isidentifier() else f"{name}_{axis}" for axis, dim in enumerate(parts.dims(name))]
-        return " ".join(query_heads if dim == "num_heads" else dim for dim in dims)
+        dims = [dim if dim.isidentifier() else f"{name}_{axis}" for axis, dim in enumerate(dims_of(parts.call, name))]
+        return " ".join(factors.get(dim, dim) for dim in dims)
 
     return " -> ".join(", ".join(map(mapping, names)) for names in (parts.operands, parts.results)), sizes
 
 
 _run_auto.def_partition(_partition, sharding_rule=_rule)
-
-
-def _axes_of(mesh: Any, spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of more than one device that split each of an array's first axes."""
-    named = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
-    return [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in named]

@@ -21,7 +21,7 @@ from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
 from torch_core.checks import shown
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, PoolLost
 
 __all__ = ["Engine"]
 
@@ -147,6 +147,10 @@ class Engine(contextlib.AbstractContextManager):
 
         def look() -> CacheStats:
             work = self._owner.begin()
+            try:
+                work.settle()
+            except PoolLost:
+                work = self._owner.begin()
             self._owner.end(work)
             return work.cache.stats()
 

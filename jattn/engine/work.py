@@ -89,6 +89,17 @@ class Work:
             )
         return None
 
+    def settle(self) -> None:
+        """Reads what is in flight if nobody waits for it any more: a step holds its blocks until it is read.
+
+        Raises:
+            PoolLost: as `advance`.
+        """
+        if not self.scheduler.num_unfinished:
+            with _own_transfers():
+                while self._in_flight:
+                    self._read_oldest()
+
     def scrub_if_idle(self) -> None:
         """Scrubs what the last request left; while steps come, each scrubs what was freed before it.
 
@@ -96,9 +107,8 @@ class Work:
             PoolLost: as `advance`.
         """
         if self._has_residue and not self.scheduler.num_unfinished:
+            self.settle()
             with _own_transfers():
-                while self._in_flight:
-                    self._read_oldest()
                 self._move_blocks(self.cache.scrub())
             self._has_residue = False
 

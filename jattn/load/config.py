@@ -19,8 +19,8 @@ from torch_core.specs import QUERY_DTYPES
 __all__ = ["family_of", "parse_config", "render_config"]
 
 _NAME = "config.json"
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_REQUIRED_FIELDS = (*_REQUIRED, "max_position_embeddings")
+#: Fields that every file sets, under whatever key.
+_REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_value_heads", "head_dim"))
 #: How weights may be quantised; they are read as numbers of the model's dtype.
 QUANT_METHODS = ("fp8", "mxfp4")
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")

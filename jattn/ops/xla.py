@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -145,15 +146,20 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
 @_one_program
 def _attention_backward(call: DenseBackwardCall[jax.Array]) -> dict[str, jax.Array]:
     inputs = {name: getattr(call, name.removeprefix("d_")) for name in call.outputs()}
-    forward = forward_of(call)
-    _, pull = jax.vjp(
+    forward = replace(forward_of(call), with_lse=True, out_dtype=compute_dtype(call).name)
+    found, pull = jax.vjp(
         lambda x: _attention(forward.with_arrays({name.removeprefix("d_"): array for name, array in x.items()})), inputs
     )
     # Rows past the last sequence may hold anything; rows that see nothing have an lse of -inf in any case.
-    real = jnp.arange(call.num_tokens) < call.query_start_loc[-1]
-    gradients = {"out": jnp.where(real[:, None, None], call.d_out, 0)}
+    real = (jnp.arange(call.num_tokens) < call.query_start_loc[-1])[:, None] & (found["lse"] > -jnp.inf)
+    # The lse that is given counts: it may be over more keys than are here, of which others have the gradient.
+    share = jnp.where(real, jnp.exp(found["lse"] - jnp.where(real, call.lse, 0)), 0)
+    results = call.arrays()
+    d_out, out = (jnp.where(real[..., None], results[name], 0).astype(share.dtype) for name in ("d_out", "out"))
+    d_lse = (d_out * (found["out"] - out)).sum(-1)
     if call.d_lse is not None:
-        gradients["lse"] = jnp.where(real[:, None], call.d_lse, 0)
+        d_lse += jnp.where(real, call.d_lse, 0)
+    gradients = {"out": share[..., None] * d_out, "lse": share * d_lse}
     return pull(gradients)[0]
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge import to_jax, to_torch
 from jattn.pool import programs
@@ -55,8 +56,9 @@ class KVPool:
         num_layers: arrays to allocate.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
-            `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, spreads the pool over a mesh; latents, which
-            all heads share, are whole on every device.
+            `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool
+            over a mesh; latents, which all heads share, are whole on every device. Split blocks are numbered through:
+            the first of each part is a null block too.
 
     Raises:
         InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
@@ -248,13 +250,22 @@ class KVPool:
                 target of two.
 
         Raises:
-            InvalidInput: an id is not in the pool; nothing was copied.
+            InvalidInput: an id is not in the pool, or blocks are split and a copy is not within one part; nothing was
+                copied.
         """
         if not copies:
             return
         pairs = np.array([copy[:2] for copy in copies], np.int32)
         self._check_blocks("copies", pairs)
-        self.run(*programs.copy_program(self._first_device(), pairs))
+        part = pairs // self._blocks_of_a_part
+        apart = np.flatnonzero(part[:, 0] != part[:, 1])
+        if apart.size:
+            raise InvalidInput(
+                f"copies[{int(apart[0])}] is {tuple(pairs[apart[0]].tolist())}, two blocks of different devices; a "
+                f"block is copied among the {self._blocks_of_a_part} of one. Read it and write it, or compute it again."
+            )
+        program, padded = programs.copy_program(self._first_device(), pairs)
+        self.run(self._on_parts(program), padded)
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Fills whole blocks with zeros in every layer, on the device and in the order of the steps.
@@ -268,13 +279,13 @@ class KVPool:
         ids = np.asarray(blocks, np.int32)
         if ids.size:
             self._check_blocks("blocks", ids)
-            self.run(programs.scrub_blocks, programs.pad_blocks(ids))
+            self.run(self._on_parts(programs.scrub_blocks), programs.pad_blocks(ids))
 
     def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
         """Compiles the programs of up to so many copies, scrubs and swaps at once, by runs on the null block."""
         for size in programs.padded_sizes(copies):
             for program, nothing in programs.copy_programs(self._first_device()):
-                self.run(program, np.full((size, 2), nothing, np.int32))
+                self.run(self._on_parts(program), np.full((size, 2), nothing, np.int32))
         for size in programs.padded_sizes(scrubs):
             self.scrub_blocks([0] * size)
         for size in programs.padded_sizes(swaps):
@@ -289,7 +300,7 @@ class KVPool:
         ids = np.asarray(blocks, np.int32)
         self._check_blocks("blocks", ids)
         with self.guard():
-            found = programs.read_blocks(self._arrays, programs.pad_blocks(ids))
+            found = self._on_parts(programs.read_blocks)(self._arrays, programs.pad_blocks(ids))
             return [np.asarray(layer)[: len(ids)] for layer in found]
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[np.ndarray]) -> None:
@@ -312,8 +323,11 @@ class KVPool:
             )
         padded = programs.pad_blocks(ids)
         padding = ((0, len(padded) - len(ids)), *((0, 0),) * (len(self._shape) - 1))
-        new = jax.device_put([np.pad(layer, padding) for layer in contents], self._arrays[0].sharding)
-        self.run(programs.write_blocks, padded, new)
+        place = self._arrays[0].sharding
+        if self._sharding is not None:
+            place = NamedSharding(self._sharding.mesh, PartitionSpec(None, *self._sharding.spec[1:]))
+        new = jax.device_put([np.pad(layer, padding) for layer in contents], place)
+        self.run(self._on_parts(programs.write_blocks), padded, new)
 
     def as_torch(self) -> tuple[torch.Tensor, ...]:
         """Views every layer as a torch tensor over the same memory, for torch to read and write in place.
@@ -398,6 +412,18 @@ class KVPool:
     def _first_device(self) -> Any:
         return next(iter(self._arrays[0].devices()))
 
+    @property
+    def _blocks_of_a_part(self) -> int:
+        return (self._shape if self._sharding is None else self._sharding.shard_shape(self._shape))[0]
+
+    def _on_parts(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        if self._sharding is None or self._blocks_of_a_part == self._num_blocks:
+            return program
+        # On CUDA too by XLA's own scatter: the kernel knows no ids past the end.
+        return programs.on_parts(
+            programs.copy_blocks if program is programs.copy_blocks_native else program, self._sharding
+        )
+
     def _is_placed(self, array: jax.Array) -> bool:
         return self._sharding is None or array.sharding.is_equivalent_to(self._sharding, array.ndim)
 
@@ -420,10 +446,11 @@ class KVPool:
             )
 
 
-def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:
     with contextlib.suppress(ValueError):
         local = sharding.shard_shape(shape)
-        if isinstance(sharding, jax.sharding.NamedSharding) and (*local[:3], *shape[3:4], *local[4:]) == shape:
+        whole = local if len(shape) == 3 else (shape[0], *local[1:3], shape[3], *local[4:])
+        if isinstance(sharding, NamedSharding) and whole == shape:
             return sharding
     if len(shape) == 3:
         raise InvalidInput(
@@ -431,8 +458,9 @@ def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> j
             "which every device has all of it."
         )
     raise InvalidInput(
-        f"device is {sharding}; a pool of {shape[3]} key/value heads takes a NamedSharding that splits axis 3 alone, "
-        "the heads, into equal parts: NamedSharding(mesh, PartitionSpec(None, None, None, 'tp'))."
+        f"device is {sharding}; a pool of {shape[0]} blocks and {shape[3]} key/value heads takes a NamedSharding that "
+        "splits axes 0 and 3 alone, blocks and heads, into equal parts: NamedSharding(mesh, PartitionSpec('dp', None, "
+        "None, 'tp'))."
     )
 
 

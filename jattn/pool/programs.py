@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge import native, partitioned, run
 from torch_core.calls import CopyCall
 
-__all__ = ["copy_program", "copy_programs", "pad_blocks", "padded_sizes", "read_blocks", "scrub_blocks", "write_blocks"]
+__all__ = [
+    "copy_program",
+    "copy_programs",
+    "on_parts",
+    "pad_blocks",
+    "padded_sizes",
+    "read_blocks",
+    "scrub_blocks",
+    "write_blocks",
+]
 
 _Caches = tuple[jax.Array, ...]
 
@@ -51,6 +64,34 @@ def padded_sizes(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(most - 1, 0).bit_length() + 1)] if most else []
 
 
+@functools.cache
+def on_parts(program: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
+    """Returns the program for caches whose blocks are split: each device does what is in its own.
+
+    Blocks that are read are summed over the devices, as bits: one all-reduce of so many bytes, and no other collective.
+    """
+    axes, *others = sharding.spec
+    contents = PartitionSpec(None, *others)
+    reads = program is read_blocks
+
+    def part(kv_caches: _Caches, ids: jax.Array, *new: Any) -> Any:
+        num_blocks = kv_caches[0].shape[0]
+        local = ids - jax.lax.axis_index(axes) * num_blocks
+        own = (local >= 0) & (local < num_blocks)
+        # Nothing is written past the end.
+        found = program(kv_caches, jnp.where(own, local, num_blocks), *new)
+        return [_summed(layer, own, axes) for layer in found] if reads else found
+
+    mapped = jax.shard_map(
+        part,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, PartitionSpec(), *[contents] * (program is write_blocks)),
+        out_specs=contents if reads else (None, sharding.spec),
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=() if reads else 0)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def copy_blocks(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
     """Copies blocks in plain jnp; every source is read before any target is written."""
@@ -88,3 +129,9 @@ def _stored(cache: jax.Array, blocks: jax.Array, new: jax.Array | int) -> jax.Ar
     # Along Explicit axes JAX 0.12 wants to be told that the result lies as the cache does.
     sharding = jax.typeof(cache).sharding
     return cache.at[blocks].set(new, out_sharding=sharding if sharding.mesh.explicit_axes else None)
+
+
+def _summed(blocks: jax.Array, own: jax.Array, axes: Any) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(blocks, f"uint{8 * blocks.dtype.itemsize}")
+    bits = jax.lax.psum(jnp.where(own.reshape(-1, *[1] * (blocks.ndim - 1)), bits, 0), axes)
+    return jax.lax.bitcast_convert_type(bits, blocks.dtype)

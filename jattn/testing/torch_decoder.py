@@ -14,6 +14,7 @@ from torch import Tensor
 from jattn.load import parse_config
 from jattn.load.folder import check_folder, read_object
 from jattn.models import ModelConfig
+from jattn.models.config import SIZE_LIMITS
 from torch_core.calls import DenseCall
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.reference import attention
@@ -23,23 +24,9 @@ __all__ = ["TorchDecoder"]
 
 #: What it computes; every other option must be off.
 _OPTIONS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "tie_word_embeddings",
-    "attention_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "sliding_window",
-    "bos_token_id",
+    *SIZE_LIMITS,
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "tie_word_embeddings", "sliding_window", "bos_token_id"),
+    *("attention_bias", "attention_output_bias", "mlp_bias"),
 )
 #: Keys and values of the tokens so far, one pair per layer, each `[tokens, num_kv_heads, head_dim]`.
 Past = list[tuple[Tensor, Tensor]]

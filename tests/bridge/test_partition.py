@@ -314,15 +314,17 @@ def test_sequences_split_in_a_shard_map_with_each_devices_own_metadata(name: str
 
 @each_kind
 @on_four_devices
-def test_anything_but_heads_is_refused(kind: str) -> None:
+def test_uneven_rows_and_slots_of_a_block_are_refused(kind: str) -> None:
     on = mesh(kind, dp=2, tp=2)
 
     found = refusal(on, CACHE, PartitionSpec("dp", "tp"), HEADS)
 
     assert found == (
-        "paged_attention: query is split along num_tokens by mesh axis dp; an op splits itself along heads alone. Undo "
-        "that split of its operands and results (jax.lax.with_sharding_constraint, or jax.sharding.reshard along "
-        "Explicit axes), or call it inside jax.shard_map with each device's own sequences and blocks."
+        "paged_attention: sequences are split by mesh axes as follows: query by dp, kv_cache by none; num_tokens = 6 "
+        "cannot be cut into 2 even parts of whole sequences. Every sequence must have max_query_len query rows "
+        "(num_tokens == num_seqs * max_query_len; keys likewise), as many sequences on each device. Undo that split of "
+        "its operands and results (jax.lax.with_sharding_constraint, or jax.sharding.reshard along Explicit axes), or "
+        "call it inside jax.shard_map with each device's own sequences and blocks (AttentionMetadata.build_sharded)."
     )
     blocks = refusal(on, PartitionSpec(None, None, "dp", "tp"), HEADS, HEADS)
     assert blocks.startswith("write_kv_cache: kv_cache is split along block_size by mesh axis dp;")
@@ -335,8 +337,8 @@ def test_heads_that_are_split_differently_are_refused(kind: str) -> None:
 
     assert found == (
         "paged_attention: heads are split by mesh axes as follows: query (8 heads) by dp, kv_cache (4 heads) by tp. "
-        "Split all alike, by axes whose sizes divide the key/value heads; where those are fewer than devices, repeat "
-        "them."
+        "Split all alike, by axes that split nothing else and whose sizes divide the key/value heads; where those are "
+        "fewer than devices, repeat them."
     )
 
 

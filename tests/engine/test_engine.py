@@ -472,3 +472,14 @@ def test_an_engine_that_could_never_run_is_not_built(decoder, arguments, message
 def test_a_length_beyond_the_models_is_refused(decoder) -> None:
     with pytest.raises(InvalidInput, match="max_model_len is 4096; the model was made for 128 tokens at most"):
         Engine(decoder, EngineConfig(max_model_len=4096))
+
+
+def test_the_statistics_of_an_engine_that_nobody_waits_for_count_no_step_in_flight(decoder, seed) -> None:
+    engine = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=2, steps_in_flight=2))
+    request = engine.add(prompts_of(seed, 5)[0], GREEDY)
+    engine.step()
+
+    engine.cancel(request.request_id)
+
+    stats = engine.cache_stats()
+    assert (stats.used, stats.deferred, stats.num_sequences) == (0, 0, 0)

@@ -56,3 +56,36 @@ def test_a_bound_on_the_queries_that_is_too_small_is_refused() -> None:
 def test_bad_block_ids_are_refused(row: SequenceRow, text: str) -> None:
     with pytest.raises(InvalidInput, match=text):
         AttentionMetadata.build([*ROWS, row], **POOL)
+
+
+SHARDS = [[SequenceRow([5, 2], 3, 2)], [SequenceRow([7], 0, 2), SequenceRow([1], 1, 2)], []]
+
+
+def test_each_devices_own_metadata_lie_one_behind_the_other() -> None:
+    built = AttentionMetadata.build_sharded(SHARDS, **POOL)
+
+    for index, rows in enumerate(SHARDS):
+        own = AttentionMetadata.build(rows, **POOL, num_seqs=2, num_tokens=4, max_blocks=2, max_query_len=2)
+        for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping"):
+            expected = getattr(own, name)
+            np.testing.assert_array_equal(np.split(getattr(built, name), 3)[index], expected)
+
+
+def test_one_batch_for_all_devices_counts_blocks_and_rows_through() -> None:
+    built = AttentionMetadata.build_sharded(SHARDS, **POOL, global_ids=True)
+
+    assert built.query_start_loc.tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert built.seq_lens.tolist() == [5, 0, 2, 3, 0, 0]
+    assert built.block_tables.tolist() == [[5, 2], [0, 0], [23, 0], [17, 0], [0, 0], [0, 0]]
+    assert built.slot_mapping.tolist() == [23, 8, -1, -1, 92, 93, 69, 70, -1, -1, -1, -1]
+
+
+def test_shards_that_are_no_even_batch_are_refused() -> None:
+    with pytest.raises(InvalidInput) as error:
+        AttentionMetadata.build_sharded([[SequenceRow([1], 0, 2)], ROWS], **POOL, global_ids=True)
+    assert str(error.value) == (
+        "row 0 of shards[0] has 2 new tokens; for one batch that is split every row has max_query_len = 6. Pass "
+        "global_ids=False, and call the ops inside jax.shard_map."
+    )
+    with pytest.raises(InvalidInput, match="shards is empty"):
+        AttentionMetadata.build_sharded([], **POOL)

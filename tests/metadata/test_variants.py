@@ -18,8 +18,8 @@ from torch_core.metadata import (
     common_prefix_length,
     encoder_layout,
     get_dcp_local_seq_lens,
+    make_dcp_common_attn_metadata,
     make_local_attention_virtual_batches,
-    mask_slots_of_other_ranks,
     metadata_layout,
     prefix_piece_tokens,
     use_cascade_attention,
@@ -292,13 +292,38 @@ def test_every_token_lives_on_exactly_one_rank(world, interleave):
         assert local.tolist() == [sum(t // interleave % world == rank for t in range(n)) for n in lens]
 
 
-def test_slots_of_tokens_on_other_ranks_are_dropped():
-    slots, positions = np.array([40, 41, 42, 43], np.int32), np.arange(4)
+@pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 4)])
+def test_every_new_token_has_a_slot_on_the_rank_where_it_lives(world, interleave):
+    rows = [SequenceRow([5, 2, 3], 13, 9), SequenceRow([7], 0, 3)]
+    step = build_common_metadata(rows, block_size=4 * world, num_blocks=8, num_tokens=16)
+    by_rank = [
+        make_dcp_common_attn_metadata(step, dcp_world_size=world, dcp_rank=rank, interleave_size=interleave)
+        for rank in range(world)
+    ]
 
-    mine = mask_slots_of_other_ranks(slots, positions, dcp_world_size=2, dcp_rank=1)
+    for token, position in enumerate(step.positions[:12].tolist()):
+        row = rows[0] if token < 9 else rows[1]
+        owner = position // interleave % world
+        place = position // (interleave * world) * interleave + position % interleave
+        expected = [-1] * world
+        expected[owner] = row.block_ids[place // 4] * 4 + place % 4
+        assert [int(each.slot_mapping[token]) for each in by_rank] == expected
+    for rank, each in enumerate(by_rank):
+        assert each.slot_mapping[12:].tolist() == [-1] * 4
+        assert (each.block_size, each.slot_mapping.dtype) == (4, np.int32)
+        lens = [sum(t // interleave % world == rank for t in range(n)) for n in (22, 3)]
+        assert each.dcp_local_seq_lens.tolist() == lens
 
-    assert mine.tolist() == [-1, 41, -1, 43]
-    assert mine.dtype == np.int32
+
+def test_blocks_that_ranks_cannot_share_are_refused():
+    step = build_common_metadata([SequenceRow([1], 0, 3)], block_size=8, num_blocks=2)
+    with refuses(
+        "the metadata is for blocks of 8 tokens; 3 ranks share a block, so it must be a multiple. Build it with "
+        "block_size = dcp_world_size * a rank's block size."
+    ):
+        make_dcp_common_attn_metadata(step, dcp_world_size=3, dcp_rank=0)
+    with refuses("interleave_size is 3; it must divide the block size, 4."):
+        make_dcp_common_attn_metadata(step, dcp_world_size=2, dcp_rank=0, interleave_size=3)
 
 
 def test_impossible_ranks_are_refused():

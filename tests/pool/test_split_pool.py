@@ -113,7 +113,54 @@ def test_a_closed_pool_is_renewed_with_its_split() -> None:
     assert marks(pool, [1]) == [[0], [0]]
 
 
-@pytest.mark.parametrize(("axis", "heads"), [(0, 4), (2, 4), (3, 2)])
+def pool_of_parts(kind: str) -> KVPool:
+    """Two layers of eight blocks, four on each half of the devices; block b holds b + 100 l."""
+    sharding = NamedSharding(mesh(kind, dp=2, tp=2), PartitionSpec("dp", None, None, "tp"))
+    pool = KVPool(SPEC, num_layers=2, num_blocks=8, device=sharding)
+    blocks = np.arange(8, dtype=np.float32).reshape(8, 1, 1, 1, 1) * np.ones(SPEC.shape(1), np.float32)
+    pool.write_blocks(list(range(8)), [blocks, blocks + 100])
+    return pool
+
+
+@each_kind
+@on_four_devices
+def test_split_blocks_are_copied_scrubbed_written_and_read_where_they_are(kind: str) -> None:
+    pool = pool_of_parts(kind)
+    before = pool.addresses()
+
+    pool.copy_blocks([(1, 2), (5, 7)])
+    pool.scrub_blocks([6, 3, 0])
+    HostBlocks(pool, 1).execute([BlockSwap(5, 0, to_host=True), BlockSwap(1, 0, to_host=False)])
+
+    assert marks(pool, list(range(8))) == [[0, 5, 1, 0, 4, 5, 0, 5], [0, 105, 101, 0, 104, 105, 0, 105]]
+    assert pool.addresses() == before
+    assert [view.shape for view in pool.as_torch()] == [(4, 2, 2, 2, 4)] * 8
+
+
+@each_kind
+@on_four_devices
+def test_of_split_blocks_only_what_is_read_crosses_devices(kind: str) -> None:
+    pool = pool_of_parts(kind)
+    caches = pool.run(jax.jit(lambda caches: ([cache + 0 for cache in caches], caches), donate_argnums=0))
+    sharding, ids = caches[0].sharding, np.array([1], np.int32)
+
+    for program, what in ((programs.copy_blocks, np.array([[1, 2]], np.int32)), (programs.scrub_blocks, ids)):
+        assert collectives(programs.on_parts(program, sharding), tuple(caches), what) == []
+    found = collectives(programs.on_parts(programs.read_blocks, sharding), tuple(caches), ids)
+    assert set(found) == {"all-reduce"}
+
+
+@on_four_devices
+def test_a_copy_from_device_to_device_is_refused() -> None:
+    with pytest.raises(InvalidInput) as error:
+        pool_of_parts("auto").copy_blocks([(1, 2), (3, 4)])
+    assert str(error.value) == (
+        "copies[1] is (3, 4), two blocks of different devices; a block is copied among the 4 of one. Read it and write "
+        "it, or compute it again."
+    )
+
+
+@pytest.mark.parametrize(("axis", "heads"), [(1, 4), (2, 4), (3, 2)])
 @on_four_devices
 def test_other_splits_and_heads_that_do_not_divide_are_refused(axis: int, heads: int) -> None:
     spec = PartitionSpec(*[None] * axis, "tp")
@@ -122,8 +169,8 @@ def test_other_splits_and_heads_that_do_not_divide_are_refused(axis: int, heads:
     with pytest.raises(InvalidInput) as error:
         KVPool(cache, num_layers=1, num_blocks=8, device=sharding)
     assert str(error.value) == (
-        f"device is {sharding}; a pool of {heads} key/value heads takes a NamedSharding that splits axis 3 alone, the "
-        "heads, into equal parts: NamedSharding(mesh, PartitionSpec(None, None, None, 'tp'))."
+        f"device is {sharding}; a pool of 8 blocks and {heads} key/value heads takes a NamedSharding that splits axes "
+        "0 and 3 alone, blocks and heads, into equal parts: NamedSharding(mesh, PartitionSpec('dp', None, None, 'tp'))."
     )
 
 

@@ -21,7 +21,8 @@ CACHE = PartitionSpec(None, None, None, "tp")
 HEADS = PartitionSpec(None, "tp")
 WHOLE = PartitionSpec()
 
-_COLLECTIVES = r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+# Of several results the type is a tuple.
+_COLLECTIVES = r"= (?:\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
 
 
 def on_four_devices(test: Callable[..., None]) -> Callable[..., None]:

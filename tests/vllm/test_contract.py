@@ -275,9 +275,12 @@ def test_lengths_of_ranks_that_share_sequences_are_not_captured():
     )
 
 
-def test_prompts_that_are_spread_over_ranks_are_refused():
+def test_prompts_over_ranks_without_a_group_are_refused():
     place = ContextParallel(pcp_world_size=2)
-    message = "pcp_world_size is 2; prompts that are spread over ranks are not served: use 1."
+    message = (
+        "pcp_world_size is 2 and dcp_world_size 1; prompts are split over ranks with a pcp_group, and not over dcp "
+        "ranks as well: use 1 for one of them."
+    )
     with refuses(message, Unsupported):
         make_builder(context_parallel=place)
     with refuses(message, Unsupported):

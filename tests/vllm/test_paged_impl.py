@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,15 +28,12 @@ from torch_core.metadata import (
     SequenceRow,
     build_common_metadata,
     build_dense_metadata,
-    mask_slots_of_other_ranks,
 )
-from torch_core.ops import merge_states
 from torch_core.specs import AttentionSpec
 from torch_core.vllm import (
     AttentionScales,
     AttentionType,
     BuilderConfig,
-    ContextParallel,
     TorchAttentionImpl,
     TorchAttentionMetadataBuilder,
     TritonAttentionImpl,
@@ -278,81 +273,6 @@ def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_afterwards
         inputs = (query, encoder_key, encoder_value, starts, ends)
         exact = reference.attention(*inputs, **arguments, compute_dtype=torch.float64)
         within_bound(output, reference.attention(*inputs, **arguments), exact)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])])
-def test_ranks_that_share_sequences_merge_to_the_whole(world, sinks, rng, within_bound):
-    rows = [SequenceRow([5, 6, 7], 9, 1), SequenceRow([9, 10], 4, 1), SequenceRow([11], 0, 1)]
-    whole = Case(rng, rows)
-    step, results = whole.step, []
-    for rank in range(world):
-        # A rank's tokens lie one behind the other in its own cache.
-        cache = torch.full_like(whole.cache, float("nan"))
-        for row in rows:
-            mine = [t for t in range(row.num_computed_tokens) if t % world == rank]
-            for place, token in enumerate(mine):
-                old = row.block_ids[token // BLOCK], token % BLOCK
-                new = row.block_ids[place // BLOCK], place % BLOCK
-                cache[new[0], :, new[1]] = whole.cache[old[0], :, old[1]]
-        local = np.array([row.block_ids[p // world // BLOCK] * BLOCK + p // world % BLOCK
-                          for row, p in zip(rows, step.positions, strict=True)], np.int32)  # fmt: skip
-        slots = mask_slots_of_other_ranks(local, step.positions, dcp_world_size=world, dcp_rank=rank)
-        place = ContextParallel(dcp_world_size=world, dcp_rank=rank)
-        metadata = metadata_of(replace(step, slot_mapping=slots, packed=None, layout=None), context_parallel=place)
-        impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sinks=sinks, context_parallel=place)
-        assert impl.need_to_return_lse_for_decode
-        results.append(impl.forward_with_lse(ONES, whole.query, whole.key, whole.value, cache, metadata))
-
-    out, lse = results[0]
-    for other in results[1:]:
-        out, lse = merge_states(out, lse, *other)
-
-    spec = AttentionSpec(scale=SCALE)
-    within_bound(out, whole.expected(spec, None, sinks=sinks), whole.expected(spec, sinks=sinks))
-
-
-def test_slots_that_are_not_the_ranks_own_are_refused(rng):
-    step = Case(rng).step
-    for rank, slot in ((0, "24"), (1, "-1")):
-        with refuses(
-            f"slot_mapping[0] is 28; the slot of that token on rank {rank} of 2 is {slot}. The slots of a batch are "
-            "those of one cache that holds all tokens: give each rank its own (mask_slots_of_other_ranks)."
-        ):
-            metadata_of(step, context_parallel=ContextParallel(dcp_world_size=2, dcp_rank=rank))
-
-
-def test_spread_sequences_are_refused_where_they_are_not_served(rng):
-    case = Case(rng)
-    place = ContextParallel(dcp_world_size=2, dcp_rank=0)
-    impl = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, context_parallel=place)
-    metadata = metadata_of(case.step)
-    metadata = replace(metadata, dcp_local_seq_lens=metadata.seq_lens)
-    with refuses(
-        "this layer holds 1 of 2 parts of each sequence; call forward_with_lse and merge the parts.", Unsupported
-    ):
-        case.run(impl, metadata)
-    before = case.cache.clone()
-    arguments = (ONES, case.query, case.key, case.value, case.cache)
-    with refuses(
-        "sequences are spread over ranks, where only single new tokens without a window, chunk or ALiBi are served; "
-        "max_query_len is 7.",
-        Unsupported,
-    ):
-        impl.forward_with_lse(*arguments, metadata)
-    chunked = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attention_chunk=4, context_parallel=place)
-    with refuses(
-        "sequences are spread over ranks, where only single new tokens without a window, chunk or ALiBi are served; "
-        "max_query_len is 1.",
-        Unsupported,
-    ):
-        chunked.forward_with_lse(*arguments, replace(metadata, max_query_len=1))
-    with refuses("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks."):
-        impl.forward_with_lse(*arguments, metadata_of(case.step))
-    assert torch.equal(case.cache.nan_to_num(), before.nan_to_num())
-    encoder = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder")
-    with refuses("forward_with_lse is for decoder layers; this one is of type encoder.", Unsupported):
-        encoder.forward_with_lse(*arguments, metadata_of(case.step))
 
 
 MISTAKES = {

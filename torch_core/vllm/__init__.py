@@ -10,6 +10,7 @@ from torch_core.vllm.backends import *
 from torch_core.vllm.builder import *
 from torch_core.vllm.capture import *
 from torch_core.vllm.config import *
+from torch_core.vllm.groups import *
 from torch_core.vllm.impl import *
 from torch_core.vllm.layers import *
 from torch_core.vllm.legacy import *
@@ -20,6 +21,7 @@ from torch_core.vllm.mla_metadata import *
 from torch_core.vllm.paged_builder import *
 from torch_core.vllm.paged_impl import *
 from torch_core.vllm.paged_metadata import *
+from torch_core.vllm.prompt_ranks import *
 from torch_core.vllm.registry import *
 from torch_core.vllm.types import *
 from torch_core.vllm.upload import *

@@ -49,7 +49,7 @@ class AttentionMetadataBuilder(ABC):
         self.layer_names = tuple(layer_names)
         self.vllm_config = vllm_config
         self.device = torch.device(device)
-        vllm_config.context_parallel.refuse_spread_prompts()
+        vllm_config.context_parallel.refuse_both_kinds()
 
     @classmethod
     def get_cudagraph_support(

@@ -13,7 +13,7 @@ from torch_core.errors import InvalidInput
 from torch_core.metadata import (
     CommonAttentionMetadata,
     get_dcp_local_seq_lens,
-    mask_slots_of_other_ranks,
+    get_dcp_local_slots,
     prefix_piece_tokens,
     use_cascade_attention,
 )
@@ -21,7 +21,8 @@ from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.types import AttentionCGSupport, AttentionType, ContextParallel
+from torch_core.vllm.prompt_ranks import prompt_share
+from torch_core.vllm.types import AttentionCGSupport, AttentionType
 from torch_core.vllm.upload import upload
 
 __all__ = ["PagedAttentionMetadataBuilder"]
@@ -39,7 +40,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         cls, vllm_config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
     ) -> AttentionCGSupport:
         """Returns never for ranks that share sequences, whose lengths `build` derives from the batch's."""
-        if vllm_config is not None and vllm_config.context_parallel.dcp_world_size > 1:
+        if vllm_config is not None and vllm_config.context_parallel.total_cp_world_size > 1:
             return AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
@@ -70,10 +71,14 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         is_decode = common.query_lens[: common.num_reqs] == 1
         num_decodes = int(np.count_nonzero(is_decode))
         parallel = self.vllm_config.context_parallel
-        local_seq_lens = None
-        if parallel.dcp_world_size > 1:
-            _check_local_slots(common, parallel)
+        local_seq_lens, slots, block_size = None, on_device["slot_mapping"], self.kv_cache_spec.block_size
+        share = None
+        if parallel.total_cp_world_size > 1:
             local_seq_lens = get_dcp_local_seq_lens(on_device["seq_lens"], **parallel.dcp_place)
+            slots = get_dcp_local_slots(slots, block_size=block_size, **parallel.dcp_place)
+        if parallel.pcp_world_size > 1 and common.max_query_len > 1:
+            place = {"pcp_world_size": parallel.pcp_world_size, "pcp_rank": parallel.pcp_rank}
+            share = prompt_share(common, **place, device=self.device)
         encoder = common.encoder
         metadata = PagedAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -82,8 +87,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             max_seq_len=common.max_seq_len,
             seq_lens=on_device["seq_lens"],
             block_table=on_device["block_tables"],
-            slot_mapping=on_device["slot_mapping"],
-            block_size=common.block_size,
+            slot_mapping=slots,
+            block_size=block_size if self.vllm_config.attn_type in _CACHED else common.block_size,
             cache_group=common.cache_group,
             causal=common.causal and self.vllm_config.attn_type is AttentionType.DECODER,
             num_decodes=num_decodes,
@@ -98,6 +103,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             cross_slot_mapping=on_device.get("cross_slot_mapping"),
             num_encoder_tokens=None if encoder is None else encoder.num_encoder_tokens,
             dcp_local_seq_lens=local_seq_lens,
+            prompt_share=share,
             mm_prefix_range=mm_prefix_range,
             seq_causal=seq_causal,
         )
@@ -166,16 +172,18 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             use_alibi=use_alibi or config.use_alibi,
             use_sliding_window=use_sliding_window or config.sliding_window is not None,
             use_local_attention=use_local_attention or config.attention_chunk is not None,
-            dcp_world_size=max(dcp_world_size, config.context_parallel.dcp_world_size),
+            dcp_world_size=max(dcp_world_size, config.context_parallel.total_cp_world_size),
             costs=config.cascade_costs,
         )
 
     def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
-        kind, block_size = self.vllm_config.attn_type, self.kv_cache_spec.block_size
+        kind, ranks = self.vllm_config.attn_type, self.vllm_config.context_parallel.total_cp_world_size
+        block_size = self.kv_cache_spec.block_size * ranks
         if kind in _CACHED and common.block_size != block_size:
+            shared = "" if ranks == 1 else f" on each of {ranks} ranks, which share a block"
             raise InvalidInput(
                 f"the metadata is for blocks of {common.block_size} tokens; the cache of {self._layers()} has blocks "
-                f"of {block_size}. Build it with block_size={block_size}."
+                f"of {self.kv_cache_spec.block_size}{shared}. Build it with block_size={block_size}."
             )
         if kind in _CACHED and common.cache_group != self.vllm_config.cache_group:
             raise InvalidInput(
@@ -201,23 +209,6 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     def _layers(self) -> str:
         names = ", ".join(self.layer_names[:3]) or "these layers"
         return names if len(self.layer_names) <= 3 else f"{names} and {len(self.layer_names) - 3} more layers"
-
-
-def _check_local_slots(common: CommonAttentionMetadata, place: ContextParallel) -> None:
-    """Refuses slots that are not this rank's: keys would be written where no rank reads them."""
-    num_tokens, block_size = common.num_actual_tokens, common.block_size
-    positions, slots = common.positions[:num_tokens], common.slot_mapping[:num_tokens]
-    before = get_dcp_local_seq_lens(positions, **place.dcp_place)
-    rows = np.repeat(np.arange(common.num_reqs), common.query_lens[: common.num_reqs])
-    own = common.block_tables[rows, before // block_size] * block_size + before % block_size
-    wanted = mask_slots_of_other_ranks(own, positions, **place.dcp_place)
-    if (slots != wanted).any():
-        first = int((slots != wanted).argmax())
-        raise InvalidInput(
-            f"slot_mapping[{first}] is {slots[first]}; the slot of that token on rank {place.dcp_rank} of "
-            f"{place.dcp_world_size} is {wanted[first]}. The slots of a batch are those of one cache that holds all "
-            "tokens: give each rank its own (mask_slots_of_other_ranks)."
-        )
 
 
 def _shortest_context(common: CommonAttentionMetadata) -> int:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from torch_core import ops
 from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
+from torch_core.context_parallel import merge_parts
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
+from torch_core.vllm.paged_ranks import forward_over_ranks, no_prompts, part_of_rank, run_part
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     FP8_STATIC_TENSOR,
@@ -54,6 +56,8 @@ class PagedAttentionImpl(AttentionImpl):
     """
 
     can_return_lse_for_decode: ClassVar[bool] = True
+    supports_pcp: ClassVar[bool] = True
+    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
     min_head_size: ClassVar[int] = 1
 
     def __init__(
@@ -86,7 +90,7 @@ class PagedAttentionImpl(AttentionImpl):
         self.sinks = sinks
         self.alibi_slopes = None
         self.context_parallel = context_parallel or ContextParallel()
-        self.context_parallel.refuse_spread_prompts()
+        self.context_parallel.refuse_both_kinds()
         self.cache_group = cache_group
         self.supports_quant_query_input = True
         if head_size < self.min_head_size:
@@ -126,6 +130,9 @@ class PagedAttentionImpl(AttentionImpl):
     ) -> Tensor:  # fmt: skip
         """Writes the step's keys and values to the cache, attends, writes `output` and returns it.
 
+        Where sequences are spread over ranks, each rank has its own query heads and all tokens' keys and values:
+        queries are gathered over `ContextParallel.dcp_group`, and an all-to-all brings each head's parts back.
+
         Args:
             layer: has the scales; read for 8-bit caches and queries only.
             query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size].
@@ -141,7 +148,9 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields; shapes do not fit.
-            Unsupported: block scales; sequences that are spread over ranks (see `forward_with_lse`).
+            Unsupported: block scales; of sequences that are spread over ranks what `torch_core.context_parallel`
+                cannot tell from one rank's share, an output scale, and ranks without a `dcp_group` (see
+                `forward_with_lse`).
         """
         if output is None:
             raise InvalidInput("output is None; pass a tensor like query, which forward writes.")
@@ -149,11 +158,8 @@ class PagedAttentionImpl(AttentionImpl):
             raise Unsupported("output_block_scale is given; the output can be stored with one static scale only.")
         if attn_metadata is None:
             return output.zero_()
-        if self.need_to_return_lse_for_decode:
-            raise Unsupported(
-                f"this layer holds 1 of {self.context_parallel.dcp_world_size} parts of each sequence; call "
-                "forward_with_lse and merge the parts."
-            )
+        if self.context_parallel.total_cp_world_size > 1:
+            return forward_over_ranks(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         out = output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
         key, value = self._as_heads(key), self._as_heads(value)
@@ -185,28 +191,26 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields.
-            Unsupported: a layer without a cache; more than one new token per sequence when those are spread.
+            Unsupported: a layer without a cache; what `torch_core.context_parallel` cannot tell from one rank's share.
         """
         if self.attn_type is not AttentionType.DECODER:
             raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")
         query = query.view(-1, self.num_heads, self.head_size)
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
-        if self.context_parallel.dcp_world_size > 1:
-            local_seq_lens = attn_metadata.dcp_local_seq_lens
-            if local_seq_lens is None:
-                raise InvalidInput("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks.")
-            near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes)
-            if attn_metadata.max_query_len > 1 or any(option is not None for option in near):
-                raise Unsupported(
-                    "sequences are spread over ranks, where only single new tokens without a window, chunk or "
-                    f"ALiBi are served; max_query_len is {attn_metadata.max_query_len}."
-                )
-            sinks = None if self.context_parallel.dcp_rank else self.sinks
-            call = replace(call, seq_lens=local_seq_lens, sinks=sinks)
+        if attn_metadata.prompt_share is not None:
+            raise no_prompts(self)
+        if self.context_parallel.total_cp_world_size == 1:
+            self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
+            results = ops.run(call)
+            return results["out"], results["lse"]
+        local, lse_more = part_of_rank(self, call, attn_metadata)
         self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
-        results = ops.run(call)
-        return results["out"], results["lse"]
+        out, lse = run_part(local, lse_more)
+        if self.sinks is None or self.context_parallel.total_cp_rank:
+            return out, lse
+        merged, lse = merge_parts(out[None], lse[None], self.sinks, library=torch)
+        return merged.to(out.dtype), lse
 
     def _attend_dense(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: PagedAttentionMetadata, **results: Any

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_core.calls import SharedPrefix, shared_prefix
+from torch_core.vllm.prompt_ranks import PromptShare
 
 __all__ = ["PagedAttentionMetadata"]
 
@@ -26,6 +27,7 @@ class PagedAttentionMetadata:
         max_prefill_seq_len, max_decode_seq_len: bounds on the `seq_lens` of either.
         common_prefix_len: tokens of a prefix that is attended once for all sequences; 0 for none.
         shared_prefix: the batch split at that prefix.
+        prompt_share: what this rank computes of a batch of prompts whose tokens are split over ranks.
         mm_prefix_range: [num_seqs, ranges, 2]; spans that see each other in both directions.
         seq_causal: bool [num_seqs]; which sequences are causal, where they differ.
         scheduler_metadata, prefix_scheduler_metadata: always None: the kernels plan on the device.
@@ -55,6 +57,7 @@ class PagedAttentionMetadata:
     cross_slot_mapping: Tensor | None = None
     num_encoder_tokens: int | None = None
     dcp_local_seq_lens: Tensor | None = None
+    prompt_share: PromptShare | None = None
     mm_prefix_range: Tensor | None = None
     seq_causal: Tensor | None = None
     scheduler_metadata: None = None

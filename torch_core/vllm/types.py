@@ -10,6 +10,7 @@ import torch
 
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.vllm.groups import ContextGroup
 
 __all__ = [
     "CACHE_DTYPES",
@@ -144,6 +145,8 @@ class ContextParallel:
             this one.
         pcp_world_size, pcp_rank: ranks that share the tokens of a prompt (prefill context parallelism), and this one.
         interleave_size: consecutive tokens that live on one rank.
+        dcp_group: the ranks that share sequences; None where the caller merges what `forward_with_lse` returns.
+        pcp_group: the ranks that share the tokens of a prompt.
 
     Raises:
         InvalidInput: a rank is not below its world size.
@@ -154,6 +157,8 @@ class ContextParallel:
     pcp_world_size: int = 1
     pcp_rank: int = 0
     interleave_size: int = 1
+    dcp_group: ContextGroup | None = None
+    pcp_group: ContextGroup | None = None
 
     def __post_init__(self) -> None:
         for name in ("dcp", "pcp"):
@@ -162,18 +167,19 @@ class ContextParallel:
                 raise InvalidInput(f"{name}_rank is {rank} of {name}_world_size {size}; it must be from 0 to size - 1.")
         check_int("interleave_size", self.interleave_size, 1)
 
-    def refuse_spread_prompts(self) -> None:
-        """Raises Unsupported when ranks share the tokens of a prompt, which nothing here computes."""
-        if self.pcp_world_size > 1:
+    def refuse_both_kinds(self) -> None:
+        """Raises Unsupported when ranks share cached tokens and others the tokens of a prompt, or lack their group."""
+        if self.pcp_world_size > 1 and (self.dcp_world_size > 1 or self.pcp_group is None):
             raise Unsupported(
-                f"pcp_world_size is {self.pcp_world_size}; prompts that are spread over ranks are not served: use 1."
+                f"pcp_world_size is {self.pcp_world_size} and dcp_world_size {self.dcp_world_size}; prompts are split "
+                "over ranks with a pcp_group, and not over dcp ranks as well: use 1 for one of them."
             )
 
     @property
     def dcp_place(self) -> dict[str, int]:
-        """The arguments by which `torch_core.metadata` knows this place."""
-        names = ("dcp_world_size", "dcp_rank", "interleave_size")
-        return {name: getattr(self, name) for name in names}
+        """The arguments by which `torch_core.metadata` knows this place: cached tokens are dealt out over all ranks."""
+        sizes = {"dcp_world_size": self.total_cp_world_size, "dcp_rank": self.total_cp_rank}
+        return {**sizes, "interleave_size": self.interleave_size}
 
     @property
     def total_cp_world_size(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jattn.models.config import SIZE_LIMITS
+
 __all__ = ["BOTH_BIASES", "INVERSE", "INVERSE_SQUARE", "Family", "Key", "every"]
 
 
@@ -54,22 +56,7 @@ INVERSE = (_numeric(lambda value: 1 / value), _numeric(lambda value: 1 / value, 
 INVERSE_SQUARE = (_numeric(lambda value: value**-0.5), _numeric(lambda value: value**-2, 12))
 BOTH_BIASES = Key(("attention_bias", "attention_output_bias"))
 #: Keys that every family reads unless its own keys name the field.
-_COMMON_KEYS = {
-    name: Key(name)
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "hidden_act",
-        "tie_word_embeddings",
-    )
-}
+_COMMON_KEYS = {name: Key(name) for name in (*SIZE_LIMITS, "rms_norm_eps", "hidden_act", "tie_word_embeddings")}
 #: What tensors are called by module of the decoder, behind the prefix of a layer: Llama's names.
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "embed_tokens": "model.embed_tokens",

@@ -1,0 +1,173 @@
+"""Decode context parallelism: the keys of each sequence are dealt out over devices, whose results are merged.
+
+Blocks are shared: of a block of `block_size * devices` tokens each device keeps `block_size` in its own block of that
+id (`torch_core.metadata.context_parallel`). Build a step's metadata with that large block size; it is the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn import ops
+from torch_core.calls import DenseCall, PagedCall, WriteCall
+from torch_core.context_parallel import context_call, local_call, merge_parts
+from torch_core.errors import InvalidInput
+from torch_core.metadata import get_dcp_local_slots
+
+__all__ = ["merge_over_axis", "paged_attention", "write_kv_cache"]
+
+
+def write_kv_cache(
+    call: WriteCall[jax.Array], axis_name: str, *, interleave_size: int = 1, implementation: str | None = None
+) -> dict[str, jax.Array]:
+    """Writes those of a step's keys and values that live on this device; runs inside `jax.shard_map`.
+
+    Args:
+        call: of all new tokens and this device's cache; slots of blocks as large as all devices' together.
+        axis_name: the mesh axis over which sequences are spread.
+        interleave_size: consecutive tokens that live on one device; it divides the block size.
+        implementation: as in `jattn.ops.run`.
+
+    Returns:
+        The new values of what the call writes, by name.
+
+    Raises:
+        InvalidInput: the call does not hold together, or runs do not fill blocks.
+    """
+    place = _place(axis_name, interleave_size)
+    slots = get_dcp_local_slots(jnp.asarray(call.slot_mapping), block_size=call.block_size, **place)
+    return ops.run(replace(call, slot_mapping=slots), implementation)
+
+
+def paged_attention(
+    call: PagedCall[jax.Array],
+    axis_name: str,
+    *,
+    interleave_size: int = 1,
+    new: tuple[jax.Array, jax.Array] | None = None,
+    split_heads: bool = False,
+    implementation: str | None = None,
+) -> dict[str, jax.Array]:
+    """Attends to sequences whose tokens are spread over a mesh axis; runs inside `jax.shard_map`.
+
+    With whole heads one all-gather moves each device's output and lse to all others. With split heads, as tensor
+    parallelism has them, queries are gathered, and one all-to-all brings each head's parts to where the head is: the
+    fewest bytes there are, 1 / devices of them, and the layout in which the output projection wants them.
+
+    Args:
+        call: of the whole sequences (tables, lengths and offsets alike on all devices) and this device's cache.
+        axis_name: the mesh axis over which sequences are spread.
+        interleave_size: consecutive tokens that live on one device.
+        new: keys and values of the step's tokens, float[num_tokens, num_kv_heads, head_size]. The new tokens of a
+            sequence attend to each other from these, and to the cache as one row of queries: the way of prompts and
+            chunks. None reads all from the cache, a token at a time: the way of decode and of few tokens.
+        split_heads: the query has this device's heads, in the order of devices, and so has the output.
+        implementation: as in `jattn.ops.run`.
+
+    Returns:
+        `out` and `lse`, of every head or of this device's; equal bit by bit on all devices where they are whole.
+
+    Raises:
+        InvalidInput: the call does not hold together.
+        Unsupported: a mask that one device's share does not tell; see `torch_core.context_parallel`.
+    """
+    place = _place(axis_name, interleave_size)
+    whole = call
+    if split_heads:
+        names = ("query", "alibi_slopes")
+        given = {name: jnp.asarray(x) for name in names if (x := getattr(call, name)) is not None}
+        gathered = {
+            name: jax.lax.all_gather(x, axis_name, axis=min(1, x.ndim - 1), tiled=True) for name, x in given.items()
+        }
+        whole = replace(call, **gathered)
+    if new is None:
+        local, lse_more = local_call(whole, **place, library=jnp)
+    else:
+        local, lse_more = context_call(whole, **place, library=jnp), None
+    found = ops.run(local, implementation)
+    lse = found["lse"] if lse_more is None else found["lse"] + lse_more
+    # The new tokens have the sinks, if they are apart.
+    sinks = call.sinks if new is None else None
+    out, lse = merge_over_axis(found["out"], lse, axis_name, sinks=sinks, split_heads=split_heads)
+    if new is not None:
+        among = ops.run(_among(call, new, axis_name, split_heads), implementation)
+        out, lse = merge_parts(jnp.stack([out, among["out"]]), jnp.stack([lse, among["lse"]]), library=jnp)
+    return {"out": out.astype(call.result_dtype), "lse": lse}
+
+
+def merge_over_axis(
+    out: jax.Array, lse: jax.Array, axis_name: str, *, sinks: jax.Array | None = None, split_heads: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Merges attention to disjoint keys over a mesh axis by one collective, output and lse in one message.
+
+    Args:
+        out: float[num_tokens, num_heads, head_size], of each device's keys.
+        lse: float32[num_tokens, num_heads]; -inf where a device saw nothing.
+        axis_name: the mesh axis.
+        sinks: float[num_heads], of the heads that come out.
+        split_heads: each device keeps its part of the heads (all-to-all) rather than all (all-gather).
+
+    Returns:
+        float32 output and lse.
+
+    Raises:
+        InvalidInput: heads that the axis does not divide.
+    """
+    size, world = out.shape[-1], jax.lax.axis_size(axis_name)
+    # As integers: what is no number in between must not be tidied on the way.
+    unit = f"uint{8 * out.dtype.itemsize}"
+    bits = [jax.lax.bitcast_convert_type(x, unit).reshape(*x.shape[:2], -1) for x in (out, lse)]
+    message = jnp.concatenate(bits, -1)
+    if split_heads:
+        if out.shape[1] % world:
+            raise InvalidInput(f"out has {out.shape[1]} heads; {world} devices split them, so it must be a multiple.")
+        message = message.reshape(out.shape[0], world, -1, message.shape[-1])
+        message = jax.lax.all_to_all(message, axis_name, split_axis=1, concat_axis=0)
+    else:
+        message = jax.lax.all_gather(message, axis_name)
+    outs = jax.lax.bitcast_convert_type(message[..., :size], out.dtype)
+    words = message[..., size:]
+    lses = jax.lax.bitcast_convert_type(words[..., 0] if words.shape[-1] == 1 else words, lse.dtype)
+    return merge_parts(outs, lses, sinks, library=jnp)
+
+
+def _among(
+    call: PagedCall[jax.Array], new: tuple[jax.Array, jax.Array], axis_name: str, split_heads: bool
+) -> DenseCall[jax.Array]:
+    """Returns the attention of the new tokens to each other."""
+    if split_heads:
+        # The key/value heads of this device's query heads.
+        world, kv_heads = jax.lax.axis_size(axis_name), call.num_kv_heads
+        if kv_heads % world and world % kv_heads:
+            raise InvalidInput(
+                f"new has {kv_heads} key/value heads and {world} devices split the query heads; one must be a multiple "
+                "of the other. Pass new=None, or whole heads."
+            )
+        first, count = jax.lax.axis_index(axis_name) * kv_heads // world, max(1, kv_heads // world)
+        new = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count, 1), new)
+    return DenseCall(
+        query=call.query,
+        key=new[0],
+        value=new[1],
+        query_start_loc=call.query_start_loc,
+        key_start_loc=call.query_start_loc,
+        sinks=call.sinks,
+        spec=call.spec,
+        max_query_len=call.max_query_len,
+        max_key_len=call.max_query_len,
+        with_lse=True,
+        out_dtype=call.result_dtype,
+    )
+
+
+def _place(axis_name: str, interleave_size: int) -> dict[str, Any]:
+    return {
+        "dcp_world_size": jax.lax.axis_size(axis_name),
+        "dcp_rank": jax.lax.axis_index(axis_name),
+        "interleave_size": interleave_size,
+    }

@@ -1,0 +1,303 @@
+"""Attention of long sequences whose tokens are split over a mesh axis: a ring of keys, or keys gathered.
+
+Under the causal mask the last tokens see the most keys. So a sequence is cut into two chunks for each device, and a
+device takes one from the front and its mirror image from the back: all have the same work, in every step of the ring.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import ops
+from torch_core.calls import DenseCall, backward_of
+from torch_core.context_parallel import merge_parts
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import AttentionSpec
+
+__all__ = ["all_gather_attention", "ring_attention", "zigzag_order"]
+
+
+def zigzag_order(num_tokens: int, num_devices: int) -> np.ndarray:
+    """Returns int64[num_tokens]: which token stands at each place, so that equal parts are the devices' chunks.
+
+    `x[:, order]` is a batch to be split along its tokens, and `np.argsort(order)` undoes it.
+
+    Raises:
+        InvalidInput: the tokens do not fall into two equal chunks for each device.
+
+    Example:
+        >>> zigzag_order(8, 2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    if num_tokens % (2 * num_devices):
+        raise InvalidInput(
+            f"num_tokens is {num_tokens}; it must be a multiple of {2 * num_devices}, two chunks for each device. Pad."
+        )
+    chunks = np.arange(num_tokens).reshape(2 * num_devices, -1)
+    return np.concatenate([chunks[[rank, -1 - rank]].reshape(-1) for rank in range(num_devices)])
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: str,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attends while keys and values go round the devices of a mesh axis; runs inside `jax.shard_map`.
+
+    Each device holds its own keys and its neighbour's, never all. The derivative goes round likewise, with the
+    gradients of keys and values in tow (Ring Attention, arXiv 2310.01889; zigzag as in Llama 3's and
+    TransformerEngine's). With grouped heads the fewer key/value heads travel.
+
+    Args:
+        query: float[batch, tokens, num_heads, head_size], this device's tokens: two chunks of `zigzag_order`.
+        key: float[batch, tokens, num_kv_heads, head_size].
+        value: like key; its head size may differ.
+        axis_name: the mesh axis.
+        causal: hide keys after the query.
+        scale: factor on the scores; head_size ** -0.5 by default.
+        sliding_window: not served: most steps of the ring would carry keys that nobody sees.
+        logits_soft_cap: as in `jattn.attention`.
+        implementation: as in `jattn.ops.run`, for the derivative too.
+
+    Returns:
+        float[batch, tokens, num_heads, value_head_size].
+
+    Raises:
+        InvalidInput: shapes do not fit, or tokens are no two chunks.
+        Unsupported: a window.
+    """
+    if sliding_window is not None:
+        raise Unsupported(
+            f"sliding_window is {sliding_window}; in a ring most steps would carry keys that nobody sees. Use "
+            "all_gather_attention."
+        )
+    if query.shape[1] % 2 or query.shape[:2] != key.shape[:2]:
+        raise InvalidInput(
+            f"query has shape {list(query.shape)} and key {list(key.shape)}; both are two chunks of equal length, of "
+            "one batch (zigzag_order)."
+        )
+    spec = AttentionSpec(scale=scale or query.shape[-1] ** -0.5, causal=causal, logits_soft_cap=logits_soft_cap)
+    return _ring(_Ring(axis_name, spec, implementation), query, key, value)
+
+
+def all_gather_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: str,
+    *,
+    causal: bool = True,
+    **options: Any,
+) -> jax.Array:
+    """Attends to all devices' keys and values, gathered first; runs inside `jax.shard_map`.
+
+    One all-gather of keys and one of values; reduce-scatters of their gradients. The device holds all keys for a
+    while, and every mask and bias that is told by position is served.
+
+    Args:
+        query, key, value, axis_name, causal: as in `ring_attention`.
+        **options: those of `jattn.attention`: scale, sliding_window, attention_chunk, alibi_slopes, sinks,
+            logits_soft_cap, implementation ...
+
+    Returns:
+        float[batch, tokens, num_heads, value_head_size].
+
+    Raises:
+        InvalidInput: shapes do not fit, or tokens are no two chunks.
+        Unsupported: windows and chunks without the causal mask.
+    """
+    batch, tokens = query.shape[:2]
+    world, rank, chunk = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name), tokens // 2
+    natural = np.argsort(zigzag_order(tokens * world, world))
+    near = [name for name in ("sliding_window", "attention_chunk") if options.get(name) is not None]
+    if not causal and near:
+        raise Unsupported(f"{' and '.join(near)} without the causal mask is not served where tokens are split.")
+    if causal:
+        # Two sequences for each: a chunk of queries, and all keys up to its end. Together they are of one length.
+        ends = jnp.array([rank + 1, 2 * world - rank]) * chunk
+        rows = jnp.arange((2 * world + 1) * chunk)
+        rows = jnp.where(rows < ends[0], rows, rows - ends[0])
+        key_lens = jnp.tile(ends, batch)
+    else:
+        rows, key_lens = jnp.arange(2 * world * chunk), jnp.full(batch, 2 * world * chunk)
+    every_key, every_value = (
+        jax.lax.all_gather(x, axis_name, axis=1, tiled=True)[:, natural][:, rows].reshape(-1, *x.shape[2:])
+        for x in (key, value)
+    )
+    num_seqs = key_lens.shape[0]
+    out = ops.attention(
+        query.reshape(-1, *query.shape[2:]),
+        every_key,
+        every_value,
+        jnp.arange(num_seqs + 1, dtype=jnp.int32) * (batch * tokens // num_seqs),
+        jnp.pad(jnp.cumsum(key_lens), (1, 0)).astype(jnp.int32),
+        max_query_len=batch * tokens // num_seqs,
+        max_key_len=2 * world * chunk,
+        causal=causal,
+        **options,
+    )
+    return out.reshape(batch, tokens, *out.shape[1:])
+
+
+class _Ring(NamedTuple):
+    axis_name: str
+    spec: AttentionSpec
+    implementation: str | None
+
+
+class _Rows(NamedTuple):
+    """What belongs to query rows, [batch, tokens, ...] each."""
+
+    query: jax.Array
+    out: jax.Array
+    lse: jax.Array
+    d_out: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return _forward(ring, query, key, value)[0]
+
+
+def _forward(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+    out, lse = _attend(ring, query, key, value, ring.spec.causal)
+
+    def step(state: Any, index: jax.Array) -> tuple[Any, None]:
+        out, lse, keys = state
+        key, value = keys = _pass_on(ring, keys)
+        if not ring.spec.causal:
+            more = [_attend(ring, query, key, value, False)]
+        else:
+            earlier = _earlier(ring, index)
+            key, value = (_keys(x, earlier) for x in keys)
+            found_out, found_lse = _attend(ring, _queries(query, earlier), key, value, False)
+            (out_0, out_1), (lse_0, lse_1) = jnp.split(found_out, 2), jnp.split(found_lse, 2)
+            # To the first half of the rows, or to the second.
+            nothing = jnp.full_like(lse_0, -jnp.inf)
+            front = jnp.where(earlier, lse_0, nothing), jnp.where(earlier, nothing, lse_0)
+            more = [
+                (jnp.concatenate([out_0, out_0], 1), jnp.concatenate(front, 1)),
+                (jnp.concatenate([out_1, out_1], 1), jnp.concatenate([nothing, lse_1], 1)),
+            ]
+        outs, lses = zip((out, lse), *more, strict=True)
+        out, lse = merge_parts(jnp.stack([x.astype(jnp.float32) for x in outs]), jnp.stack(lses), library=jnp)
+        return (out, lse, keys), None
+
+    state = (out.astype(jnp.float32), lse, (key, value))
+    (out, lse, _), _ = _steps(ring, step, state)
+    out = out.astype(query.dtype)
+    return out, (query, key, value, out, lse)
+
+
+def _backward(ring: _Ring, saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query, key, value, out, lse = saved
+    rows = _Rows(query, out, lse, d_out)
+    d_query, *d_keys = _derive(ring, rows, key, value, ring.spec.causal)
+
+    def step(state: Any, index: jax.Array) -> tuple[Any, None]:
+        d_query, keys, d_keys = state
+        keys, d_keys = _pass_on(ring, (keys, d_keys))
+        key, value = keys
+        if not ring.spec.causal:
+            more, *d_more = _derive(ring, rows, key, value, False)
+        else:
+            earlier = _earlier(ring, index)
+            each = _Rows(*(_queries(x, earlier) for x in rows))
+            key, value = (_keys(x, earlier) for x in keys)
+            found, *d_found = _derive(ring, each, key, value, False)
+            found_0, found_1 = jnp.split(found, 2)
+            more = jnp.concatenate([jnp.where(earlier, found_0, 0), found_1 + jnp.where(earlier, 0, found_0)], 1)
+            d_more = [_back_to_keys(x, earlier) for x in d_found]
+        return (d_query + more, keys, tuple(x + y for x, y in zip(d_keys, d_more, strict=True))), None
+
+    state = (d_query, (key, value), tuple(d_keys))
+    (d_query, _, d_keys), _ = _steps(ring, step, state)
+    # Once more, and the gradients are where their keys are.
+    d_key, d_value = _pass_on(ring, d_keys)
+    return tuple(x.astype(y.dtype) for x, y in zip((d_query, d_key, d_value), (query, key, value), strict=True))
+
+
+_ring.defvjp(_forward, _backward)
+
+
+def _steps(ring: _Ring, step: Any, state: Any) -> Any:
+    others = jax.lax.axis_size(ring.axis_name) - 1
+    # Unrolled, so that XLA sends the next keys while it attends to these.
+    return jax.lax.scan(step, state, jnp.arange(1, others + 1), unroll=max(1, min(others, 8)))
+
+
+def _pass_on(ring: _Ring, arrays: Any) -> Any:
+    world = jax.lax.axis_size(ring.axis_name)
+    to_next = [(rank, (rank + 1) % world) for rank in range(world)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis_name, to_next), arrays)
+
+
+def _earlier(ring: _Ring, index: jax.Array) -> jax.Array:
+    """Returns whether the keys of this step come from a device before this one: from whose front chunk all see all.
+
+    Otherwise its two chunks lie between this device's two, and only the second sees them.
+    """
+    return index <= jax.lax.axis_index(ring.axis_name)
+
+
+def _queries(rows: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Returns both halves, or the second twice, as a batch of twice the size."""
+    first, second = jnp.split(rows, 2, 1)
+    return jnp.concatenate([jnp.where(earlier, first, second), second])
+
+
+def _keys(keys: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Returns the first half twice, or both halves."""
+    first, second = jnp.split(keys, 2, 1)
+    return jnp.concatenate([first, jnp.where(earlier, first, second)])
+
+
+def _back_to_keys(found: jax.Array, earlier: jax.Array) -> jax.Array:
+    first, second = jnp.split(found, 2)
+    return jnp.concatenate([first + jnp.where(earlier, second, 0), jnp.where(earlier, 0, second)], 1)
+
+
+def _attend(
+    ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    found = ops.run(_call(ring, query, key, value, causal), ring.implementation)
+    out, lse = (found[name].reshape(*query.shape[:2], *found[name].shape[1:]) for name in ("out", "lse"))
+    return out, lse
+
+
+def _derive(ring: _Ring, rows: _Rows, key: jax.Array, value: jax.Array, causal: bool) -> list[jax.Array]:
+    """Returns float32 gradients of queries, keys and values, from an lse over all devices' keys."""
+    flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in rows._asdict().items() if name != "query"}
+    found = ops.run(backward_of(_call(ring, rows.query, key, value, causal), **flat), ring.implementation)
+    inputs = (rows.query, key, value)
+    gradients = (found[f"d_{name}"] for name in ("query", "key", "value"))
+    return [x.astype(jnp.float32).reshape(y.shape) for x, y in zip(gradients, inputs, strict=True)]
+
+
+def _call(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> DenseCall[jax.Array]:
+    spec = AttentionSpec(scale=ring.spec.scale, causal=causal, logits_soft_cap=ring.spec.logits_soft_cap)
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (query, key, value)]
+    starts = [jnp.arange(x.shape[0] + 1, dtype=jnp.int32) * x.shape[1] for x in (query, key)]
+    return DenseCall(
+        query=packed[0],
+        key=packed[1],
+        value=packed[2],
+        query_start_loc=starts[0],
+        key_start_loc=starts[1],
+        spec=spec,
+        max_query_len=query.shape[1],
+        max_key_len=key.shape[1],
+        with_lse=True,
+    )

@@ -1,0 +1,131 @@
+"""Long sequences split over devices: the ring and the gathered keys give one device's result and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jattn import ops, parallel
+from tests.support.devices import collectives, mesh, on_four_devices
+from torch_core.errors import InvalidInput, Unsupported
+
+TOKENS = PartitionSpec(None, "cp")
+BATCH, LENGTH = 2, 32
+ORDER = parallel.zigzag_order(LENGTH, 4)
+
+
+def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(5)
+    return tuple(jnp.asarray(rng.normal(size=(BATCH, LENGTH, heads, 16)), dtype) for heads in (4, 2, 2))
+
+
+def whole(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+    starts = jnp.arange(BATCH + 1, dtype=jnp.int32) * LENGTH
+    query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    out = ops.attention(query, key, value, starts, max_query_len=LENGTH, implementation="xla", **options)
+    return out.reshape(BATCH, LENGTH, *out.shape[1:])
+
+
+def split(method: str, **options: Any) -> Any:
+    attend = {"ring": parallel.ring_attention, "all-gather": parallel.all_gather_attention}[method]
+    mapped = jax.shard_map(
+        lambda *arrays: attend(*arrays, "cp", **options),
+        mesh=mesh("auto", cp=4),
+        in_specs=TOKENS,
+        out_specs=TOKENS,
+        check_vma=False,
+    )
+    return lambda *arrays: mapped(*(x[:, ORDER] for x in arrays))[:, np.argsort(ORDER)]
+
+
+def loss(attend: Any) -> Any:
+    return lambda *arrays: (attend(*arrays).astype(jnp.float32) * jnp.arange(16)).sum()
+
+
+def assert_near(found: Any, exact: Any, eps: float) -> None:
+    exact = np.asarray(exact, np.float64)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=0, atol=eps * np.abs(exact).max())
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ring, causal": ("ring", {"implementation": "xla"}),
+    "ring, torch": ("ring", {"implementation": "torch"}),
+    "ring, full, soft cap": ("ring", {"implementation": "torch", "causal": False, "logits_soft_cap": 3.0}),
+    "gathered": ("all-gather", {"implementation": "xla"}),
+    "gathered, full": ("all-gather", {"implementation": "torch", "causal": False}),
+    "gathered, window": ("all-gather", {"implementation": "torch", "sliding_window": 7}),
+    "gathered, chunk": ("all-gather", {"implementation": "torch", "attention_chunk": 12}),
+    "gathered, ALiBi": (
+        "all-gather",
+        {"implementation": "torch", "alibi_slopes": np.linspace(0.1, 1, 4, dtype=np.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_four_devices
+def test_split_sequences_have_the_result_and_gradients_of_whole_ones(name: str) -> None:
+    method, options = CASES[name]
+    given = arrays()
+    plain = {key: x for key, x in options.items() if key != "implementation"}
+    exact, pull = jax.vjp(lambda *arrays: whole(*arrays, **plain), *given)
+    d_out = exact * jnp.arange(16)
+    found, pull_split = jax.vjp(jax.jit(split(method, **options)), *given)
+
+    assert_near(found, exact, 2e-6)
+    for mine, theirs in zip(pull_split(d_out), pull(d_out), strict=True):
+        assert_near(mine, theirs, 2e-6)
+
+
+@on_four_devices
+def test_in_bfloat16_the_ring_rounds_as_one_device_does() -> None:
+    given = arrays("bfloat16")
+    wide = tuple(x.astype(jnp.float32) for x in given)
+    exact = jax.grad(loss(whole), (0, 1, 2))(*wide)
+    rounded = jax.grad(loss(whole), (0, 1, 2))(*given)
+    found = jax.jit(jax.grad(loss(split("ring", implementation="torch")), (0, 1, 2)))(*given)
+
+    for mine, plain, truth in zip(found, rounded, exact, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        truth = np.asarray(truth, np.float64)
+        bound = 2 * (np.abs(np.asarray(plain, np.float64) - truth).max() + 2.0**-8 * np.abs(truth).max())
+        assert np.abs(np.asarray(mine, np.float64) - truth).max() <= bound
+
+
+@on_four_devices
+def test_the_ring_passes_keys_on_and_gathers_nothing() -> None:
+    given = tuple(x[:, ORDER] for x in arrays())
+    on: dict[str, Any] = {"mesh": mesh("auto", cp=4), "in_specs": TOKENS, "out_specs": TOKENS, "check_vma": False}
+    forward = jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, "cp", implementation="torch"), **on)
+    gathered = jax.shard_map(lambda q, k, v: parallel.all_gather_attention(q, k, v, "cp", implementation="torch"), **on)
+
+    # Keys and values, to each of the three others.
+    assert collectives(jax.jit(forward), *given) == ["collective-permute"] * 6
+    # In the derivative keys and values again, unless XLA keeps them, and their gradients all the way round.
+    both = collectives(jax.jit(lambda *x: jax.vjp(forward, *x)[1](x[0])), *given)
+    assert set(both) == {"collective-permute"}
+    assert len(both) in (6 + 8, 6 + 6 + 8)
+    assert set(collectives(jax.jit(gathered), *given)) == {"all-gather"}
+    derived = jax.jit(lambda *x: jax.vjp(gathered, *x)[1](x[0]))
+    assert sorted(collectives(derived, *given)) == ["all-gather"] * 2 + ["reduce-scatter"] * 2
+
+
+@on_four_devices
+def test_what_is_not_served_is_refused() -> None:
+    given = arrays()
+    with pytest.raises(Unsupported, match=r"^sliding_window is 7; in a ring most steps would carry keys that nobody"):
+        split("ring", sliding_window=7)(*given)
+    with pytest.raises(Unsupported, match=r"^sliding_window without the causal mask is not served where tokens are"):
+        split("all-gather", sliding_window=7, causal=False)(*given)
+    query, key, value = (x[:, :3] for x in given)
+    with pytest.raises(InvalidInput, match=r"^query has shape \[2, 3, 4, 16\] and key \[2, 3, 2, 16\]; both are two"):
+        parallel.ring_attention(query, key, value, "cp")
+    with pytest.raises(
+        InvalidInput, match=r"^num_tokens is 12; it must be a multiple of 8, two chunks for each device"
+    ):
+        parallel.zigzag_order(12, 4)
