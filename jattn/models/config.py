@@ -240,7 +240,7 @@ class ModelConfig:
             raise InvalidInput(f"latent is {shown(latent)}; it must be a LatentConfig or None.")
         if self.head_dim != latent.qk_rope_head_dim:
             raise InvalidInput(
-                f"head_dim is {self.head_dim}; with latents it is qk_rope_head_dim ({self.latent.qk_rope_head_dim})."
+                f"head_dim is {self.head_dim}; with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})."
             )
         wanted = _NOT_LATENT | {
             "num_key_value_heads": self.num_attention_heads,
