@@ -1,4 +1,4 @@
-"""The command line: `jattn generate`, `crosscheck`, `doctor` and `bench`; the only place that prints."""
+"""The command line: `jattn generate`, `serve`, `crosscheck`, `doctor` and `bench`; the only place that prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch_core.errors import InvalidInput, JattnError
+from torch_core.errors import InvalidInput, JattnError, Unsupported
 
 __all__ = ["main"]
 
@@ -28,6 +28,7 @@ _BENCHMARKS = (
     "engine",
     "tune",
     "compilers",
+    "serve",
 )
 
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 fine, 1 a failed comparison, 2 bad arguments or input."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command != "bench":
+    if rest and arguments.command not in ("bench", "serve"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return arguments.run(arguments, rest)
@@ -81,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="say what works on this machine and why the rest does not")
     doctor.set_defaults(run=_doctor)
+
+    serve = commands.add_parser("serve", help="serve OpenAI's HTTP interface; see `jattn serve --help`", add_help=False)
+    serve.set_defaults(run=_serve)
 
     bench = commands.add_parser("bench", help="measure; see `jattn bench NAME --help`", add_help=False)
     bench.add_argument("name", nargs="?", help=f"one of {', '.join(_BENCHMARKS)}")
@@ -210,6 +214,14 @@ def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     print(collect())
     return 0
+
+
+def _serve(arguments: argparse.Namespace, rest: list[str]) -> int:
+    try:
+        from jattn.serve.server import main as serve
+    except ImportError as error:
+        raise Unsupported(f"serving needs {error.name}, which is not installed; pip install 'jattn[serve]'.") from None
+    return serve(rest)
 
 
 def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:

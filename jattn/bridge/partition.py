@@ -139,11 +139,11 @@ def _rule(parts: _Parts, mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
     if 1 < num_kv_heads < num_heads and not any(num_kv_heads % size for size in mesh.shape.values()):
         query_heads, sizes = "(num_kv_heads group)", {"group": num_heads // num_kv_heads}
 
-    factors = {"num_heads": query_heads}
+    factors, num_seqs = {"num_heads": query_heads}, getattr(parts.call, "num_seqs", 0)
     for dim, rows in rows_of_a_sequence(parts.call).items():
         if rows == 1:
             factors[dim] = "num_seqs"
-        elif not any(parts.call.num_seqs % size for size in mesh.shape.values()):
+        elif not any(num_seqs % size for size in mesh.shape.values()):
             factors[dim], sizes[f"{dim}_each"] = f"(num_seqs {dim}_each)", rows
     if isinstance(parts.call, WriteCall):
         # A slot for each row.

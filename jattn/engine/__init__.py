@@ -4,7 +4,9 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox, TokenDelta
 from jattn.engine.engine import Engine
 from jattn.engine.llm import LLM, generate
-from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from jattn.engine.logprobs import Logprob
+from jattn.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput
 from jattn.engine.stream import TextDelta, TextStream
 
 __all__ = [
@@ -12,10 +14,13 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "Logprob",
     "Outbox",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextDelta",
     "TextStream",
     "TokenDelta",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch_core.checks import check_bool, check_int
+from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
 
 __all__ = ["MAX_SIZE", "EngineConfig"]
@@ -58,6 +60,10 @@ class EngineConfig:
         prompt_lookup_max: tokens that a guess goes by at most.
         prompt_lookup_min: the same at least.
         seed: of requests that bring none of their own.
+        max_logprobs: tokens whose log-probabilities a request may ask for at each place.
+        logits_processors: pure JAX functions by name, for requests that call them by
+            `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
+            num_prompt_tokens, num_tokens, value) -> float32[vocab]`, of one row, applied in order.
 
     Raises:
         InvalidInput: a size out of range.
@@ -84,6 +90,8 @@ class EngineConfig:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     seed: int = 0
+    max_logprobs: int = 20
+    logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name, most in _SIZES.items():
@@ -124,3 +132,7 @@ class EngineConfig:
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
             )
         check_int("seed", self.seed, 0, (1 << 32) - 1)
+        check_int("max_logprobs", self.max_logprobs, 0, 1 << 10)
+        named = {} if self.logits_processors is None else self.logits_processors
+        if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
+            raise InvalidInput(f"logits_processors is {shown(named)}; it must map names to functions, or be None.")

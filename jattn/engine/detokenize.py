@@ -21,24 +21,43 @@ class Detokenizer:
     Args:
         tokenizer: of the model.
         stop: strings that end the text.
+        include_stop: cut behind the stop string, not before it.
+        min_tokens: tokens in whose text no stop string counts.
+        skip_special_tokens: leave them out of the text.
 
     Attributes:
-        text: everything decoded so far, cut before a stop string.
-        stopped: a stop string was found.
+        text: everything decoded so far, cut at a stop string.
+        stop_string: the one that was found, or None.
         num_tokens: tokens read so far; those behind a stop string are not.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         # The last token that gave text, and those since then.
         self._unread: list[int] = []
         self._num_context = 0
         self.num_tokens = 0
         self._handed_out = 0
         self.text = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Adds tokens and returns the text that is now certain and was not returned before.
@@ -52,8 +71,9 @@ class Detokenizer:
         # One at a time where one of them may end the text; at once is cheaper.
         parts = [(token,) for token in token_ids] if self._stop and token_ids else [tuple(token_ids)]
         for index, part in enumerate(parts):
+            searched = len(self.text)
             self._decode(part, finished and index == len(parts) - 1)
-            self._cut()
+            self._cut(searched)
             if self.stopped:
                 break
         end = len(self.text) if finished or self.stopped else len(self.text) - self._held_back()
@@ -71,7 +91,7 @@ class Detokenizer:
             except Exception:
                 # The library's own class is plain Exception. The bytes before this token can become no character.
                 new = self._rest()
-                self._stream = DecodeStream(skip_special_tokens=True)
+                self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
                 self._stream.step(tokenizer, token)
             if new is not None:
                 self.text += new
@@ -81,14 +101,19 @@ class Detokenizer:
 
     def _rest(self) -> str:
         """Decodes what the stream has not given out; the token before decides about a space between."""
-        known = self._tokenizer.decode(self._unread[: self._num_context])
-        return self._tokenizer.decode(self._unread)[len(known) :]
+        skip = self._skip_special_tokens
+        known = self._tokenizer.decode(self._unread[: self._num_context], skip_special_tokens=skip)
+        return self._tokenizer.decode(self._unread, skip_special_tokens=skip)[len(known) :]
 
-    def _cut(self) -> None:
-        found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
+    def _cut(self, searched: int) -> None:
+        """Cuts the text at the first stop string that ends behind the characters that were searched before."""
+        if self.num_tokens <= self._min_tokens:
+            return
+        places = [(self.text.find(stop, max(searched + 1 - len(stop), 0)), stop) for stop in self._stop]
+        found = [place for place in places if place[0] >= 0]
         if found:
-            self.text = self.text[: min(found)]
-            self.stopped = True
+            at, self.stop_string = min(found)
+            self.text = self.text[: at + len(self.stop_string) * self._include_stop]
 
     def _held_back(self) -> int:
         longest = 0

@@ -15,13 +15,15 @@ from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
 from jattn.engine.owner import Owner
+from jattn.engine.params import SamplingParams
 from jattn.engine.progress import progress
-from jattn.engine.request import Request, SamplingParams
+from jattn.engine.request import Request
+from jattn.load import TextTokenizer
 from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
 from torch_core.checks import shown
-from torch_core.errors import InvalidInput, PoolLost
+from torch_core.errors import InvalidInput, PoolLost, Unsupported
 
 __all__ = ["Engine"]
 
@@ -50,6 +52,7 @@ class Engine(contextlib.AbstractContextManager):
         config: sizes; see `EngineConfig`.
         kv_cache_dtype: element type of the cache; only the model's own is served, and None means it.
         model_fingerprint: identifies the weights in prefix keys; needed only where keys outlive the engine.
+        tokenizer: of the model, for what `SamplingParams` says in text (bad_words, structured_outputs).
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory.
@@ -72,10 +75,11 @@ class Engine(contextlib.AbstractContextManager):
         *,
         kv_cache_dtype: str | None = None,
         model_fingerprint: bytes = b"",
+        tokenizer: TextTokenizer | None = None,
     ) -> None:
         config = EngineConfig() if config is None else config
         _check_types(model, config)
-        self._intake = Intake(model.paged_spec, seed=config.seed, max_model_len=config.max_model_len)
+        self._intake = Intake(model.paged_spec, config, tokenizer)
         device, cache_config, self._plan = open_device(
             model,
             config,
@@ -102,6 +106,11 @@ class Engine(contextlib.AbstractContextManager):
     def pool_plan(self) -> PoolPlan:
         """The pool's size; its text gives blocks, tokens and GiB."""
         return self._plan
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of one sequence at most."""
+        return self._intake.max_model_len
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -182,13 +191,17 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, a bad salt or outbox.
             RequestTooLong: it can never fit the model or the pool; the message gives the numbers.
+            Unsupported: structured output without its library.
+
+        Returns:
+            The request; with n above 1 the first sample, whose `samples` are all of them, each with an id of its own.
         """
         outbox = self._outbox if outbox is None else _checked(outbox)
 
         def queue() -> Request:
             work = self._owner.begin()
             try:
-                request = self._intake.request(
+                samples = self._intake.requests(
                     prompt_token_ids,
                     params,
                     number=self._owner.num_added,
@@ -199,16 +212,17 @@ class Engine(contextlib.AbstractContextManager):
                     priority=priority,
                     outbox=outbox,
                 )
-                work.scheduler.add(request)
-            except InvalidInput:
+                for request in samples:
+                    work.scheduler.add(request)
+            except (InvalidInput, Unsupported):
                 self._owner.end(work)
                 raise
-            return self._owner.add(work, request)
+            return self._owner.add(work, samples)
 
         return self._locked(queue, self._owner.withdraw)
 
     def cancel(self, request_id: str) -> TokenDelta:
-        """Ends an unfinished request now; tokens of it that are still on the device are dropped.
+        """Ends an unfinished request (one sample) now; tokens of it that are still on the device are dropped.
 
         Returns:
             Its end. Whoever reads it with `wait` learns of it there, too; `step` does not repeat it.

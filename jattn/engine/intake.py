@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
-from jattn.engine.request import Request, RequestMetrics, SamplingParams
+from jattn.engine.grammar import GrammarCompiler
+from jattn.engine.params import LIMITS, SamplingParams
+from jattn.engine.request import Request, RequestMetrics
+from jattn.engine.sampler import Rows, is_plain, needs_slot
+from jattn.load import TextTokenizer
 from jattn.models import PagedSpec
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, RequestTooLong
@@ -30,8 +36,8 @@ class Intake:
 
     Args:
         model: the model's vocabulary, end-of-sequence tokens and length.
-        seed: the engine's.
-        max_model_len: tokens of one sequence at most; the model's own limit if None.
+        config: the engine's seed and limits.
+        tokenizer: of the model, for what is asked in text; None refuses that.
 
     Attributes:
         max_model_len: the limit that holds.
@@ -40,16 +46,18 @@ class Intake:
         InvalidInput: max_model_len is above the model's own.
     """
 
-    def __init__(self, model: PagedSpec, *, seed: int, max_model_len: int | None) -> None:
-        longest = model.max_model_len
+    def __init__(self, model: PagedSpec, config: EngineConfig, tokenizer: TextTokenizer | None) -> None:
+        longest, max_model_len = model.max_model_len, config.max_model_len
         if max_model_len is not None and max_model_len > longest:
             raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {longest} tokens at most.")
         self.max_model_len = longest if max_model_len is None else max_model_len
         self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(model.eos_token_ids)
-        self._seed = seed
+        self._config = config
+        self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
 
-    def request(
+    def requests(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None,
@@ -61,17 +69,18 @@ class Intake:
         salt: bytes | None,
         priority: int,
         outbox: Outbox,
-    ) -> Request:
-        """Makes a request; see `Engine.add` for the arguments.
+    ) -> tuple[Request, ...]:
+        """Makes the samples of a prompt, n of them; see `Engine.add` for the arguments.
 
         Args:
-            number: of the request: its id and its seed come from it where it brings none.
+            number: of the first sample: ids and seeds come from it where the caller brings none.
             taken: ids of unfinished requests.
-            outbox: where its news go.
+            outbox: where their news go.
 
         Raises:
             InvalidInput: a bad argument.
             RequestTooLong: it does not fit the model.
+            Unsupported: an optional package is missing.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -85,20 +94,99 @@ class Intake:
             raise InvalidInput(f"prompt is a {type(prompt).__name__}; it must be the prompt's text, or None.")
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput(f"salt must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None.")
-        total = len(tokens) + params.max_tokens
+        if (keep := params.truncate_prompt_tokens) is not None:
+            tokens = tokens[-min(keep if keep > 0 else self.max_model_len, self.max_model_len - 1) :]
+        max_tokens = max(self.max_model_len - len(tokens), 1) if params.max_tokens is None else params.max_tokens
+        total = len(tokens) + max_tokens
         if total > self.max_model_len:
             raise RequestTooLong(
-                f"{request_id!r} needs {total} tokens ({len(tokens)} prompt + {params.max_tokens} new); this engine's "
+                f"{request_id!r} needs {total} tokens ({len(tokens)} prompt + {max_tokens} new); this engine's "
                 f"max_model_len is {self.max_model_len}. Shorten the prompt or lower max_tokens."
             )
+        self._check_limits(params)
+        params = replace(params, max_tokens=max_tokens)
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        seed = params.seed if params.seed is not None else (self._seed + number) & 0xFFFFFFFF
+        seed = params.seed if params.seed is not None else self._config.seed + number
+        if params.prompt_logprobs is not None:
+            # What is read from the cache has no hidden states: nobody's prefix is read then.
+            salt = f"{number} {time.monotonic_ns()}".encode()
         check_int("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
-        order = number + priority * _ARRIVALS_OF_A_PRIORITY
-        metrics = RequestMetrics(time.monotonic())
-        return Request(
-            request_id, tokens, params, seed, eos, metrics, prompt=prompt, salt=salt, order=order, outbox=outbox
+        structured = params.structured_outputs
+        grammar = None if structured is None else self._grammars.compile(structured)
+        bad_words = self._bad_words(params)
+        samples = tuple(
+            Request(
+                request_id if index == 0 else f"{AUTOMATIC}{number + index}",
+                tokens,
+                params,
+                Rows.pack(params, (seed + index) & 0xFFFFFFFF, len(tokens)),
+                eos,
+                RequestMetrics(time.monotonic()),
+                is_plain(params),
+                needs_slot(params),
+                bad_words,
+                grammar if grammar is None or index == 0 else grammar.copy(),
+                index,
+                prompt=prompt,
+                salt=salt,
+                order=number + index + priority * _ARRIVALS_OF_A_PRIORITY,
+                outbox=outbox,
+            )
+            for index in range(params.n)
         )
+        for sample in samples:
+            sample.samples = samples
+        samples[0].followers += samples[1:]
+        return samples
+
+    def _check_limits(self, params: SamplingParams) -> None:
+        """Checks what depends on the model and the engine."""
+        limits = {"logprobs": self._config.max_logprobs, "prompt_logprobs": self._config.max_logprobs}
+        for name, most in limits.items():
+            if (getattr(params, name) or 0) > most:
+                raise InvalidInput(
+                    f"{name} is {getattr(params, name)}; this engine's max_logprobs is {most}. Ask for fewer, or set "
+                    "EngineConfig(max_logprobs=...)."
+                )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            bad = [token for token in getattr(params, name) or () if token >= self._vocab_size]
+            if bad:
+                raise InvalidInput(
+                    f"token {shown(bad[0])} of {name} is outside the vocabulary; ids are 0 to {self._vocab_size - 1}."
+                )
+        if len(params.stop_token_ids) + len(self._eos_token_ids) > LIMITS.stop_tokens:
+            raise InvalidInput(
+                f"stop_token_ids has {len(params.stop_token_ids)} entries and the model {len(self._eos_token_ids)} of "
+                f"its own; together they must be {LIMITS.stop_tokens} at most."
+            )
+        known = self._config.logits_processors or {}
+        for name in params.logits_processors or ():
+            if name not in known:
+                raise InvalidInput(
+                    f"logits_processors names {shown(name)}; this engine has {', '.join(known) or 'none'} "
+                    "(EngineConfig.logits_processors)."
+                )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of each bad word, at the beginning of a text and after a space, as vLLM finds them."""
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise InvalidInput("bad_words is given, but there is no tokenizer to find their tokens.")
+        found: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            first, spaced = (
+                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            is_another = first and spaced[0] != first[0] and len(spaced) == len(first)
+            for tokens in (first, spaced) if is_another else (first,):
+                if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
+                    raise InvalidInput(
+                        f"{shown(word)} of bad_words has {len(tokens)} tokens; it must have 1 to "
+                        f"{LIMITS.bad_word_tokens}."
+                    )
+                found.append(tokens)
+        return tuple(found)
 
     def _tokens(self, request_id: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         try:

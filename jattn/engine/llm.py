@@ -7,21 +7,25 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
+from tqdm import tqdm
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.engine import Engine
-from jattn.engine.request import Request, RequestOutput, SamplingParams
+from jattn.engine.params import SamplingParams
+from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
+from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
-from jattn.load import TextTokenizer, embedded_model_folder, load_model
+from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_model
 from jattn.models import PagedModel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
 __all__ = ["LLM", "generate"]
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM(contextlib.AbstractContextManager):
@@ -72,7 +76,7 @@ class LLM(contextlib.AbstractContextManager):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model: PagedModel = served
         self.tokenizer = tokenizer
-        self.engine = Engine(served, config)
+        self.engine = Engine(served, config, tokenizer=tokenizer)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""
@@ -85,6 +89,9 @@ class LLM(contextlib.AbstractContextManager):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rng: int | jax.Array | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generates for all prompts at once and returns their results in order.
 
@@ -92,55 +99,80 @@ class LLM(contextlib.AbstractContextManager):
             prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
                 of those.
             sampling_params: one for all, or one for each prompt.
+            rng: an int or a jax key, the source of the seeds of those that bring none.
+            use_tqdm: show progress, prompts done and tokens generated, on stderr.
 
         Raises:
             InvalidInput: an empty prompt, a token outside the vocabulary, or lists of unequal length.
             RequestTooLong: a prompt that can never fit; no prompt has been started.
         """
-        with contextlib.closing(self.stream(prompts, sampling_params)) as stream:
-            finished = {delta.index: delta.output for delta in stream if delta.output is not None}
+        listed = as_prompts(prompts)
+        num_tokens = 0
+        finished: dict[int, RequestOutput] = {}
+        with (
+            contextlib.closing(self.stream(listed, sampling_params, rng=rng)) as stream,
+            tqdm(total=len(listed), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as progress,
+        ):
+            for delta in stream:
+                num_tokens += len(delta.token_ids)
+                if delta.output is not None:
+                    finished[delta.index] = delta.output
+                    progress.set_postfix(tokens=num_tokens, refresh=False)
+                    progress.update()
         return [finished[index] for index in sorted(finished)]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: ChatTemplate | str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        rng: int | jax.Array | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, each a list of `{"role": ..., "content": ...}`.
+
+        Args:
+            messages: the conversation, or a list of them.
+            sampling_params, rng, use_tqdm: as in `generate`.
+            chat_template: instead of the model's own.
+            tools: JSON schemas of functions, for templates that know of them.
+            add_generation_prompt: end the prompt where the answer begins.
+
+        Raises:
+            InvalidInput: as `generate`; also without a template, or where it fails.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        prompts = [chat_prompt(self.tokenizer, each, **options) for each in conversations]
+        return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rng: int | jax.Array | None = None,
     ) -> TextStream:
         """Does what `generate` does, and yields the text of each prompt as it comes.
 
         Prompts are checked and queued before the first item is asked for. Closing or dropping the stream cancels what
         has not finished.
         """
-        listed = _as_list(prompts)
-        params = _as_params(sampling_params, len(listed))
+        listed = as_prompts(prompts)
+        params = as_params(sampling_params, len(listed), rng)
         outbox = Outbox()
         try:
-            requests = [self._add(prompt, each, outbox) for prompt, each in zip(listed, params, strict=True)]
+            requests = []
+            for prompt, each in zip(listed, params, strict=True):
+                token_ids, text = encoded(prompt, self.tokenizer)
+                requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
             self.engine.abandon(outbox)
             raise
-
-    def _add(self, prompt: Prompt, params: SamplingParams | None, outbox: Outbox) -> Request:
-        if isinstance(prompt, Mapping):
-            prompt = _unwrapped(prompt)
-        if not isinstance(prompt, str):
-            return self.engine.add(prompt, params, outbox=outbox)
-        if not prompt:
-            raise InvalidInput(
-                "a prompt is an empty string; give it at least one character, or pass token ids (the model's "
-                "beginning-of-sequence token, to start from nothing)."
-            )
-        if self.tokenizer is None:
-            raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInput(
-                f"character {error.start} of a prompt is a lone surrogate, U+{ord(prompt[error.start]):04X}; text must "
-                "be what UTF-8 can encode."
-            ) from None
-        return self.engine.add(self.tokenizer.encode(prompt), params, prompt=prompt, outbox=outbox)
 
 
 def generate(
@@ -152,7 +184,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
-    stop: tuple[str, ...] = (),
+    stop: str | Sequence[str] = (),
     implementation: str | None = None,
 ) -> list[RequestOutput]:
     """Generates text from one or more prompts with a model; greedy unless a temperature is given.
@@ -176,50 +208,3 @@ def generate(
     if not isinstance(model, LLM):
         model = LLM(model, implementation=implementation)
     return model.generate(prompts, params)
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    try:
-        if isinstance(prompts, (bytes, bytearray, memoryview)):
-            # They would pass as token ids.
-            raise TypeError
-        listed = list(prompts)
-    except TypeError:
-        raise InvalidInput(f"prompts is a {type(prompts).__name__}; pass a prompt or a list of them.") from None
-    if not listed:
-        raise InvalidInput("prompts is empty; pass at least one.")
-    are_prompts = [isinstance(item, (str, list, tuple, Mapping)) or getattr(item, "ndim", 0) > 0 for item in listed]
-    if all(are_prompts):
-        return listed
-    if any(are_prompts):
-        index = are_prompts.index(False)
-        raise InvalidInput(f"prompts[{index}] is a {type(listed[index]).__name__} among prompts; see LLM.generate.")
-    return [listed]
-
-
-def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
-    """Returns what is in vLLM's TextPrompt or TokensPrompt."""
-    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
-        return prompt["prompt"]
-    if set(prompt) == {"prompt_token_ids"}:
-        return prompt["prompt_token_ids"]
-    raise InvalidInput(
-        f"a prompt is a mapping with the keys {shown(list(prompt))}; it must be {{'prompt': text}} or "
-        "{'prompt_token_ids': ids}."
-    )
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams] | list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or isinstance(params, str):
-        raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")
-    if len(params) != count:
-        raise InvalidInput(
-            f"sampling_params has {len(params)} entries and there are {count} prompts; pass one or {count}."
-        )
-    return list(params)

@@ -28,7 +28,8 @@ class NGramGuesses:
 
     def guess(self, request: Request, count: int) -> tuple[int, ...]:
         """Returns `count` tokens that may come next; none if the last ones are new."""
-        if count < 1:
+        # Where the device must know a request's tokens, it would have to know the guesses, too.
+        if count < 1 or request.needs_slot:
             return ()
         history = self._histories.setdefault(request.request_id, array("i"))
         history.extend(request.token_ids(len(history), request.num_known_tokens))

@@ -96,22 +96,26 @@ class Owner:
             return
         self._work = work
 
-    def add(self, work: Work, request: Request) -> Request:
-        """Takes a request that is queued and puts the work back; if interrupted, nobody knows of the request."""
+    def add(self, work: Work, samples: tuple[Request, ...]) -> Request:
+        """Takes the samples of a prompt, which are queued, and puts the work back; returns the first.
+
+        If interrupted, nobody knows of them.
+        """
         try:
-            self.num_added += 1
-            self.requests[request.request_id] = request
+            self.num_added += len(samples)
+            self.requests.update((request.request_id, request) for request in samples)
             self._work = work
-            return request
+            return samples[0]
         except BaseException:
-            self.withdraw(request)
+            self.withdraw(samples[0])
             raise
 
-    def withdraw(self, request: Request) -> None:
-        """Forgets a request of which its caller never learned."""
+    def withdraw(self, first: Request) -> None:
+        """Forgets the samples of a prompt of which their caller never learned."""
         self._work = None
-        self.requests.pop(request.request_id, None)
-        request.outbox.take(request.outbox.news(request))
+        for request in first.samples:
+            self.requests.pop(request.request_id, None)
+            request.outbox.take(request.outbox.news(request))
 
     def finish(self, work: Work, request: Request, reason: str) -> None:
         """Ends a request."""

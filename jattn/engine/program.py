@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.engine.sampler import SamplingKind, sample
+from jattn.engine.logprobs import Logprobs, token_logprobs
+from jattn.engine.sampler import Rows, Sampler, SamplingKind
+from jattn.engine.tables import SamplerState
 from jattn.metadata import AttentionMetadata, PrefixGroups
 from jattn.models import PagedModel
 from torch_core.metadata import PackedLayout, metadata_layout
 from torch_core.specs import PAD_SLOT_ID
 
-__all__ = ["PER_SEQUENCE", "Bucket", "jitted_step"]
+__all__ = ["PER_SEQUENCE", "Bucket", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
 
-#: What a step needs to know of each sequence besides the metadata; int32 or the bits of a float32 or uint32.
-PER_SEQUENCE = ("temperature", "top_k", "top_p", "seed", "sample_index")
+#: What a step needs to know of each sequence besides the metadata, int32 all: `Rows`, and two that change.
+PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()))
 
 KVCaches = tuple[jax.Array, ...]
 Fields = dict[str, jax.Array]
@@ -36,7 +38,7 @@ class Bucket:
         num_seqs: sequences.
         num_tokens: new tokens; of decode steps one for each sequence and step.
         max_query_len: an upper bound on the new tokens of a sequence.
-        kind: of sampling.
+        sampler: what the batch needs of it.
         num_steps: tokens decoded one after the other.
         num_guesses: tokens behind the first one of a sequence that are verified at most.
         num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
@@ -46,7 +48,7 @@ class Bucket:
     num_seqs: int
     num_tokens: int
     max_query_len: int
-    kind: SamplingKind
+    sampler: Sampler
     num_steps: int = 1
     num_guesses: int = 0
     num_pieces: int = 0
@@ -72,13 +74,27 @@ class Bucket:
         steps += "shared prefixes, " if self.piece_tokens else ""
         return (
             f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}"
-            f"{self.kind.value}"
+            f"{self.sampler.kind.value}"
         )
+
+
+class Sampled(NamedTuple):
+    """What a step brings.
+
+    Attributes:
+        tokens: int32[num_samples, max_num_seqs], a column for each row.
+        logprobs: of the tokens, the same leading axes; None of a plain step, and so are the hidden states.
+        hidden: [tokens, ...], where the step was one.
+    """
+
+    tokens: Any
+    logprobs: Logprobs | None
+    hidden: Any
 
 
 @functools.lru_cache(maxsize=256)
 def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, num_pieces: int) -> PackedLayout:
-    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs,)) for name in PER_SEQUENCE)]
+    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
     if num_pieces:
         extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
     return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
@@ -87,12 +103,25 @@ def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, nu
 def jitted_step(graph: Any, treedef: Any) -> Any:
     """Returns the jitted step of one kind of model.
 
-    The step is `step(kv_caches, leaves, last_tokens, buffer, *, bucket, max_blocks)` and returns
-    `((tokens int32[num_samples, max_num_seqs], last_tokens int32[max_num_seqs]), kv_caches)`. It consumes kv_caches. An
-    input token of `-1 - row` stands for `last_tokens[row]`.
+    The step is `step(kv_caches, leaves, last_tokens, state, buffer, *, bucket, max_blocks)` and returns
+    `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
+    `-1 - row` stands for `last_tokens[row]`.
     """
     # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
     return jax.jit(functools.partial(_step, graph, treedef), donate_argnums=0, static_argnames=("bucket", "max_blocks"))
+
+
+@functools.lru_cache(maxsize=8)
+def jitted_prompt_logprobs(graph: Any, treedef: Any) -> Any:
+    """Returns the jitted `f(leaves, hidden, rows int32[n], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
+
+    def compute(
+        leaves: list[jax.Array], hidden: jax.Array, rows: jax.Array, token_ids: jax.Array, *, num_logprobs: int
+    ) -> Logprobs:
+        model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+        return token_logprobs(model.logits(hidden[rows]).astype(jnp.float32), token_ids, num_logprobs)
+
+    return jax.jit(compute, static_argnames="num_logprobs")
 
 
 def _step(
@@ -101,11 +130,12 @@ def _step(
     kv_caches: KVCaches,
     leaves: list[jax.Array],
     last_tokens: jax.Array,
+    state: SamplerState,
     buffer: jax.Array,
     *,
     bucket: Bucket,
     max_blocks: int,
-) -> tuple[tuple[jax.Array, jax.Array], KVCaches]:
+) -> tuple[tuple[Sampled, jax.Array, SamplerState], KVCaches]:
     fields = bucket.layout(max_blocks).unpack(buffer)
 
     def model() -> PagedModel:
@@ -116,24 +146,24 @@ def _step(
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
         if bucket.num_steps == 1:
-            sampled, kv_caches = _sampled(model, kv_caches, token_ids, fields, bucket)
+            sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, state, bucket)
         else:
-            sampled, kv_caches = _decoded(model, kv_caches, token_ids, fields, bucket)
-    tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled)
-    return (tokens, tokens[-1]), kv_caches
+            sampled, state, kv_caches = _decoded(model, kv_caches, token_ids, fields, state, bucket)
+    tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled.tokens)
+    return (sampled._replace(tokens=tokens), tokens[-1], state), kv_caches
 
 
 def _decoded(
-    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, bucket: Bucket
-) -> tuple[jax.Array, KVCaches]:
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+) -> tuple[Sampled, SamplerState, KVCaches]:
     """Decodes up to `bucket.num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
     first = fields["query_start_loc"][:-1]
     num_slots = jnp.diff(fields["query_start_loc"])
     # int32 by name: under JAX_ENABLE_X64 the defaults are 64 bits wide.
     one_each = jnp.minimum(jnp.arange(first.size + 1, dtype=jnp.int32), (num_slots > 0).sum(dtype=jnp.int32))
 
-    def decode(carry: tuple[jax.Array, KVCaches], index: jax.Array) -> tuple[tuple[jax.Array, KVCaches], jax.Array]:
-        token_ids, kv_caches = carry
+    def decode(carry: tuple[Any, ...], index: jax.Array) -> tuple[tuple[Any, ...], Sampled]:
+        token_ids, state, kv_caches = carry
         # A sequence without a slot left stays at its last one, writes nothing and keeps its token.
         wanted = index < num_slots
         done = jnp.where(wanted, index, jnp.maximum(num_slots - 1, 0))
@@ -143,20 +173,21 @@ def _decoded(
             "query_start_loc": one_each,
             "slot_mapping": jnp.where(wanted, fields["slot_mapping"][first + done], PAD_SLOT_ID),
             "sample_index": fields["sample_index"] + done,
+            "slot": jnp.where(wanted, fields["slot"], state.neutral_slot),
         }
-        sampled, kv_caches = _sampled(model, kv_caches, token_ids, now, bucket)
-        token_ids = jnp.where(wanted, sampled[0], token_ids)
-        return (token_ids, kv_caches), token_ids
+        sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, now, state, bucket)
+        token_ids = jnp.where(wanted, sampled.tokens[0], token_ids)
+        logprobs = jax.tree.map(lambda array: array[0], sampled.logprobs)
+        return (token_ids, state, kv_caches), Sampled(token_ids, logprobs, None)
 
-    (_, kv_caches), sampled = jax.lax.scan(
-        decode, (token_ids, kv_caches), jnp.arange(bucket.num_steps, dtype=jnp.int32)
-    )
-    return sampled, kv_caches
+    indices = jnp.arange(bucket.num_steps, dtype=jnp.int32)
+    (_, state, kv_caches), sampled = jax.lax.scan(decode, (token_ids, state, kv_caches), indices)
+    return sampled, state, kv_caches
 
 
 def _sampled(
-    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, bucket: Bucket
-) -> tuple[jax.Array, KVCaches]:
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+) -> tuple[Sampled, SamplerState, KVCaches]:
     metadata = AttentionMetadata(
         block_tables=fields["block_tables"],
         seq_lens=fields["seq_lens"],
@@ -168,17 +199,30 @@ def _sampled(
     merged = model()
     hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
-    if not bucket.num_guesses:
-        return _drawn(merged.logits(hidden[last_rows]), fields, bucket.kind)[None], tuple(kv_caches)
     # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
     # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
-    count = bucket.num_samples
+    count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
-    rows = jnp.minimum(fields["query_start_loc"][:-1, None] + places, last_rows[:, None])
-    each = {name: jnp.repeat(fields[name], count) for name in PER_SEQUENCE}
-    each["sample_index"] = (fields["sample_index"][:, None] + places).reshape(-1)
-    sampled = _drawn(merged.logits(hidden[rows.reshape(-1)]), each, bucket.kind)
-    return sampled.reshape(-1, count).T, tuple(kv_caches)
+    first = fields["query_start_loc"][:-1] if bucket.num_guesses else last_rows
+    rows = jnp.minimum(first[:, None] + places, last_rows[:, None])
+    num_tokens = fields["seq_lens"] - (last_rows - first)
+    # Who has a slot has no guesses: what is drawn behind the first place is of nobody.
+    slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
+    tokens, logprobs, new_state = bucket.sampler(
+        merged.logits(hidden[rows.reshape(-1)]).astype(jnp.float32),
+        Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
+        state if state.masks is None else state._replace(masks=jnp.repeat(state.masks, count, axis=0)),
+        sample_index=(fields["sample_index"][:, None] + places).reshape(-1),
+        num_tokens=(num_tokens[:, None] + places).reshape(-1),
+        slots=slots.reshape(-1),
+    )
+    by_place = lambda array: jnp.moveaxis(array.reshape(-1, count, *array.shape[1:]), 1, 0)  # noqa: E731
+    sampled = Sampled(
+        by_place(tokens),
+        jax.tree.map(by_place, logprobs),
+        None if bucket.sampler.kind is SamplingKind.PLAIN else hidden,
+    )
+    return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
 
 
 def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:
@@ -187,19 +231,3 @@ def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:
     return PrefixGroups(
         prefix_lens=fields["prefix_lens"], piece_starts=fields["piece_starts"], piece_tokens=bucket.piece_tokens
     )
-
-
-def _drawn(logits: jax.Array, fields: Fields, kind: SamplingKind) -> jax.Array:
-    return sample(
-        logits,
-        _as_float(fields["temperature"]),
-        fields["top_k"],
-        _as_float(fields["top_p"]),
-        jax.lax.bitcast_convert_type(fields["seed"], jnp.uint32),
-        fields["sample_index"],
-        kind=kind,
-    )
-
-
-def _as_float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.engine.program import Bucket, jitted_step
+from jattn.engine.sampler import SamplingKind
+from jattn.engine.tables import SamplerState
 from jattn.engine.weights import Weights
 from jattn.pool import KVPool
 
@@ -30,6 +32,7 @@ class Programs:
     Args:
         weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
+        state_of: shapes of what a full step's sampler has, by the number of its sequences.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
 
@@ -38,7 +41,15 @@ class Programs:
         compile_seconds: time that it took.
     """
 
-    def __init__(self, weights: Weights, pool: KVPool, *, max_num_seqs: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        pool: KVPool,
+        state_of: Callable[[int], SamplerState],
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+    ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
@@ -48,7 +59,8 @@ class Programs:
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
             jax.ShapeDtypeStruct((max_num_seqs,), jnp.int32),
         )
-        operands = tuple(jax.tree.leaves(self._operands))
+        self._state_of = state_of
+        operands = tuple(jax.tree.leaves((self._operands, state_of(max_num_seqs))))
         self._step, self._compiled = _shared(weights.graph, weights.treedef, operands, max_blocks)
 
     @property
@@ -83,7 +95,9 @@ class Programs:
 
     def _lowered(self, bucket: Bucket) -> Any:
         buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks).num_elements,), jnp.int32)
-        return self._step.lower(*self._operands, buffer, bucket=bucket, max_blocks=self._max_blocks)
+        is_plain = bucket.sampler.kind is SamplingKind.PLAIN
+        state = SamplerState(None, None) if is_plain else self._state_of(bucket.num_seqs)
+        return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
 
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
         self._compiled[bucket] = compiled

@@ -4,73 +4,19 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jattn.engine.delivery import Outbox
-from torch_core.checks import check_bool, check_int, shown
+from jattn.engine.logprobs import Logprob, Logprobs
+from jattn.engine.params import SamplingParams
 from torch_core.errors import InvalidInput
 
-__all__ = ["CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState", "SamplingParams"]
+if TYPE_CHECKING:
+    from jattn.engine.grammar import Grammar
 
-_MAX_STOP_STRINGS = 16
-_MAX_TOP_K = 1 << 20
-_INT32_MAX = (1 << 31) - 1
-#: The largest float32: logits are divided by the temperature on the device.
-_MAX_TEMPERATURE = float.fromhex("0x1.fffffep+127")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How one request's tokens are chosen; names and defaults are vLLM's.
-
-    Attributes:
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
-        top_k: keep the k likeliest tokens; 0 or -1 for all.
-        top_p: then keep the likeliest tokens whose probabilities reach this sum; 1 for all.
-        max_tokens: tokens to generate at most.
-        seed: of this request's random numbers; None derives one from the engine's seed and the request's number.
-        stop: strings that end the text; the text is cut before the first of them. Any iterable of them; kept as a
-            tuple.
-        stop_token_ids: tokens that end the text, besides the model's end-of-sequence tokens. Kept as a tuple.
-        ignore_eos: do not stop at the model's end-of-sequence tokens.
-
-    Raises:
-        InvalidInput: a value out of range; the message names it.
-
-    Example:
-        >>> SamplingParams(temperature=0.0, max_tokens=4).top_p
-        1.0
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_tokens: int = 16
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", _as_float("temperature", self.temperature))
-        if not 0 <= self.temperature <= _MAX_TEMPERATURE:
-            raise InvalidInput(f"temperature is {self.temperature!r}; it must be a finite float32 of at least 0.")
-        check_int("top_k", self.top_k, -1, _MAX_TOP_K, also=" (0 or -1 for all)")
-        object.__setattr__(self, "top_p", _as_float("top_p", self.top_p))
-        if not 0 < self.top_p <= 1:
-            raise InvalidInput(f"top_p is {self.top_p!r}; it must be above 0 and at most 1.")
-        check_int("max_tokens", self.max_tokens, 1, _INT32_MAX)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, (1 << 32) - 1, also=", or None")
-        if isinstance(self.stop, str):
-            raise InvalidInput("stop is a string; pass a tuple of strings, as in stop=('\\n',).")
-        object.__setattr__(self, "stop", _as_tuple("stop", self.stop))
-        if len(self.stop) > _MAX_STOP_STRINGS or not all(isinstance(text, str) and text for text in self.stop):
-            raise InvalidInput(f"stop must hold at most {_MAX_STOP_STRINGS} strings, none of them empty.")
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        for index, token in enumerate(self.stop_token_ids):
-            check_int(f"stop_token_ids[{index}]", token, 0, _INT32_MAX)
-        check_bool("ignore_eos", self.ignore_eos)
+__all__ = ["CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
 
 
 class RequestState(enum.Enum):
@@ -118,11 +64,19 @@ class CompletionOutput:
         text: the decoded tokens, cut before a stop string; empty without a tokenizer.
         token_ids: the generated tokens, a final stop token included.
         finish_reason: "length", "stop" or "cancelled"; None while it runs.
+        index: of the sample, below n.
+        logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
+        cumulative_logprob: the sum of the tokens' own.
+        stop_reason: the stop string or the token of stop_token_ids that ended it; None for what else did.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    index: int = 0
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    cumulative_logprob: float | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +87,11 @@ class RequestOutput:
         request_id: as given or numbered.
         prompt: the prompt's text; None if it came as token ids.
         prompt_token_ids: the prompt's tokens.
-        outputs: one completion.
+        outputs: the completions, n of them.
         num_cached_tokens: prompt tokens whose keys and values a shared prefix held already.
         metrics: when things happened.
+        prompt_logprobs: for each token of the prompt what `SamplingParams.prompt_logprobs` asks for, None for the
+            first; None if it asks for none.
     """
 
     request_id: str
@@ -144,6 +100,12 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its samples ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,24 +115,38 @@ class Request:
     Attributes:
         request_id: unique among the engine's live requests.
         prompt_token_ids: the prompt.
-        params: how to sample.
-        seed: of its random numbers.
+        params: how to sample; max_tokens is a number.
+        sampling: the same for the device, `Rows.pack`.
         eos_token_ids: tokens that end it.
+        is_plain: whether it needs nothing of the sampler but a temperature.
+        needs_slot: whether its tokens or tables must be on the device.
+        bad_words: tokens of the words that must not come.
+        grammar: what the text must match, or None.
+        index: of the sample among those of its prompt.
+        samples: all of them in order, itself included.
+        followers: of the first sample, those that wait to fork its prompt's blocks.
         salt: only requests of equal salt share cached prefixes; None for the engine's own.
         output_token_ids: generated and seen.
         outbox: where its news go.
         num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step.
         num_pending_tokens: tokens sampled on the device and not seen yet.
         pending_row: where the last dispatched step put its sampled token.
+        logprobs: of the generated tokens, if they are wanted; those behind the last token mean nothing.
+        prompt_logprobs: of the prompt's tokens by position, if they are wanted.
         order: who comes first where not all can: the least.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int
+    sampling: np.ndarray
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
+    is_plain: bool = True
+    needs_slot: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+    index: int = 0
     prompt: str | None = None
     salt: bytes | None = None
     outbox: Outbox = field(default_factory=Outbox)
@@ -182,6 +158,10 @@ class Request:
     pending_row: int = -1
     order: int = 0
     finish_reason: str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    samples: tuple[Request, ...] = ()
+    followers: list[Request] = field(default_factory=list)
 
     @property
     def num_known_tokens(self) -> int:
@@ -200,15 +180,27 @@ class Request:
 
     @property
     def num_wanted_tokens(self) -> int:
-        """Tokens that may still be sampled for it."""
-        return self.params.max_tokens - self.num_sampled_tokens
+        """Tokens that may still be sampled for it now: with a grammar one, when all before it are known."""
+        wanted = self.max_tokens - self.num_sampled_tokens
+        return wanted if self.grammar is None else min(wanted, int(not self.num_pending_tokens))
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens to generate at most."""
+        return self.params.max_tokens or 0
+
+    @property
+    def awaits_fork(self) -> bool:
+        """Whether it waits for the first sample of its prompt, to share its blocks."""
+        first = self.samples[0] if self.samples else self
+        return first.finish_reason is None and self in first.followers
 
     @property
     def end_reason(self) -> str | None:
         """Why the tokens that it has are its last: "stop" or "length"; None if there is more to come."""
         if self.output_token_ids and self.output_token_ids[-1] in self.eos_token_ids:
             return "stop"
-        return "length" if len(self.output_token_ids) >= self.params.max_tokens else None
+        return "length" if len(self.output_token_ids) >= self.max_tokens else None
 
     def restart(self) -> None:
         """Puts it back to waiting with the tokens that the host has seen; all that was computed of it is gone."""
@@ -232,19 +224,3 @@ class Request:
         if state not in _LEGAL_MOVES[self.state]:
             raise InvalidInput(f"request {self.request_id!r} is {self.state.value}; it cannot become {state.value}.")
         self.state = state
-
-
-def _as_float(name: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a number.")
-    try:
-        return float(value)
-    except OverflowError:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a number that fits a float.") from None
-
-
-def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(values)
-    except TypeError:
-        raise InvalidInput(f"{name} is {shown(values)}; it must be a sequence.") from None

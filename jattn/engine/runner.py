@@ -13,10 +13,12 @@ from flax import nnx
 
 from jattn.engine.cascade import Cascade
 from jattn.engine.config import EngineConfig
-from jattn.engine.program import Bucket
+from jattn.engine.program import Bucket, jitted_prompt_logprobs
 from jattn.engine.programs import Programs
-from jattn.engine.sampler import SamplingKind, sampling_kind
+from jattn.engine.results import PromptPart, StepResult
+from jattn.engine.sampler import Sampler, SamplingKind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
+from jattn.engine.tables import SamplerState, Slots
 from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
@@ -29,6 +31,8 @@ __all__ = ["ModelRunner"]
 # prefill stays on one side, so that a prompt's bits do not depend on the prompts beside it.
 _SMALLEST_PREFILL = 64
 _SMALLEST_QUERY = 16
+# Prompt tokens whose logits are computed at once.
+_PROMPT_LOGPROBS = 64
 
 
 class ModelRunner:
@@ -56,18 +60,31 @@ class ModelRunner:
         self._window_left = None if window is None else window - 1
         self._config = config
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
-        self.forget()
         self._num_seqs, self._num_tokens = _buckets(config)
         self._query_lens = None
         if not ragged and not config.batch_invariant:
             largest = self._num_tokens.largest
             self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
         self._cascade = Cascade.of(cast(nnx.Module, model), config)
+        self._vocab_size = model.paged_spec.vocab_size
+        processors = config.logits_processors or {}
+        self._plain = Sampler(SamplingKind.PLAIN)
+        self._full = Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values()))
+        self._slots = Slots(
+            config.max_num_seqs,
+            max_model_len=max_blocks * config.block_size,
+            vocab_size=self._vocab_size,
+            processors=tuple(processors),
+        )
+        self.forget()
         self.weights = Weights(cast(nnx.Module, model))
-        self.programs = Programs(self.weights, pool, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
+        self._prompt_logprobs = jitted_prompt_logprobs(self.weights.graph, self.weights.treedef)
+        self.programs = Programs(
+            self.weights, pool, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
+        )
 
-    def dispatch(self, step: ScheduledStep) -> jax.Array:
-        """Starts a step and returns its sampled tokens, int32[samples, max_num_seqs], a column for each row.
+    def dispatch(self, step: ScheduledStep) -> StepResult:
+        """Starts a step and returns what it brings, which is on the device still.
 
         Raises:
             PoolLost: the step failed and took the pool's contents with it.
@@ -88,18 +105,24 @@ class ModelRunner:
         # Given a layout, the builder packs.
         buffer = cast(np.ndarray, metadata.packed)
         _fill_requests(step.rows, layout, buffer)
+        state = SamplerState(None, None)
+        if bucket.sampler is self._full:
+            state = self._sampler_state(step.rows, layout, buffer)
         if bucket.num_pieces and self._cascade is not None:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
         # Compiled behind the pool's checks of JAX's settings.
-        tokens, self._last_tokens = self._pool.run(
-            lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, buffer
+        sampled, self._last_tokens, state = self._pool.run(
+            lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, state, buffer
         )
-        return tokens
+        if state.tables is not None:
+            self._slots.tables = state.tables
+        return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
 
     def warmup(self, report: Callable[[int, int, str], None]) -> None:
         """Compiles every program that a step can need; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
             self.programs.compile(self._all_buckets(), report)
+            self._slots.warmup({1, self._config.max_num_seqs, *self._num_seqs.sizes})
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
@@ -111,42 +134,81 @@ class ModelRunner:
         with jax.transfer_guard_host_to_device("allow"):
             self._last_tokens = jnp.zeros(self._config.max_num_seqs, jnp.int32)
         self._tables = BlockTableCache()
+        self._slots.forget()
+
+    def _sampler_state(self, rows: tuple[ScheduledRow, ...], layout: PackedLayout, buffer: np.ndarray) -> SamplerState:
+        """Names the slot of each row that samples, and uploads what the host alone knows."""
+        slots = layout["slot"].of(buffer)
+        slots[:] = self._slots.neutral
+        grammars: list[tuple[int, np.ndarray]] = []
+        for index, row in enumerate(rows):
+            request = row.request
+            if row.num_samples and request.needs_slot:
+                slots[index] = self._slots.of(request)
+            if row.num_samples and request.grammar is not None:
+                mask = request.grammar.mask(request.output_token_ids, request.params.min_tokens)
+                grammars.append((index, mask))
+        return SamplerState(self._slots.tables, self._slots.masks(len(slots), grammars))
+
+    def _of_prompts(self, rows: tuple[ScheduledRow, ...], hidden: jax.Array | None) -> list[PromptPart]:
+        """Starts what the step's rows ask for about their prompts."""
+        parts: list[PromptPart] = []
+        first = 0
+        for row in rows:
+            request, prompt = row.request, row.request.prompt_token_ids
+            # A token's hidden state foretells the next one.
+            end = min(row.start + row.num_new_tokens, len(prompt) - 1)
+            wanted = request.params.prompt_logprobs
+            if hidden is not None and wanted is not None:
+                for start in range(row.start, end, _PROMPT_LOGPROBS):
+                    places = np.minimum(np.arange(start, start + _PROMPT_LOGPROBS), end - 1)
+                    found = self._prompt_logprobs(
+                        self.weights.leaves,
+                        hidden,
+                        (first + places - row.start).astype(np.int32),
+                        np.asarray(prompt, np.int32)[places + 1],
+                        num_logprobs=self._vocab_size if wanted < 0 else self._full.num_logprobs,
+                    )
+                    parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
+            first += row.num_new_tokens
+        return parts
 
     def _bucket(self, step: ScheduledStep) -> Bucket:
         # A chunk that does not reach its prompt's end samples nothing: whatever it asks for, the least will do.
-        kind = _kind([row for row in step.rows if row.num_samples])
+        asking = [row.request for row in step.rows if row.num_samples or row.request.params.prompt_logprobs is not None]
+        sampler = self._plain if all(request.is_plain for request in asking) else self._full
         if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
-            return self._decode_bucket(self._num_seqs.pad(len(step.rows)), kind, step.num_decode_steps)
+            return self._decode_bucket(self._num_seqs.pad(len(step.rows)), sampler, step.num_decode_steps)
         longest = max(row.num_new_tokens for row in step.rows)
-        return self._prefill_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest, kind)
+        return self._prefill_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest, sampler)
 
-    def _decode_bucket(self, num_seqs: int, kind: SamplingKind, num_steps: int) -> Bucket:
+    def _decode_bucket(self, num_seqs: int, sampler: Sampler, num_steps: int) -> Bucket:
         pieces = 0 if self._cascade is None else self._cascade.num_pieces(num_seqs)
         guesses = self._config.num_speculative_tokens
         count = num_steps + guesses
-        return Bucket(num_seqs, num_seqs * count, 1 + guesses, kind, num_steps, guesses, pieces)
+        return Bucket(num_seqs, num_seqs * count, 1 + guesses, sampler, num_steps, guesses, pieces)
 
-    def _prefill_bucket(self, num_seqs: int, num_tokens: int, longest: int, kind: SamplingKind) -> Bucket:
+    def _prefill_bucket(self, num_seqs: int, num_tokens: int, longest: int, sampler: Sampler) -> Bucket:
         most = self._config.max_num_seqs
         if self._query_lens is None:
             # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
-            return Bucket(most, num_tokens, num_tokens, kind)
+            return Bucket(most, num_tokens, num_tokens, sampler)
         if num_seqs == 1:
-            return Bucket(1, num_tokens, num_tokens, kind)
-        return Bucket(most, num_tokens, min(num_tokens, self._query_lens.pad(longest)), kind)
+            return Bucket(1, num_tokens, num_tokens, sampler)
+        return Bucket(most, num_tokens, min(num_tokens, self._query_lens.pad(longest)), sampler)
 
     def _all_buckets(self) -> Iterator[Bucket]:
-        for kind in SamplingKind:
+        for sampler in (self._plain, self._full):
             for num_tokens in self._num_tokens.sizes:
                 longest = (num_tokens,) if self._query_lens is None else self._query_lens.sizes
                 yield from {
-                    self._prefill_bucket(num_seqs, num_tokens, size, kind): None
+                    self._prefill_bucket(num_seqs, num_tokens, size, sampler): None
                     for num_seqs in (1, self._config.max_num_seqs)
                     for size in longest
                 }
             for num_steps in sorted({1, self._config.num_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
-                    bucket = self._decode_bucket(num_seqs, kind, num_steps)
+                    bucket = self._decode_bucket(num_seqs, sampler, num_steps)
                     yield bucket
                     if bucket.num_pieces and self._cascade is not None:
                         yield replace(bucket, piece_tokens=self._cascade.piece_tokens)
@@ -176,15 +238,5 @@ def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: n
         new += row.guesses
         token_ids[first : first + len(new)] = new
         first += len(new)
-    requests = [row.request for row in rows]
-    count = len(requests)
-    layout["temperature"].of(buffer).view(np.float32)[:count] = [request.params.temperature for request in requests]
-    layout["top_p"].of(buffer).view(np.float32)[:count] = [request.params.top_p for request in requests]
-    layout["top_k"].of(buffer)[:count] = [request.params.top_k for request in requests]
-    layout["seed"].of(buffer).view(np.uint32)[:count] = [request.seed for request in requests]
-    layout["sample_index"].of(buffer)[:count] = [request.num_sampled_tokens for request in requests]
-
-
-def _kind(rows: Sequence[ScheduledRow]) -> SamplingKind:
-    chosen = [(row.request.params.temperature, row.request.params.top_k, row.request.params.top_p) for row in rows]
-    return sampling_kind(*zip(*chosen, strict=True)) if chosen else SamplingKind.GREEDY
+    layout["sampling"].of(buffer)[: len(rows)] = [row.request.sampling for row in rows]
+    layout["sample_index"].of(buffer)[: len(rows)] = [row.request.num_sampled_tokens for row in rows]

@@ -107,10 +107,11 @@ class Scheduler:
         Raises:
             RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
         """
-        self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.params.max_tokens)
+        self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.max_tokens)
         insort(self._waiting, request, key=_order)
         shared = len(request.prompt_token_ids) // self._config.block_size * self._config.block_size
-        if self._config.enable_prefix_caching and shared >= _WORTH_WAITING:
+        # The other samples of a prompt wait for the first one anyway.
+        if self._config.enable_prefix_caching and shared >= _WORTH_WAITING and request.index == 0:
             # A hash will do: of two prompts that share one, the second waits for nothing.
             self._prompts[request.request_id] = hash((request.salt, request.prompt_token_ids[:shared]))
 
@@ -123,9 +124,12 @@ class Scheduler:
             step = step or self._schedule_decode() or self._schedule_prefill([])
         else:
             step = self._schedule_prefill(decodable) or self._schedule_decode()
+        if step is None and not self._running and self._drop_waiting():
+            step = self._schedule_prefill([])
         if step is not None:
             for row in step.rows:
                 row.request.num_computed_tokens = row.start + row.num_new_tokens
+                self._fork(row.request)
         return step
 
     def finish(self, request: Request) -> None:
@@ -187,7 +191,8 @@ class Scheduler:
                     break
                 places -= 1
             start = request.num_computed_tokens
-            num_new = min(budget, _remaining(request))
+            # Forks take over all but the last token, which each sample computes for itself.
+            num_new = min(budget, _remaining(request) - bool(request.followers))
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new
             room -= num_new
@@ -196,7 +201,7 @@ class Scheduler:
     def _admissible(self) -> Iterator[Request]:
         """Yields who waits for a place, without those who had better wait for what another one is computing."""
         computing = {prompt for prompt, first in self._first_of.items() if not first.output_token_ids}
-        for request in tuple(self._waiting):
+        for request in [request for request in self._waiting if not request.awaits_fork]:
             prompt = self._prompts.get(request.request_id)
             if prompt is None or prompt not in computing:
                 if prompt is not None and prompt not in self._first_of:
@@ -256,6 +261,17 @@ class Scheduler:
             if not request.output_token_ids:
                 request.num_cached_tokens = request.num_computed_tokens
             self._registered.add(seq_id)
+            self._fork(request)
+
+    def _fork(self, first: Request) -> None:
+        """Lets the other samples of a prompt share its blocks once all but its last token is computed or in flight."""
+        if first.followers and _remaining(first) == 1:
+            for request in first.followers:
+                if request.state is RequestState.WAITING and request.request_id not in self._registered:
+                    request.num_computed_tokens = self._cache.fork(first.request_id, request.request_id)
+                    request.num_cached_tokens = request.num_computed_tokens
+                    self._registered.add(request.request_id)
+            first.followers = []
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
@@ -273,6 +289,14 @@ class Scheduler:
         self._cache.preempt(request.request_id)
         self._to_resume.add(request.request_id)
         request.num_computed_tokens = 0
+
+    def _drop_waiting(self) -> bool:
+        """Takes the blocks of those who hold some while they wait: forks, which nobody may have scheduled yet."""
+        held = self._registered - self._to_resume - self._swapped
+        waiting = [request for request in self._waiting if request.request_id in held]
+        for request in waiting:
+            self._drop_blocks(request)
+        return bool(waiting)
 
     def _swap_out(self, request: Request) -> bool:
         if not self._config.num_host_blocks:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jattn.engine.delivery import Outbox, TokenDelta
-from jattn.engine.detokenize import Detokenizer
 from jattn.engine.engine import Engine
-from jattn.engine.request import CompletionOutput, Request, RequestOutput
+from jattn.engine.logprobs import Logprob
+from jattn.engine.reader import PromptReader
+from jattn.engine.request import Request, RequestOutput
 from jattn.load import TextTokenizer
 
 __all__ = ["TextDelta", "TextStream"]
@@ -17,26 +18,25 @@ __all__ = ["TextDelta", "TextStream"]
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one step brought for one prompt.
+    """What one step brought for one sample of one prompt.
 
     Attributes:
         index: the prompt's place in the list.
         text: new text; empty while a character or a possible stop string is incomplete.
         token_ids: new tokens.
-        output: the finished request; None while it runs.
+        output: the finished request; None while one of its samples runs.
+        sample: of the prompt's n.
+        logprobs: of the new tokens, if the request wants them.
+        finish_reason: of this sample; None while it runs.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     output: RequestOutput | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    index: int
-    request: Request
-    detokenizer: Detokenizer | None
+    sample: int = 0
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    finish_reason: str | None = None
 
 
 class TextStream(Iterator[TextDelta]):
@@ -49,7 +49,7 @@ class TextStream(Iterator[TextDelta]):
         engine: runs the requests.
         tokenizer: of the model; None for token ids without text.
         outbox: where the engine puts their news.
-        requests: in the order of the prompts.
+        requests: the first sample of each prompt, in the order of the prompts.
     """
 
     def __init__(
@@ -58,12 +58,10 @@ class TextStream(Iterator[TextDelta]):
         self._engine = engine
         self._outbox = outbox
         self._ready: deque[TextDelta] = deque()
-        self._unfinished = {
-            request.request_id: _Reader(
-                index, request, None if tokenizer is None else Detokenizer(tokenizer, request.params.stop)
-            )
-            for index, request in enumerate(requests)
-        }
+        self._unfinished: dict[str, tuple[int, PromptReader]] = {}
+        for index, request in enumerate(requests):
+            reader = PromptReader(engine, tokenizer, request)
+            self._unfinished.update((sample.request_id, (index, reader)) for sample in request.samples)
 
     def __next__(self) -> TextDelta:
         while not self._ready:
@@ -94,36 +92,12 @@ class TextStream(Iterator[TextDelta]):
         self._ready.clear()
 
     def _read(self, delta: TokenDelta) -> TextDelta | None:
-        reader = self._unfinished.get(delta.request_id)
-        if reader is None:
+        index, reader = self._unfinished.get(delta.request_id, (0, None))
+        new = None if reader is None else reader.read(delta)
+        if reader is None or new is None:
             # It ended at a stop string before these tokens.
             return None
-        token_ids, text, stopped = delta.token_ids, "", False
-        if reader.detokenizer is not None:
-            # The token that ended the text is no part of it.
-            shown = token_ids[:-1] if delta.finish_reason == "stop" else token_ids
-            before = reader.detokenizer.num_tokens
-            text = reader.detokenizer.push(shown, finished=delta.finish_reason is not None)
-            stopped = reader.detokenizer.stopped
-            if stopped:
-                token_ids = token_ids[: reader.detokenizer.num_tokens - before]
-                self._engine.stop(reader.request, reader.detokenizer.num_tokens)
-        output = None
-        if delta.finish_reason is not None or stopped:
+        if new.finish_reason is not None:
             del self._unfinished[delta.request_id]
-            output = _output(reader)
-        return TextDelta(reader.index, text, token_ids, output)
-
-
-def _output(reader: _Reader) -> RequestOutput:
-    request = reader.request
-    text = "" if reader.detokenizer is None else reader.detokenizer.text
-    completion = CompletionOutput(text, tuple(request.output_token_ids), request.finish_reason)
-    return RequestOutput(
-        request.request_id,
-        request.prompt,
-        request.prompt_token_ids,
-        (completion,),
-        request.num_cached_tokens,
-        request.metrics,
-    )
+        output = reader.output() if reader.finished else None
+        return TextDelta(index, new.text, new.token_ids, output, new.index, new.logprobs, new.finish_reason)

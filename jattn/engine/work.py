@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
-import numpy as np
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.device import Device
 from jattn.engine.request import Request
+from jattn.engine.results import StepResult
 from jattn.engine.scheduler import ScheduledStep, Scheduler
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
 from torch_core.errors import CacheCorruption
@@ -56,7 +56,7 @@ class Work:
         self.cache = CacheManager(cache_config)
         self._move_blocks = _BlockMover(device, self.cache)
         self.scheduler = Scheduler(config, self.cache, self._move_blocks, in_turns=device.in_turns)
-        self._in_flight: deque[tuple[ScheduledStep, jax.Array]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._has_residue = False
         self.generation = device.pool.generation
         device.runner.forget()
@@ -117,36 +117,38 @@ class Work:
         if step is None:
             return False
         self._device.pool.prepare(step.committed, self._device.host)
-        tokens = self._device.runner.dispatch(step)
+        result = self._device.runner.dispatch(step)
         for index, row in enumerate(step.rows):
             if row.num_samples:
                 row.request.num_pending_tokens += row.num_samples
                 row.request.pending_row = index
-        self._in_flight.append((step, tokens))
+        self._in_flight.append((step, result))
         return True
 
     def _read_oldest(self) -> list[Request]:
-        step, sampled_tokens = self._in_flight[0]
+        step, result = self._in_flight[0]
         with self._device.pool.guard():
-            tokens = np.asarray(sampled_tokens)  # [samples, max_num_seqs]
+            result = result.read([row.request for row in step.rows])
         self._in_flight.popleft()
+        result.keep_prompt_logprobs()
         now = time.monotonic()
         ended = []
         answers = [
-            (row, _accepted(sampled[: row.num_samples], row.guesses))
-            for row, sampled in zip(step.rows, tokens.T.tolist(), strict=False)
+            (index, row, _accepted(sampled[: row.num_samples], row.guesses))
+            for index, (row, sampled) in enumerate(zip(step.rows, result.tokens.T.tolist(), strict=False))
             if row.num_samples and row.request.finish_reason is None
         ]
         # The slots of wrong guesses go back before the right tokens are known to the cache.
-        cuts = {row.request.request_id: len(new) for row, new in answers if len(new) < row.num_samples}
+        cuts = {row.request.request_id: len(new) for _, row, new in answers if len(new) < row.num_samples}
         if cuts:
             self.cache.retire(step.committed.step_id, cuts)
-        for row, new in answers:
+        for index, row, new in answers:
             request = row.request
             request.num_pending_tokens -= row.num_samples
             request.num_computed_tokens -= row.num_samples - len(new)
             new = _until_stop(new, request.eos_token_ids)
             request.outbox.note(request)
+            result.keep_logprobs(request, index, len(new))
             request.output_token_ids += new
             self.cache.append_tokens(request.request_id, new)
             if request.metrics.first_token_time is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jattn.load.chat_template import ChatTemplate
 from jattn.load.config import parse_config, render_config
 from jattn.load.families import Family, Key, known_families, register_family
 from jattn.load.generation import GenerationDefaults, load_generation_defaults
@@ -9,6 +10,7 @@ from jattn.load.model import embedded_model_folder, load_model, save_model
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
+    "ChatTemplate",
     "Family",
     "GenerationDefaults",
     "Key",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -27,11 +27,18 @@ class TextTokenizer:
     Args:
         tokenizer: of the `tokenizers` library; must not be changed afterwards.
         chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
+        special_tokens: texts of the tokens that the model's folder names, as in {"bos_token": "<s>"}; for templates.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
 
     @property
     def vocab_size(self) -> int:
@@ -56,6 +63,10 @@ class TextTokenizer:
         with _failures("the tokenizer cannot decode the token ids"):
             return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def decode_plainly(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of the token ids, special ones included."""
+        return self.decode(token_ids, skip_special_tokens=False)
+
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
     """Reads tokenizer.json of a model folder, and its chat template.
@@ -79,7 +90,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    return TextTokenizer(tokenizer, _chat_template(path))
+    return TextTokenizer(tokenizer, _chat_template(path), _special_tokens(path))
 
 
 def _chat_template(folder: Path) -> str | None:
@@ -96,6 +107,14 @@ def _chat_template(folder: Path) -> str | None:
     if not isinstance(found, str | None):
         raise InvalidInput(f"{_CONFIG}: chat_template is {shown(found)}; it must be a text, or a list with a default.")
     return found
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Returns what tokenizer_config.json names bos_token, eos_token and so on: a text, or an object with one."""
+    described = {} if member(folder, _CONFIG) is None else read_object(folder, _CONFIG)
+    named = {name: value for name, value in described.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def test_requests_of_other_lengths_compile_nothing_more(several, seed) -> None:
 
     run(several, prompts_of(seed, 5), params_of(23))
 
-    assert "4 sequences, 4 tokens, queries up to 1, 4 steps, greedy" in before
+    assert "4 sequences, 4 tokens, queries up to 1, 4 steps, plain" in before
     assert several.programs == before
 
 

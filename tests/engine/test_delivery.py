@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
+
 from jattn.engine.delivery import Outbox, TokenDelta
-from jattn.engine.request import Request, RequestMetrics, SamplingParams
+from jattn.engine.params import SamplingParams
+from jattn.engine.request import Request, RequestMetrics
 from tests.engine.interrupts import InterruptAt
 
 
@@ -14,7 +17,7 @@ def test_an_interrupt_at_any_line_of_take_loses_no_news() -> None:
     for line in itertools.count(1):
         outbox = Outbox()
         for name in ("a", "b"):
-            request = Request(name, (1,), SamplingParams(), 0, frozenset(), RequestMetrics(0.0))
+            request = Request(name, (1,), SamplingParams(), np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0))
             outbox.note(request)
             request.output_token_ids.append(7)
         news = outbox.news()

@@ -141,8 +141,8 @@ def test_a_batch_invariant_engine_compiles_one_prefill_and_one_decode_program(de
     run(other, prompts_of(seed, 5))
 
     assert other.programs[before:] == (
-        "3 sequences, 64 tokens, queries up to 64, greedy",
-        "3 sequences, 3 tokens, queries up to 1, greedy",
+        "3 sequences, 64 tokens, queries up to 64, plain",
+        "3 sequences, 3 tokens, queries up to 1, plain",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jattn.engine import Engine, EngineConfig
+from jattn.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from torch_core.errors import Unsupported
@@ -24,13 +24,15 @@ CONFIG = EngineConfig(
     scrub_on_free=True,
     batch_invariant=True,
 )
+# Every part of the sampler runs.
+FULL = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1, max_tokens=6)
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-from tests.engine.test_jax_settings import CONFIG
+from tests.engine.test_jax_settings import CONFIG, FULL
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.conftest import tiny_decoder
 from jattn.engine import Engine
-print(run(Engine(tiny_decoder(), CONFIG), prompts_of(3, 17, 2, 9)))
+print(run(Engine(tiny_decoder(), CONFIG), prompts_of(3, 17, 2, 9), FULL))
 """
 
 
@@ -45,16 +47,16 @@ def test_the_tokens_are_the_same_in_a_process_with_64_bits_and_without_rank_prom
         timeout=300,
     )
 
-    assert finished.stdout.strip() == str(run(Engine(decoder, CONFIG), prompts_of(3, 17, 2, 9))), finished.stderr
+    assert finished.stdout.strip() == str(run(Engine(decoder, CONFIG), prompts_of(3, 17, 2, 9), FULL)), finished.stderr
 
 
 def test_the_engines_own_transfers_pass_the_users_guard(decoder, seed) -> None:
     prompts = prompts_of(seed, 17, 2, 9)
-    expected = run(Engine(decoder, CONFIG), prompts)
+    expected = run(Engine(decoder, CONFIG), prompts, FULL)
 
     with jax.transfer_guard("disallow"):
         engine = Engine(decoder, CONFIG)
-        assert run(engine, prompts) == expected
+        assert run(engine, prompts, FULL) == expected
 
     assert engine.cache_stats().swapped_out > 0
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jattn.engine import LLM, EngineConfig, SamplingParams, generate
+from jattn.engine.prompts import chat_prompt
+from jattn.load import load_tokenizer
 from tests.support.tiny_models import write_tiny_model
 from torch_core.errors import InvalidInput, RequestTooLong
 
@@ -175,3 +181,63 @@ def test_text_needs_a_tokenizer(llm) -> None:
 
     with pytest.raises(InvalidInput, match=r"no tokenizer.json; pass prompts as lists of token ids"):
         bare.generate("text", GREEDY)
+
+
+def test_an_int_or_a_key_is_the_source_of_all_seeds(llm) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    tokens = lambda **options: [  # noqa: E731
+        output.outputs[0].token_ids for output in llm.generate(["x", "x"], params, **options)
+    ]
+
+    assert tokens(rng=5) == tokens(rng=5) == tokens(rng=5)
+    assert tokens(rng=jax.random.key(5)) == tokens(rng=jax.random.key(5)) != tokens(rng=jax.random.key(6))
+    assert len({*tokens(rng=5), *tokens(rng=jax.random.key(5))}) == 4
+
+
+@pytest.mark.parametrize(
+    ("rng", "message"),
+    [
+        (-1, "rng is -1; it must be from 0 to 4294967295, or a jax key."),
+        ("x", "rng is 'x'; it must be an int from 0 to 4294967295, or a jax key."),
+        (jnp.zeros(3), "rng is an array of float32[3]; pass an int or one jax key."),
+    ],
+)
+def test_what_is_no_source_of_randomness_is_refused(llm, rng, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        llm.generate("x", GREEDY, rng=rng)
+
+    assert str(error.value) == message
+
+
+def test_a_chat_is_the_templates_prompt(llm) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    conversation = [{"role": "u", "content": "hi"}]
+
+    one = llm.chat(conversation, GREEDY, chat_template=template)
+    two = llm.chat([conversation, conversation], GREEDY, chat_template=template, add_generation_prompt=False)
+
+    assert [output.prompt for output in one + two] == ["<u>hi<a>", "<u>hi", "<u>hi"]
+    assert one[0].outputs == llm.generate("<u>hi<a>", GREEDY)[0].outputs
+
+
+def test_a_chat_needs_a_template(llm) -> None:
+    with pytest.raises(InvalidInput, match=r"^the model has no chat template; pass chat_template\.$"):
+        llm.chat([{"role": "u", "content": "hi"}])
+
+
+def test_a_model_folder_brings_its_template(folder, tmp_path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+
+    prompt: Any = chat_prompt(load_tokenizer(tmp_path), [{"content": "hi"}])
+
+    assert prompt["prompt"] == "<|endoftext|>hi<|endoftext|>"
+    assert prompt["prompt_token_ids"][0] == prompt["prompt_token_ids"][-1] == 0
+
+
+def test_progress_goes_to_stderr(llm, capsys) -> None:
+    llm.generate(["x", "y"], GREEDY, use_tqdm=True)
+
+    assert "2/2" in capsys.readouterr().err

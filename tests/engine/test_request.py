@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from jattn.engine.request import Request, RequestMetrics, RequestState, SamplingParams
+from jattn.engine.params import SamplingParams, StructuredOutputsParams
+from jattn.engine.request import Request, RequestMetrics, RequestState
 from torch_core.errors import InvalidInput
 
 
@@ -22,7 +24,6 @@ from torch_core.errors import InvalidInput
         ({"top_p": 1.5}, "top_p is 1.5; it must be above 0 and at most 1."),
         ({"max_tokens": 0}, "max_tokens is 0; it must be from 1 to 2147483647."),
         ({"seed": -1}, "seed is -1; it must be from 0 to 4294967295, or None."),
-        ({"stop": "end"}, "stop is a string; pass a tuple of strings, as in stop=('\\n',)."),
         ({"stop": ("",)}, "stop must hold at most 16 strings, none of them empty."),
         ({"stop": ("x",) * 17}, "stop must hold at most 16 strings, none of them empty."),
         ({"stop_token_ids": (-1,)}, "stop_token_ids[0] is -1; it must be from 0 to 2147483647."),
@@ -33,6 +34,33 @@ from torch_core.errors import InvalidInput
         ({"max_tokens": 10**5000}, "max_tokens is an int of 16610 bits; it must be from 1 to 2147483647."),
         ({"seed": -(10**5000)}, "seed is an int of 16610 bits; it must be from 0 to 4294967295, or None."),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False."),
+        ({"n": 0}, "n is 0; it must be from 1 to 1024."),
+        ({"min_p": 1.5}, "min_p is 1.5; it must be from 0 to 1."),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0.0; it must be a finite float32 above 0."),
+        ({"presence_penalty": -3}, "presence_penalty is -3.0; it must be from -2 to 2."),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty is inf; it must be from -2 to 2."),
+        ({"min_tokens": 17}, "min_tokens is 17; it must not be above max_tokens (16)."),
+        ({"logprobs": -1}, "logprobs is -1; it must be from 0 to 2147483647, or None."),
+        ({"prompt_logprobs": -2}, "prompt_logprobs is -2; it must be from -1 to 2147483647, or None."),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be -1, at least 1, or None."),
+        ({"logit_bias": [3]}, "logit_bias is [3]; it must be a mapping, or None."),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias[3] is nan; it must be a finite float32."),
+        ({"logit_bias": {"3": 1}}, "a token of logit_bias is '3'; it must be an int from 0 to 2147483647."),
+        (
+            {"logit_bias": dict.fromkeys(range(513), 1)},
+            "logit_bias has 513 entries; it must have 512 at most.",
+        ),
+        ({"bad_words": "word"}, "bad_words is a string; pass a tuple of strings."),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty; name at least one token, or pass None for all."),
+        (
+            {"stop": "x", "detokenize": False},
+            "stop is given and detokenize is False; stop strings are found in the text.",
+        ),
+        ({"output_kind": "all"}, "output_kind is 'all'; it must be a RequestOutputKind."),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            "structured_outputs is {'regex': 'a'}; it must be StructuredOutputsParams, or None.",
+        ),
     ],
 )
 def test_sampling_parameters_out_of_range_are_named(arguments: dict, message: str) -> None:
@@ -48,8 +76,33 @@ def test_a_generator_of_stop_token_ids_is_read_once_and_kept() -> None:
     assert (params.stop_token_ids, params.stop) == ((3, 5), ("a",))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "structured_outputs has nothing; give one of json, regex, choice, grammar, json_object."),
+        (
+            {"json": {}, "regex": "a"},
+            "structured_outputs has json and regex; give one of json, regex, choice, grammar, json_object.",
+        ),
+        ({"regex": 5}, "regex is 5; it must be text."),
+        ({"json": 5}, "json is 5; it must be a schema as a mapping or as text."),
+        ({"choice": "yes"}, "choice is a string; pass a tuple of strings."),
+        ({"regex": "a" * (1 << 18)}, "regex has 262144 characters; it must have 131072 at most."),
+    ],
+)
+def test_structured_outputs_of_the_wrong_kind_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        StructuredOutputsParams(**arguments)
+
+    assert str(error.value) == message
+
+
+def test_one_stop_string_is_a_tuple_of_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+
+
 def request_of(prompt: tuple[int, ...], **params: Any) -> Request:
-    return Request("r", prompt, SamplingParams(**params), 0, frozenset(), RequestMetrics(0.0))
+    return Request("r", prompt, SamplingParams(**params), np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0))
 
 
 def test_a_request_moves_only_along_legal_moves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jattn.engine import EngineConfig, SamplingParams
@@ -55,7 +56,7 @@ class Bench:
 
     def add_prompt(self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, order: int = 0) -> Request:
         params = SamplingParams(max_tokens=max_tokens)
-        request = Request(name, tokens, params, 0, frozenset(), RequestMetrics(0.0), order=order)
+        request = Request(name, tokens, params, np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0), order=order)
         self.scheduler.add(request)
         return request
 

@@ -301,6 +301,7 @@ def test_every_new_token_has_a_slot_on_the_rank_where_it_lives(world, interleave
         for rank in range(world)
     ]
 
+    assert step.positions is not None
     for token, position in enumerate(step.positions[:12].tolist()):
         row = rows[0] if token < 9 else rows[1]
         owner = position // interleave % world

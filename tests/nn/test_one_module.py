@@ -50,7 +50,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 def compute_in(model: Recorded, dtype: str) -> None:
     """Rounds the weights, and has everything computed in their type."""
-    model.config = replace(CONFIG, dtype=dtype)
+    model.paged_spec = replace(LanguageModel.paged_spec, dtype=dtype)
     model.embed.dtype = model.position.dtype = jnp.dtype(dtype)
     nnx.update(model, jax.tree.map(lambda weight: weight.astype(dtype), nnx.state(model)))
 

@@ -68,6 +68,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache",
         "torch_core.metadata",
     },
+    "jattn.serve": {"jattn.engine", "jattn.load"},
     "jattn.testing": {
         "jattn.engine",
         "jattn.load",
@@ -328,7 +329,8 @@ def in_fresh_process(imports: str, libraries: str = "") -> dict:
 
 def test_importing_jattn_changes_no_environment_no_jax_config_and_no_device() -> None:
     state = in_fresh_process(
-        "import jattn, jattn.engine, jattn.ops, jattn.nn, jattn.pool, jattn.load, jattn.cli", libraries=WITH_DEFAULTS
+        "import jattn, jattn.engine, jattn.ops, jattn.nn, jattn.pool, jattn.load, jattn.serve, jattn.cli",
+        libraries=WITH_DEFAULTS,
     )
 
     assert state["environment"] == {}

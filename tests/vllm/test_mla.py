@@ -269,6 +269,7 @@ def test_what_a_workspace_gives_does_not_overlap():
         ({"logits_soft_cap": 5.0}, Unsupported, "logits_soft_cap is 5.0; latent attention is served without"),
         ({"indexer": "x"}, Unsupported, "indexer is 'x'; latent attention is served without"),
         ({"attn_type": "encoder_only"}, Unsupported, "attn_type is 'encoder_only'; latent attention is served in"),
+        ({"context_parallel": ContextParallel(pcp_world_size=2)}, Unsupported, "pcp_world_size is 2; prompts that are"),
         ({"kv_cache_dtype": "fp7"}, InvalidInput, "kv_cache_dtype is 'fp7'; it must be one of auto"),
         ({"num_kv_heads": 3}, InvalidInput, "num_kv_heads is 3; by the other sizes it must be 1."),
         ({"head_size": 16}, InvalidInput, "head_size is 16; by the other sizes it must be 20."),

@@ -89,7 +89,11 @@ class TritonMLAImpl(MLAAttentionImpl):
         self.kv_b_proj = kv_b_proj
         self.workspace = workspace
         self.context_parallel = context_parallel or ContextParallel()
-        self.context_parallel.refuse_spread_prompts()
+        if self.context_parallel.pcp_world_size > 1:
+            raise Unsupported(
+                f"pcp_world_size is {self.context_parallel.pcp_world_size}; prompts that are spread over ranks are not "
+                "served by latent attention: use 1."
+            )
         self.spec = AttentionSpec(scale=self.scale)
         self._to_latent: Tensor | None = None
         self._to_value: Tensor | None = None

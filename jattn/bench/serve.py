@@ -1,0 +1,254 @@
+"""Latency of the HTTP server under open-loop load: requests arrive at a rate, whether earlier ones are done or not."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jattn.engine import LLM, EngineConfig
+from jattn.serve import AsyncLLM
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["ServeRow", "main", "run"]
+
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRow:
+    """One rate. Latencies are in milliseconds, by percentile ("p50", "p90", "p99", "mean").
+
+    Attributes:
+        rate: requests a second that arrive, in a Poisson process; inf for all at once.
+        completed, failed: requests.
+        duration_s: from the first arrival to the last token.
+        requests_per_second, output_tokens_per_second: of the completed ones.
+        ttft_ms: from the arrival to the first token.
+        tpot_ms: per token after the first, mean of a request.
+        itl_ms: between two events with text; several tokens may come in one.
+        e2e_ms: from the arrival to the last token.
+        goodput: completed requests a second within both goals; None without goals.
+    """
+
+    rate: float
+    completed: int
+    failed: int
+    duration_s: float
+    requests_per_second: float
+    output_tokens_per_second: float
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    e2e_ms: dict[str, float]
+    goodput: float | None
+
+
+@dataclass(slots=True)
+class _Timeline:
+    arrival: float
+    events: list[float] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0
+    error: str | None = None
+
+
+def run(
+    *,
+    url: str | None = None,
+    api_key: str | None = None,
+    model: str | None = None,
+    rates: Sequence[float] = (1.0, 4.0, math.inf),
+    num_requests: int = 32,
+    prompt_tokens: int = 128,
+    new_tokens: int = 64,
+    vocab_size: int = 256,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 2048,
+    ttft_goal_ms: float | None = None,
+    tpot_goal_ms: float | None = None,
+    seed: int = 0,
+) -> list[ServeRow]:
+    """Measures a server that runs at `url`, or one of this process with a model folder.
+
+    Args:
+        url: of the server, without a path; None to start one.
+        api_key: for the server at `url`.
+        model: a model folder for the own server; the embedded model if None.
+        rates: requests a second, one after the other.
+        num_requests: for each rate.
+        prompt_tokens, new_tokens: of each request; prompts are random and share nothing.
+        vocab_size: prompts are of the token ids from 1 to below it.
+        max_num_seqs, max_num_batched_tokens: of the own server.
+        ttft_goal_ms, tpot_goal_ms: what counts as good.
+        seed: of prompts and arrivals.
+
+    Raises:
+        InvalidInput: sizes out of range.
+        Unsupported: httpx or the server's packages are not installed.
+    """
+    if min(num_requests, prompt_tokens, new_tokens) < 1 or not rates or min(rates) <= 0:
+        raise InvalidInput("num_requests, prompt_tokens and new_tokens must be at least 1, and rates above 0.")
+    random_numbers = random.Random(seed)
+    with contextlib.ExitStack() as stack:
+        address = url
+        if address is None:
+            config = EngineConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=prompt_tokens + new_tokens,
+            )
+            address = stack.enter_context(_own_server(model, config)).url
+        rows = []
+        for rate in [math.inf, *rates]:
+            # The first round warms up and is not told.
+            bodies = [
+                {
+                    "prompt": [random_numbers.randrange(1, vocab_size) for _ in range(prompt_tokens)],
+                    "max_tokens": new_tokens,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                }
+                for _ in range(num_requests)
+            ]
+            gaps = [0.0 if math.isinf(rate) else random_numbers.expovariate(rate) for _ in bodies]
+            timelines = asyncio.run(_send(address, api_key, bodies, np.cumsum(gaps).tolist()))
+            rows.append(_row(rate, timelines, ttft_goal_ms, tpot_goal_ms))
+    return rows[1:]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table, or JSON; returns 0, or 1 if a request failed."""
+    parser = argparse.ArgumentParser(prog="jattn bench serve", description=__doc__)
+    parser.add_argument("--url", help="of a server that runs (default: one of this process)")
+    parser.add_argument("--api-key", help="for the server at --url")
+    parser.add_argument("--model", help="a model folder for the own server (default: the embedded model)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0, math.inf], help="inf for all at once")
+    parser.add_argument("--num-requests", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--vocab-size", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--ttft-goal-ms", type=float)
+    parser.add_argument("--tpot-goal-ms", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    arguments = vars(parser.parse_args(argv))
+    as_json = arguments.pop("json")
+    rows = run(**arguments)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        heads = f"{'TTFT p50/p90/p99 ms':>22} {'TPOT':>20} {'E2E':>24}"
+        print(f"{'rate':>6} {'done':>5} {'failed':>6} {'tokens/s':>9}  {heads}")
+        for row in rows:
+            columns = [
+                "/".join(f"{times[f'p{each}']:.1f}" for each in _PERCENTILES)
+                for times in (row.ttft_ms, row.tpot_ms, row.e2e_ms)
+            ]
+            print(
+                f"{row.rate:>6g} {row.completed:>5} {row.failed:>6} {row.output_tokens_per_second:>9.0f}  "
+                f"{columns[0]:>22} {columns[1]:>20} {columns[2]:>24}"
+            )
+    return int(any(row.failed for row in rows))
+
+
+def _own_server(model: str | None, config: EngineConfig) -> Any:
+    try:
+        background = importlib.import_module("jattn.serve.background")
+        app = importlib.import_module("jattn.serve.app")
+    except ImportError as error:
+        raise Unsupported(f"serving needs {error.name}, which is not installed; pip install 'jattn[serve]'.") from None
+    llm = LLM(model, config=config)
+    llm.engine.warmup(lambda *_: None)
+    return background.BackgroundServer(AsyncLLM(llm), app.ServeConfig(model_name="bench", max_unfinished=1 << 20))
+
+
+async def _send(url: str, api_key: str | None, bodies: list[dict[str, Any]], arrivals: list[float]) -> list[_Timeline]:
+    try:
+        httpx = importlib.import_module("httpx")
+    except ImportError:
+        raise Unsupported("jattn bench serve needs httpx, which is not installed; pip install httpx.") from None
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits) as client:
+        start = time.perf_counter()
+        return await asyncio.gather(
+            *(_ask(client, body, start + arrival) for body, arrival in zip(bodies, arrivals, strict=True))
+        )
+
+
+async def _ask(client: Any, body: dict[str, Any], arrival: float) -> _Timeline:
+    await asyncio.sleep(max(arrival - time.perf_counter(), 0))
+    # From when it should have come: a client that is late must not flatter the server.
+    timeline = _Timeline(arrival)
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise ConnectionError(f"status {response.status_code}: {(await response.aread())[:200]!r}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise ConnectionError(event["error"]["message"])
+                if event["choices"]:
+                    timeline.events.append(time.perf_counter())
+                if "usage" in event:
+                    timeline.num_tokens = event["usage"]["completion_tokens"]
+    except Exception as error:
+        # Whatever it is, it is this request's: counted, and the others go on.
+        timeline.error = str(error) or type(error).__name__
+    return timeline
+
+
+def _row(rate: float, timelines: list[_Timeline], ttft_goal_ms: float | None, tpot_goal_ms: float | None) -> ServeRow:
+    done = [timeline for timeline in timelines if timeline.error is None and timeline.events]
+    first = [1e3 * (each.events[0] - each.arrival) for each in done]
+    whole = [1e3 * (each.events[-1] - each.arrival) for each in done]
+    each_token = [
+        (last - early) / max(timeline.num_tokens - 1, 1)
+        for timeline, early, last in zip(done, first, whole, strict=True)
+    ]
+    between = [1e3 * (b - a) for each in done for a, b in zip(each.events, each.events[1:], strict=False)]
+    start = min(timeline.arrival for timeline in timelines)
+    duration = max((timeline.events[-1] for timeline in done), default=start) - start
+    per_second = lambda count: count / duration if duration else 0.0  # noqa: E731
+    goals = ttft_goal_ms is not None or tpot_goal_ms is not None
+    good = sum(
+        early <= (ttft_goal_ms or math.inf) and later <= (tpot_goal_ms or math.inf)
+        for early, later in zip(first, each_token, strict=True)
+    )
+    return ServeRow(
+        rate=rate,
+        completed=len(done),
+        failed=len(timelines) - len(done),
+        duration_s=duration,
+        requests_per_second=per_second(len(done)),
+        output_tokens_per_second=per_second(sum(timeline.num_tokens for timeline in done)),
+        ttft_ms=_percentiles(first),
+        tpot_ms=_percentiles(each_token),
+        itl_ms=_percentiles(between),
+        e2e_ms=_percentiles(whole),
+        goodput=per_second(good) if goals else None,
+    )
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    if not values:
+        return dict.fromkeys((*(f"p{each}" for each in _PERCENTILES), "mean"), math.nan)
+    found = np.percentile(values, _PERCENTILES).tolist()
+    return dict(zip((f"p{each}" for each in _PERCENTILES), found, strict=True)) | {"mean": float(np.mean(values))}

@@ -1,0 +1,120 @@
+"""Structured output: which tokens a grammar allows next; llguidance says it on the host, the device applies it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jattn.engine.params import StructuredOutputsParams
+from jattn.engine.tables import mask_of
+from jattn.load import TextTokenizer
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["Grammar", "GrammarCompiler"]
+
+
+class Grammar:
+    """Where one request's text is in its grammar. Not thread-safe.
+
+    Args:
+        matcher: llguidance's, at its start.
+        eos_token_ids: what ends the text.
+        num_words: of a mask.
+    """
+
+    def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_words: int) -> None:
+        self._matcher = matcher
+        self._end = mask_of(list(eos_token_ids), num_words)
+        self._num_read = 0
+
+    def copy(self) -> Grammar:
+        """Returns another one for the same grammar, at its start."""
+        twin = Grammar(self._matcher.deep_copy(), (), len(self._end))
+        twin._end, twin._num_read = self._end, -1
+        return twin
+
+    def mask(self, output_token_ids: Sequence[int], min_tokens: int) -> np.ndarray:
+        """Returns int32[num_words], a bit for each token that may come next; ends only, where the text is complete.
+
+        Args:
+            output_token_ids: all tokens so far; those of earlier calls come first.
+            min_tokens: tokens before which no end is allowed, as long as anything else is.
+        """
+        # Whatever interrupts this leaves the text to be read again from its start.
+        done, self._num_read = self._num_read, -1
+        if done < 0:
+            self._matcher.reset()
+            done = 0
+        self._matcher.consume_tokens(list(output_token_ids[done:]))
+        self._num_read = len(output_token_ids)
+        if self._matcher.is_stopped():
+            return self._end
+        mask = np.zeros(len(self._end), np.int32)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        mask[: len(bits)] = bits[: len(mask)]
+        if len(output_token_ids) < min_tokens and np.any(mask & ~self._end):
+            mask &= ~self._end
+        return mask
+
+
+class GrammarCompiler:
+    """Makes grammars over a model's tokens.
+
+    Args:
+        tokenizer: of the model; None refuses every grammar.
+        vocab_size: of the model.
+        eos_token_ids: of the model.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokens: Any = None
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Returns the grammar at its start.
+
+        Raises:
+            InvalidInput: it cannot be compiled, or there is no tokenizer or nothing that ends a text.
+            Unsupported: llguidance is not installed.
+        """
+        if self._tokenizer is None or not self._eos_token_ids:
+            what = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
+            raise InvalidInput(f"structured_outputs needs a {what}, and the model has none.")
+        try:
+            library = importlib.import_module("llguidance")
+        except ImportError:
+            raise Unsupported(
+                "structured_outputs needs llguidance, which is not installed; pip install 'jattn[structured]'."
+            ) from None
+        if self._tokens is None:
+            self._tokens = library.LLTokenizer(
+                self._tokenizer.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            )
+        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
+        try:
+            source = _source(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
+            matcher = library.LLMatcher(self._tokens, source, log_level=0)
+            if error := matcher.get_error():
+                raise ValueError(error.strip())
+        except ValueError as error:
+            raise InvalidInput(f"{name} cannot be compiled: {error}") from None
+        return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
+
+
+def _source(matcher: Any, name: str, value: Any, *, flexible: bool) -> str:
+    if name == "regex":
+        return matcher.grammar_from_regex(value)
+    if name == "choice":
+        # A quoted string of Lark has JSON's escapes.
+        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
+    if name == "grammar":
+        return matcher.grammar_from_lark(value)
+    schema = {"type": "object"} if name == "json_object" else value
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": flexible})

@@ -1,0 +1,84 @@
+"""`jattn serve`: a model folder behind OpenAI's HTTP interface, until SIGTERM; then what runs is finished."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from jattn.engine import LLM, EngineConfig
+from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
+from jattn.serve.app import ServeConfig, create_app
+from jattn.serve.async_llm import AsyncLLM
+from torch_core.errors import InvalidInput
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until a signal; returns 0."""
+    parser = argparse.ArgumentParser(prog="jattn serve", description=__doc__)
+    parser.add_argument("model", nargs="?", help="a Hugging Face folder (default: the embedded model)")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="to listen at; 0 for any that is free (8000)")
+    parser.add_argument("--served-model-name", help="that clients ask for (default: the folder's name)")
+    parser.add_argument("--api-key-file", metavar="FILE", help="one key a line; clients must bring one of them")
+    parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    parser.add_argument(
+        "--ignore-generation-config", action="store_true", help="defaults of sampling are OpenAI's, not the folder's"
+    )
+    parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="of one request (4 MiB)")
+    parser.add_argument("--max-unfinished", type=int, default=1024, help="samples that may wait or run (1024)")
+    parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
+    parser.add_argument("--implementation", choices=("triton", "torch", "xla"), help="of the attention ops")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
+    parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
+    parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
+    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache (1 GiB)")
+    arguments = parser.parse_args(argv)
+    keys = () if arguments.api_key_file is None else tuple(_read(arguments.api_key_file, "api_key_file").split())
+    if arguments.api_key_file is not None and not keys:
+        raise InvalidInput(f"api_key_file {arguments.api_key_file!r} has no keys.")
+    template = None
+    if arguments.chat_template is not None:
+        template = ChatTemplate(_read(arguments.chat_template, "chat_template"))
+    folder = embedded_model_folder() if arguments.model is None else Path(arguments.model)
+    name = arguments.served_model_name or ("jattn" if arguments.model is None else folder.resolve().name)
+    config = ServeConfig(
+        model_name=name,
+        api_keys=keys,
+        max_body_bytes=arguments.max_body_bytes,
+        max_unfinished=arguments.max_unfinished,
+        chat_template=template,
+        default_sampling=None if arguments.ignore_generation_config else load_generation_defaults(folder).sampling,
+    )
+    engine = EngineConfig(
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_model_len=arguments.max_model_len,
+        kv_cache_bytes=arguments.kv_cache_bytes,
+    )
+    llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
+    if not arguments.no_warmup:
+        llm.engine.warmup()
+    # uvicorn stops to listen at SIGTERM and SIGINT, and waits for the answers that run.
+    uvicorn.run(
+        create_app(AsyncLLM(llm), config),
+        host=arguments.host,
+        port=arguments.port,
+        timeout_graceful_shutdown=arguments.drain_seconds,
+        access_log=False,
+    )
+    return 0
+
+
+def _read(path: str | os.PathLike[str], name: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{name} {str(path)!r} cannot be read: {error}.") from None

@@ -1,0 +1,77 @@
+"""Chat templates: transformers' results, and programs that try to get out or never to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jattn.load import ChatTemplate
+from torch_core.errors import InvalidInput
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is <2 & 3>?"},
+    {"role": "assistant", "content": "5"},
+]
+ROLES = """{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>
+{{ message.content | trim }}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+TOOLS = """{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- for m in messages %}
+    {%- if loop.first and m.role == 'system' %}[{{ m.content ~ '!' }}]{% elif not loop.last %}{{ loop.index0 * 2 }}
+    {% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}
+{%- endfor %}"""
+COUNTS = """{% set ns = namespace(n=0) %}{% for m in messages %}
+{% if m.role == 'user' %}{% set ns.n = ns.n + 1 %}{% continue %}{% endif %}
+{{ m.content[:3].upper() }}{% endfor %}{{ ns.n }}{{ ', '.join(['a', 'b']) }}"""
+TEMPLATES = [ROLES, TOOLS, COUNTS]
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+def test_the_text_is_transformers(source, tools) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special: Any = {"bos_token": "<s>", "eos_token": "</s>"}
+
+    text = ChatTemplate(source, special).render(MESSAGES, tools=tools)
+
+    (expected,), _ = render_jinja_template([MESSAGES], tools, None, source, add_generation_prompt=True, **special)
+    assert text == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__.mro() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ nothing.at.all }}",
+        "{{ messages[0] + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in 'x' * 9999 %}{% for b in 'x' * 9999 %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 999999999 }}",
+        "{{ 'x'.ljust(9999999999) }}",
+        "{{ 'x' | center(9999999999) }}",
+        "{{ '%0999999999d' % 5 }}",
+        "{{ '{:>999999999}'.format(5) }}",
+        "{{ 9 ** 99999999 }}",
+        "{{ ('x' * 99999).replace('x', 'x' * 99999) }}",
+        "{% set ns = namespace(t='xx') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+        "{% set ns = namespace(t='xx') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
+        "{% for a in range(9000) %}{{ 'x' * 9999 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_reaches_out_fails_or_never_ends_is_stopped(source) -> None:
+    with pytest.raises(InvalidInput, match=r"^the chat template"):
+        ChatTemplate(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x | nowhere }}", "x" * (1 << 18), 5])
+def test_a_source_that_is_no_template_is_refused(source) -> None:
+    with pytest.raises(InvalidInput, match=r"^chat_template "):
+        ChatTemplate(source)

@@ -1,0 +1,61 @@
+"""One server with the embedded model for the room's tests, and OpenAI's client for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from jattn.engine import LLM, EngineConfig
+from jattn.load import ChatTemplate
+from jattn.serve import AsyncLLM
+from jattn.serve.app import ServeConfig
+from jattn.serve.background import BackgroundServer
+
+MODEL = "embedded"
+KEY = "a key"
+TEMPLATE = (
+    "{% for tool in tools or [] %}Tool {{ tool.function.name }}. {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+MAX_UNFINISHED = 24
+
+
+class Running(BackgroundServer):
+    """The server, and what it serves."""
+
+    def __init__(self) -> None:
+        # One shape for every step, so that few programs compile.
+        self.llm = AsyncLLM(
+            LLM(
+                config=EngineConfig(
+                    max_num_seqs=8,
+                    max_num_batched_tokens=256,
+                    max_model_len=256,
+                    num_scheduler_steps=1,
+                    batch_invariant=True,
+                )
+            )
+        )
+        config = ServeConfig(
+            model_name=MODEL,
+            api_keys=("another", KEY),
+            max_body_bytes=1 << 16,
+            max_unfinished=MAX_UNFINISHED,
+            chat_template=ChatTemplate(TEMPLATE),
+        )
+        super().__init__(self.llm, config)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    with Running() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
+        yield client

@@ -1,0 +1,166 @@
+"""AsyncLLM: many tasks and threads over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jattn.engine import LLM, EngineConfig, RequestOutputKind, SamplingParams
+from jattn.serve import AsyncLLM
+from tests.support.tiny_models import write_tiny_model
+from torch_core.errors import InvalidInput, PoolLost
+
+CONFIG = EngineConfig(
+    block_size=8, max_num_seqs=4, max_num_batched_tokens=64, num_scheduler_steps=1, batch_invariant=True
+)
+PROMPTS = [f"prompt {index}" for index in range(8)]
+KINDS = RequestOutputKind
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> list[str]:
+    return [output.outputs[0].text for output in LLM(folder, config=CONFIG).generate(PROMPTS, params_of())]
+
+
+@pytest.fixture
+def llm(folder) -> Iterator[AsyncLLM]:
+    with AsyncLLM(LLM(folder, config=CONFIG)) as llm:
+        yield llm
+
+
+def params_of(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True} | changes)
+
+
+async def outputs_of(llm: AsyncLLM, prompt: Any, **params: Any) -> list[Any]:
+    return [output async for output in llm.generate(prompt, params_of(**params))]
+
+
+def is_idle(llm: AsyncLLM) -> bool:
+    for _ in range(400):
+        if not llm.num_unfinished and not llm.llm.engine.num_unfinished:
+            break
+        time.sleep(0.01)
+    return llm.num_unfinished == 0 and llm.llm.engine.cache_stats().used == 0
+
+
+def test_the_kinds_of_output_say_the_same(llm, expected) -> None:
+    async def ask() -> list[list[Any]]:
+        return [await outputs_of(llm, PROMPTS[0], output_kind=kind) for kind in KINDS]
+
+    cumulative, deltas, final = asyncio.run(ask())
+
+    assert [output.outputs[0].text for output in final] == [expected[0]]
+    assert "".join(output.outputs[0].text for output in deltas) == expected[0]
+    texts = [output.outputs[0].text for output in cumulative]
+    assert texts[-1] == expected[0]
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
+    assert sum((output.outputs[0].token_ids for output in deltas), ()) == final[0].outputs[0].token_ids
+
+
+def test_tasks_of_several_threads_get_their_own_answers(llm, expected) -> None:
+    texts: dict[int, str] = {}
+
+    async def ask(index: int) -> None:
+        texts[index] = (await outputs_of(llm, PROMPTS[index]))[-1].outputs[0].text
+
+    async def ask_all(indices: range) -> None:
+        await asyncio.gather(*map(ask, indices))
+
+    threads = [threading.Thread(target=asyncio.run, args=(ask_all(range(at, 8, 3)),)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [texts[index] for index in range(8)] == expected
+
+
+def test_samples_of_one_prompt_end_together(llm) -> None:
+    (output,) = asyncio.run(outputs_of(llm, "x", n=3, temperature=1.0, seed=4, output_kind=KINDS.FINAL_ONLY))
+
+    assert len({each.token_ids for each in output.outputs}) == 3
+    assert is_idle(llm)
+
+
+def test_a_cancelled_task_and_a_closed_generator_cancel_their_requests(llm, expected) -> None:
+    async def ask() -> list[Any]:
+        task = asyncio.create_task(outputs_of(llm, "long", max_tokens=200))
+        never_started = asyncio.create_task(outputs_of(llm, "never", max_tokens=200))
+        async with contextlib.aclosing(llm.stream("also long", params_of(max_tokens=200, n=2))) as updates:
+            await anext(updates)
+        never_started.cancel()
+        task.cancel()
+        for each in (task, never_started):
+            with pytest.raises(asyncio.CancelledError):
+                await each
+        return await outputs_of(llm, PROMPTS[1])
+
+    assert asyncio.run(ask())[-1].outputs[0].text == expected[1]
+    assert is_idle(llm)
+
+
+def test_of_several_prompts_one_bad_one_starts_none(llm) -> None:
+    async def ask() -> None:
+        await llm.submit(["fine", [1, 999]], params_of(max_tokens=200))
+
+    with pytest.raises(InvalidInput, match=r"prompt token 1 of '#1' is outside the vocabulary"):
+        asyncio.run(ask())
+    assert is_idle(llm)
+
+
+def test_an_error_on_the_way_to_one_caller_ends_its_request_alone(llm, expected) -> None:
+    def deliver(update: Any) -> None:
+        raise ZeroDivisionError
+
+    llm.add("broken", params_of(max_tokens=200), deliver=deliver)
+
+    assert asyncio.run(outputs_of(llm, PROMPTS[2]))[-1].outputs[0].text == expected[2]
+    assert is_idle(llm)
+
+
+def test_a_device_that_keeps_failing_ends_the_requests_with_its_error_and_is_tried_again(
+    llm, expected, monkeypatch
+) -> None:
+    engine, failures = llm.llm.engine, 3
+
+    def failing(outbox: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise PoolLost("gone", generation=1)
+        return type(engine).wait(engine, outbox)
+
+    monkeypatch.setattr(engine, "wait", failing)
+
+    with pytest.raises(PoolLost, match="gone"):
+        asyncio.run(outputs_of(llm, PROMPTS[0]))
+    assert asyncio.run(outputs_of(llm, PROMPTS[3]))[-1].outputs[0].text == expected[3]
+    assert is_idle(llm)
+
+
+def test_closing_ends_what_runs_with_an_error_and_refuses_what_comes(folder) -> None:
+    llm = AsyncLLM(LLM(folder, config=CONFIG))
+
+    async def ask() -> None:
+        async for _ in llm.stream("long", params_of(max_tokens=200)):
+            await asyncio.to_thread(llm.close)
+
+    with pytest.raises(InvalidInput, match=r"the AsyncLLM was closed before the request ended\."):
+        asyncio.run(ask())
+    with pytest.raises(InvalidInput, match=r"the AsyncLLM is closed; build another one\."):
+        llm.add("x", deliver=print)
+    assert not llm.is_running

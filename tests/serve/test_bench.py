@@ -1,0 +1,48 @@
+"""`jattn bench serve`: what it counts, at its smallest."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from jattn.bench.serve import main, run
+from jattn.cli import main as cli
+from jattn.engine import Engine
+from tests.support.tiny_models import write_tiny_model
+from torch_core.errors import InvalidInput
+
+
+def test_every_request_is_counted_and_timed(capsys, tmp_path, monkeypatch) -> None:
+    # All programs that any traffic could need take longer than the traffic.
+    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
+    sizes = ["--num-requests", "3", "--prompt-tokens", "4", "--new-tokens", "5", "--max-num-seqs", "1"]
+    sizes += ["--max-num-batched-tokens", "64", "--model", str(write_tiny_model(tmp_path, 0))]
+
+    assert main([*sizes, "--rates", "50", "inf", "--ttft-goal-ms", "1e9", "--json"]) == 0
+
+    slow, burst = json.loads(capsys.readouterr().out)
+    assert (slow["rate"], burst["rate"]) == (50, math.inf)
+    for row in (slow, burst):
+        assert (row["completed"], row["failed"]) == (3, 0)
+        assert row["output_tokens_per_second"] == pytest.approx(15 / row["duration_s"])
+        assert row["goodput"] == pytest.approx(row["requests_per_second"])
+        assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] <= row["e2e_ms"]["p99"]
+
+
+def test_requests_that_fail_are_counted_and_the_exit_says_so(server, capsys) -> None:
+    sizes = ["--num-requests", "2", "--prompt-tokens", "4", "--new-tokens", "5", "--rates", "inf"]
+
+    assert cli(["bench", "serve", "--url", server.url, "--api-key", "wrong", *sizes]) == 1
+    assert main(["--url", server.url, "--api-key", "a key", *sizes]) == 0
+
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines() if "inf" in line] == [
+        ["inf", "0", "2"],
+        ["inf", "2", "0"],
+    ]
+
+
+def test_sizes_out_of_range_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"must be at least 1, and rates above 0\."):
+        run(rates=[0.0])

@@ -1,0 +1,207 @@
+"""The official openai client against `jattn serve`'s application, with the embedded model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from jattn.engine import SamplingParams
+from tests.serve.conftest import MODEL
+
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 8}
+MESSAGES: Any = [{"role": "user", "content": "What is a list?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+
+
+def by_the_engine(server, prompt: Any, **params: Any) -> str:
+    output = server.llm.llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8, **params))
+    return output[0].outputs[0].text
+
+
+def test_a_completion_is_the_engines(client, server) -> None:
+    answer = client.completions.create(prompt="The for statement", **GREEDY)
+
+    assert answer.choices[0].text == by_the_engine(server, "The for statement")
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.object, answer.model) == ("text_completion", MODEL)
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+
+
+def test_several_prompts_of_text_and_of_token_ids_keep_their_order(client, server) -> None:
+    prompts = ["The list", "A string is", "When the"]
+    ids = [server.llm.llm.tokenizer.encode(prompt) for prompt in prompts]
+
+    by_text, by_ids = (client.completions.create(prompt=each, **GREEDY) for each in (prompts, ids))
+
+    expected = [by_the_engine(server, prompt) for prompt in prompts]
+    assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices] == expected
+    assert [choice.index for choice in by_text.choices] == [0, 1, 2]
+
+
+def test_the_streamed_pieces_join_to_the_answer_and_end_with_the_usage(client, server) -> None:
+    events = list(
+        client.completions.create(
+            prompt=["The list", "A string"], stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+
+    for index, prompt in enumerate(["The list", "A string"]):
+        choices = [event.choices[0] for event in events if event.choices and event.choices[0].index == index]
+        assert "".join(choice.text for choice in choices) == by_the_engine(server, prompt)
+        assert [choice.finish_reason for choice in choices[-1:]] == ["length"]
+    assert events[-1].usage.completion_tokens == 16
+
+
+def test_samples_differ_and_are_the_seeds(client) -> None:
+    ask = lambda: client.completions.create(  # noqa: E731
+        prompt="The", model=MODEL, n=3, seed=-7, temperature=1.5, max_tokens=8
+    )
+
+    first, second = ask(), ask()
+
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) == 3
+
+
+def test_the_best_of_several_has_the_highest_mean_logprob(client) -> None:
+    options = {"prompt": "The", "model": MODEL, "seed": 3, "temperature": 1.5, "max_tokens": 6, "logprobs": 0}
+    every = client.completions.create(n=4, **options).choices
+
+    (best,) = client.completions.create(best_of=4, **options).choices
+
+    mean = lambda choice: sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)  # noqa: E731
+    assert best.text == max(every, key=mean).text
+
+
+def test_text_ends_before_a_stop_string(client, server) -> None:
+    text = by_the_engine(server, "The for statement")
+    stop = text[5:7]
+
+    (choice,) = client.completions.create(prompt="The for statement", stop=stop, **GREEDY).choices
+
+    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
+    assert choice.model_extra["stop_reason"] == stop
+
+
+def test_logprobs_come_with_tokens_and_offsets_also_of_an_echoed_prompt(client) -> None:
+    (choice,) = client.completions.create(prompt="The list of", logprobs=2, echo=True, **GREEDY).choices
+
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text
+    assert choice.text.startswith("The list of")
+    assert found.token_logprobs[0] is None
+    assert all(value <= 0 for value in found.token_logprobs[1:])
+    assert all(2 <= len(each) <= 3 for each in found.top_logprobs[1:])
+    assert [choice.text[at : at + len(token)] for at, token in zip(found.text_offset, found.tokens, strict=True)] == (
+        found.tokens
+    )
+
+
+def test_a_chat_goes_through_the_template_with_its_tools(client, server) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "weather"}}]
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "What is a list?"}]}]
+
+    plain = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    in_parts = client.chat.completions.create(messages=parts, tools=tools, tool_choice="none", **GREEDY)
+    with_tools = client.chat.completions.create(messages=MESSAGES, tools=tools, **GREEDY)
+
+    # The template itself writes what special tokens there are.
+    encode = functools.partial(server.llm.llm.tokenizer.encode, add_special_tokens=False)
+    prompt = "user: What is a list?\nassistant:"
+    expected = by_the_engine(server, encode(prompt))
+    assert plain.choices[0].message.content == in_parts.choices[0].message.content == expected
+    assert with_tools.choices[0].message.content == by_the_engine(server, encode(f"Tool weather. {prompt}"))
+    assert plain.choices[0].message.role == "assistant"
+
+
+def test_a_chat_streams_with_logprobs(client) -> None:
+    options: Any = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    whole = client.chat.completions.create(**options).choices[0]
+
+    events = list(client.chat.completions.create(stream=True, **options))
+
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.message.content
+    tokens = [each for event in events if event.choices[0].logprobs for each in event.choices[0].logprobs.content]
+    assert tokens == whole.logprobs.content
+    assert all(len(each.top_logprobs) == 2 for each in tokens)
+    assert all(bytes(each.bytes).decode() == each.token for each in tokens)
+
+
+def test_the_answer_follows_a_schema(client) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+    answers = [
+        client.chat.completions.create(messages=MESSAGES, response_format=form, model=MODEL, seed=seed, max_tokens=60)
+        for seed in range(2)
+    ]
+
+    for answer in answers:
+        assert answer.choices[0].finish_reason == "stop"
+        assert 0 <= json.loads(answer.choices[0].message.content)["answer"] <= 9
+
+
+def test_vllms_own_parameters_come_through_extra_body(client) -> None:
+    extra = {"structured_outputs": {"choice": ["alpha", "beta"]}, "top_k": 50, "repetition_penalty": 1.1}
+
+    answer = client.completions.create(prompt="The", model=MODEL, max_tokens=20, extra_body=extra)
+
+    assert answer.choices[0].text in ("alpha", "beta")
+
+
+def test_models_are_listed(client) -> None:
+    (model,) = client.models.list().data
+
+    assert (model.id, model.model_extra["max_model_len"]) == (MODEL, 256)
+    assert client.models.retrieve(MODEL) == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "param"),
+    [
+        ({"model": "gpt"}, openai.NotFoundError, "model"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, "prompt"),
+        ({"prompt": []}, openai.BadRequestError, "prompt"),
+        ({"prompt": [99999]}, openai.BadRequestError, "prompt"),
+        ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
+    ],
+)
+def test_a_bad_field_is_named(client, changes, error, param) -> None:
+    with pytest.raises(error) as caught:
+        client.completions.create(**({"prompt": "x", **GREEDY} | changes))
+
+    assert caught.value.param == param
+
+
+def test_a_wrong_key_is_refused(server) -> None:
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError, match=r"the API key is missing or wrong\."),
+    ):
+        client.models.list()
+
+
+def test_many_at_once_get_their_own_answers(client, server) -> None:
+    prompts = [f"The number {index} is" for index in range(16)]
+    expected = [by_the_engine(server, prompt) for prompt in prompts]
+
+    def ask(prompt: str) -> str:
+        events = client.completions.create(prompt=prompt, stream=True, **GREEDY)
+        return "".join(event.choices[0].text for event in events)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(ask, prompts)) == expected

@@ -1,0 +1,31 @@
+"""What a body means before anything is generated."""
+
+from __future__ import annotations
+
+from jattn.serve.protocol import parse_chat, parse_completion
+
+DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 50}
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def test_the_models_defaults_hold_where_a_body_says_nothing() -> None:
+    completion = parse_completion({"prompt": "x", "top_p": None, "temperature": 0}, DEFAULTS).params
+    chat = parse_chat({"messages": MESSAGES, "max_completion_tokens": 7}, DEFAULTS).params
+
+    assert (completion.temperature, completion.top_p, completion.max_tokens) == (0, 0.9, 50)
+    assert (chat.temperature, chat.top_p, chat.max_tokens) == (0.6, 0.9, 7)
+
+
+def test_without_defaults_they_are_openais() -> None:
+    completion, chat = parse_completion({"prompt": "x"}).params, parse_chat({"messages": MESSAGES}).params
+
+    assert (completion.temperature, completion.top_p, completion.max_tokens) == (1, 1, 16)
+    assert chat.max_tokens is None
+
+
+def test_a_salt_of_any_text_separates() -> None:
+    salts = [parse_completion({"prompt": "x", "cache_salt": text}).salt for text in ("a", "b", "\u00e9" * 64)]
+
+    assert len(set(salts)) == 3
+    assert all(salt is not None and len(salt) == 32 for salt in salts)
+    assert parse_completion({"prompt": "x"}).salt is None

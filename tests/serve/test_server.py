@@ -1,0 +1,67 @@
+"""`jattn serve` as a process: it says where it listens, and finishes what runs when it is told to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jattn.cli import main
+from tests.support.tiny_models import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_what_runs_is_finished_after_sigterm(tmp_path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", 0)
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    command = [sys.executable, "-m", "jattn.cli", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
+    process = subprocess.Popen(
+        [*command, "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--no-warmup"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        url = next(found.group() for line in process.stderr if (found := re.search(r"http://[0-9.:]+", line)))
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        texts = []
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer second"}, timeout=120
+        ) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    if not texts:
+                        process.send_signal(signal.SIGTERM)
+                    texts.append(json.loads(line.removeprefix("data: "))["choices"][0])
+        assert texts[-1]["finish_reason"] == "length"
+        assert process.wait(60) in (0, -signal.SIGTERM)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere"], "jattn: folder is '/nowhere'; it is not an existing folder."),
+        (["--api-key-file", "/nowhere"], "jattn: api_key_file '/nowhere' cannot be read: "),
+        (["--max-body-bytes", "0"], "jattn: max_body_bytes is 0; it must be an int of at least 1."),
+        (["--max-num-seqs", "0"], "jattn: max_num_seqs is 0; it must be from 1 to 65536."),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(arguments, message, capsys) -> None:
+    assert main(["serve", *arguments]) == 2
+
+    assert capsys.readouterr().err.startswith(message)
