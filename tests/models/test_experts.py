@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from torch_core.errors import InvalidInput
 MOE = MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, router_bias=True, expert_bias=True)
 
 
-def layer(seed, moe=MOE):
+def layer(seed, moe=MOE) -> Any:
     module = SparseMLP(tiny_config(moe=moe), rngs=nnx.Rngs(seed))
     random = np.random.default_rng(seed)
     graph, state = nnx.split(module)
@@ -82,7 +84,9 @@ def test_weights_of_a_token_sum_to_one_unless_they_are_shares_of_all(seed):
     assert (np.asarray(shares.route(x)[0].sum(-1)) < 1).all()
 
 
-GROUPED = {"num_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 8, "n_group": 4, "topk_group": 2}
+GROUPED: dict[str, Any] = {
+    "num_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 8, "n_group": 4, "topk_group": 2
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("corrected", [False, True])
