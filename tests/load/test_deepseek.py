@@ -11,7 +11,8 @@ import pytest
 import safetensors.numpy
 
 from jattn.load import load_model, parse_config, save_model
-from tests.support.family_models import write_checkpoint
+from tests.support.family_models import reference_logits, write_checkpoint
+from tests.support.tiny_models import dense_logits, reference_bound
 from torch_core.errors import Unsupported
 
 _COMMON: dict[str, Any] = {
@@ -86,3 +87,12 @@ def test_the_layer_that_predicts_a_second_token_is_not_read(tmp_path, seed):
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
     assert load_model(folder, with_tokenizer=False)[1].num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_dense_sequences_have_the_logits_of_transformers(architecture, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, 0, seed)
+    tokens = np.random.default_rng(seed).integers(0, 99, 24)
+    exact, same_dtype = reference_logits(folder, tokens[None])
+    found = dense_logits(load_model(folder, with_tokenizer=False)[0], tokens)
+    assert np.abs(found - exact[0]).max() <= reference_bound(exact, same_dtype)
