@@ -19,7 +19,8 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=9, ignore_eos=True)
 
 
 def engine_of(model: Any = None, **changes: Any) -> Engine:
-    return Engine(model or other_decoder(), EngineConfig(**(SIZES | {"enable_cascade_attention": True} | changes)))
+    options: dict[str, Any] = SIZES | {"enable_cascade_attention": True} | changes
+    return Engine(model or other_decoder(), EngineConfig(**options))
 
 
 def test_groups_say_the_same_with_their_prefix_attended_once(seed) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,7 +87,7 @@ def test_tokens_stand_up_to_the_first_wrong_guess_and_the_right_one_in_its_place
 
 
 def request_of(tokens: list[int]) -> Request:
-    return Request("r", tuple(tokens), SamplingParams(), 0, frozenset(), RequestMetrics(0.0))
+    return Request("r", tuple(tokens), SamplingParams(), np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 3))

@@ -313,6 +313,7 @@ def test_every_new_token_has_a_slot_on_the_rank_where_it_lives(world, interleave
         assert each.slot_mapping[12:].tolist() == [-1] * 4
         assert (each.block_size, each.slot_mapping.dtype) == (4, np.int32)
         lens = [sum(t // interleave % world == rank for t in range(n)) for n in (22, 3)]
+        assert each.dcp_local_seq_lens is not None
         assert each.dcp_local_seq_lens.tolist() == lens
 
 
