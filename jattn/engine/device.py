@@ -15,7 +15,7 @@ from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
-from torch_core.specs import KVCacheSpec
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["Device", "open_device"]
 
@@ -81,7 +81,9 @@ def open_device(
     return Device(pool, host, runner, in_turns=config.batch_invariant or not ragged), cache_config, plan
 
 
-def _plan(config: EngineConfig, spec: KVCacheSpec, *, num_layers: int, max_model_len: int) -> PoolPlan:
+def _plan(
+    config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, *, num_layers: int, max_model_len: int
+) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
         plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)

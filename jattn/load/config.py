@@ -10,7 +10,8 @@ from typing import Any
 from jattn.load.families import Family, known_families, nearest_family
 from jattn.load.generation import token_ids
 from jattn.load.rope import ROPE_NAMES, read_rope, write_rope
-from jattn.models.config import SIZE_LIMITS, ModelConfig, MoEConfig
+from jattn.models.config import SIZE_LIMITS, ModelConfig
+from jattn.models.parts import LatentConfig, MoEConfig
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
@@ -36,7 +37,7 @@ _STRUCTURE = (
     "quantization_config",
 )
 #: What is read by the functions of a family.
-_DERIVED = ("mlp_only_layers", "decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval")
+_DERIVED = ("decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval")
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 #: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
 _IGNORED = (
@@ -48,12 +49,15 @@ _IGNORED = (
     "hidden_dropout_prob",
     "attention_softmax_in_fp32",
     "attn_pdrop",
+    "auto_map",
+    "aux_loss_alpha",
     "bias_dropout_fusion",
     "cache_implementation",
     "chunk_size_feed_forward",
     "classifier_dropout",
     "embd_pdrop",
     "embedding_dropout",
+    "ep_size",
     "finetuning_task",
     "hidden_dropout",
     "id2label",
@@ -65,6 +69,8 @@ _IGNORED = (
     "masked_softmax_fusion",
     "max_window_layers",
     "n_ctx",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
     "offset_alibi",
     "output_attentions",
     "output_hidden_states",
@@ -72,12 +78,14 @@ _IGNORED = (
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
+    "qk_head_dim",
     "reorder_and_upcast_attn",
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
     "router_aux_loss_coef",
     "router_jitter_noise",
+    "seq_aux",
     "seq_length",
     "skip_bias_add",
     "skip_bias_add_qkv",
@@ -150,10 +158,12 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         if family.derive is not None:
             options |= family.derive(raw)
         options |= read_rope(raw, family, options["max_position_embeddings"]) | _windows(raw, family)
-        moe = {name.removeprefix("moe."): options.pop(name) for name in list(options) if name.startswith("moe.")}
+        for part, kind in (("moe", MoEConfig), ("latent", LatentConfig)):
+            own = [name for name in options if name.startswith(f"{part}.")]
+            if own:
+                options[part] = kind(**{name.removeprefix(f"{part}."): options.pop(name) for name in own})
         return ModelConfig(
             **options,
-            moe=MoEConfig(**moe) if moe else None,
             dtype=_stored_dtype(raw),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
@@ -229,8 +239,6 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
         source = getattr(config, place) if place else config
         if source is not None:
             rendered[name] = key.write(getattr(source, attribute))
-    if config.moe is not None and "moe.num_experts" in {key.field for key in family.all_keys.values()}:
-        rendered |= {"mlp_only_layers": list(config.moe.dense_layers)} if config.moe.dense_layers else {}
     if config.nope_layers:
         rendered["no_rope_layers"] = [int(index not in config.nope_layers) for index in range(config.num_hidden_layers)]
     elif family.model_type == "smollm3":
@@ -239,8 +247,6 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
 
 
 def _family(raw: dict[str, Any]) -> Family:
-    if raw.get("auto_map") is not None:
-        raise Unsupported(f"{_NAME} has auto_map; code from a model folder is never run.")
     named = raw.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput(f"{_NAME}: architectures is {shown(named)}; it must be a list of one name.")
@@ -254,6 +260,8 @@ def _family(raw: dict[str, Any]) -> Family:
             f"{nearest.architecture}{missing}. It has {', '.join(known)}."
         )
     family = known[named[0]]
+    if raw.get("auto_map") is not None and not family.brings_code:
+        raise Unsupported(f"{_NAME} has auto_map; code from a model folder is never run.")
     _check_quantization(raw.get("quantization_config"))
     if raw.get("model_type", family.model_type) != family.model_type:
         raise InvalidInput(

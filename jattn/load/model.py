@@ -137,8 +137,9 @@ def save_model(
     values = dict(nnx.to_flat_state(nnx.state(model)))
     tensors = {}
     for parameter in plan_parameters(config):
+        stored = STORED_DTYPES[codes["float32" if parameter.is_float32 else dtype]]
         for name, data in _pieces(parameter, np.asarray(values[parameter.path][...])):
-            tensors[name] = np.ascontiguousarray(data.astype(STORED_DTYPES[codes[dtype]]))
+            tensors[name] = np.ascontiguousarray(data.astype(stored))
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     _write(path / "model.safetensors", safetensors.numpy.save(tensors, {"format": "pt"}))

@@ -14,6 +14,8 @@ from jattn.models.shapes import ParameterPath, parameter_shapes
 __all__ = ["ParameterPlan", "TensorPlan", "plan_parameters"]
 
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
+#: Parameters that are no module's kernel, weight or bias.
+_BARE = ("sinks", "e_score_correction_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class ParameterPlan:
     pieces: tuple[TensorPlan, ...]
     transposed: bool = False
     order: np.ndarray | None = field(default=None, compare=False)
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the parameter is float32 in models of every dtype."""
+        return self.path[-1] == "e_score_correction_bias"
 
     @property
     def num_stacked(self) -> int:
@@ -83,8 +90,8 @@ class _Planner:
         family, leaf = self._family, path[-1]
         where, inner = ("", path) if path[0] != "layers" else (str(family.tensor_name("layer")), path[2:])
         module = ".".join(map(str, inner[:-1]))
-        if leaf == "sinks":
-            module, suffix = f"{module}.sinks", ""
+        if leaf in _BARE:
+            module, suffix = f"{module}.{leaf}", ""
         else:
             suffix = ".bias" if leaf == "bias" else ".weight"
         names = family.tensor_name(module)

@@ -92,7 +92,7 @@ def read_parameter(
     Args:
         tensors: of `find_weights`.
         parameter: of `plan_parameters`.
-        dtype: of the result.
+        dtype: of the result, unless the parameter is float32 in all models.
         on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
             Otherwise each tensor goes to the device as it lies in the file, and the host never holds a copy.
     """
@@ -102,7 +102,7 @@ def read_parameter(
         view = read_tensor(tensors[name], name)
         return view if on_host else jnp.asarray(view)
 
-    blocks = []
+    blocks, dtype = [], np.dtype(np.float32) if parameter.is_float32 else dtype
     for piece in parameter.pieces:
         parts = parts_of(piece, tensors)
         block = read(piece.name) if len(parts) == 1 else dequantized(piece, read, parts, xp)

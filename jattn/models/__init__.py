@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from jattn.models.config import ModelConfig, MoEConfig
+from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.paged_model import PagedModel, PagedSpec
+from jattn.models.parts import LatentConfig, MoEConfig
 from jattn.models.rope_scaling import RopeScaling
 
-__all__ = ["Decoder", "MoEConfig", "ModelConfig", "PagedModel", "PagedSpec", "RopeScaling"]
+__all__ = ["Decoder", "LatentConfig", "MoEConfig", "ModelConfig", "PagedModel", "PagedSpec", "RopeScaling"]

@@ -62,7 +62,7 @@ class Attention(nnx.Module):
             implementation=implementation,
         )
 
-    def __call__(
+    def forward_paged(
         self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""

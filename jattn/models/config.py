@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from jattn.models.parts import MAX_HEAD_DIM, MAX_INNER, LatentConfig, MoEConfig, check_flags
 from jattn.models.rope_scaling import MAX_CONTEXT, RopeScaling, check_number
 from jattn.models.shapes import parameter_shapes
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
-__all__ = ["SIZE_LIMITS", "MoEConfig", "ModelConfig"]
+__all__ = ["SIZE_LIMITS", "ModelConfig"]
 
 #: Upper limits of every size: far above any published model, far below what would exhaust memory while planning.
 SIZE_LIMITS = {
     "vocab_size": 1 << 20,
     "hidden_size": 1 << 16,
-    "intermediate_size": 1 << 18,
+    "intermediate_size": MAX_INNER,
     "num_hidden_layers": 512,
     "num_attention_heads": 1024,
     "num_key_value_heads": 1024,
-    "head_dim": 256,
+    "head_dim": MAX_HEAD_DIM,
     "max_position_embeddings": MAX_CONTEXT,
 }
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -45,41 +46,20 @@ _FLAGS = (
 )
 _SCALARS = ("embedding_multiplier", "residual_multiplier", "logits_scale")
 _OPTIONAL_SCALARS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """A feed-forward layer of experts; every token goes to some of them, none is dropped.
-
-    Attributes:
-        num_experts: experts of a layer.
-        num_experts_per_tok: experts of a token, those with the largest router logits.
-        intermediate_size: width of one expert.
-        norm_topk_prob: the weights of a token's experts sum to 1; without it they are their shares among all experts.
-        router_bias: the router has a bias.
-        expert_bias: the experts' projections have one.
-        shared_intermediate_size: width of an expert that every token goes to; 0 for none.
-        dense_layers: indices of the layers that have an ordinary feed-forward part instead.
-
-    Raises:
-        InvalidInput: a value of the wrong type or outside its limits.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    norm_topk_prob: bool = True
-    router_bias: bool = False
-    expert_bias: bool = False
-    shared_intermediate_size: int = 0
-    dense_layers: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_int("num_experts", self.num_experts, 1, 4096)
-        check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
-        check_int("moe.intermediate_size", self.intermediate_size, 1, SIZE_LIMITS["intermediate_size"])
-        check_int("shared_intermediate_size", self.shared_intermediate_size, 0, SIZE_LIMITS["intermediate_size"])
-        _check_flags(self, ("norm_topk_prob", "router_bias", "expert_bias"))
+#: Options that attention over latents does not have, and their values where they are off.
+_NOT_LATENT = {
+    "qk_norm": None,
+    "position_embedding": "rope",
+    "rope_local_theta": None,
+    "partial_rotary_factor": 1.0,
+    "nope_layers": (),
+    "attention_scale": None,
+    "attn_logit_softcapping": None,
+    "attention_sinks": False,
+    "is_encoder": False,
+    "sliding_window": None,
+    "layer_windows": (),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +73,7 @@ class ModelConfig:
         num_hidden_layers: decoder layers.
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads; divides num_attention_heads.
-        head_dim: elements of one head.
+        head_dim: elements of one head; of its rotated part where attention is over latents.
         max_position_embeddings: the longest sequence that the model is meant for, in tokens.
         norm_type: "rms_norm" rounds to the model's dtype before its weight, "rms_norm_wide" after it; "gemma_rms_norm"
             multiplies by 1 + weight; "layer_norm".
@@ -108,6 +88,7 @@ class ModelConfig:
         hidden_act: of the feed-forward layer.
         gated_mlp: the activation gates a second projection.
         moe: experts in the place of the feed-forward layer.
+        latent: attention over latents in the place of keys and values of each head.
         position_embedding: "rope", "learned" (added to the embedding) or "alibi" (added to the scores).
         rope_theta: base of the rotary frequencies.
         rope_local_theta: base in layers with a window, without scaling; None for the same in all.
@@ -164,6 +145,7 @@ class ModelConfig:
     hidden_act: str = "silu"
     gated_mlp: bool = True
     moe: MoEConfig | None = None
+    latent: LatentConfig | None = None
     position_embedding: str = "rope"
     rope_theta: float = 10000.0
     rope_local_theta: float | None = None
@@ -206,7 +188,7 @@ class ModelConfig:
         self._check_positions()
         check_int("token_types", self.token_types, 0, 1 << 16)
         check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 1.0)
-        _check_flags(self, _FLAGS)
+        check_flags(self, _FLAGS)
         for name in (*_SCALARS, *_OPTIONAL_SCALARS):
             if name in _SCALARS or getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 1e-6, 1e6)
@@ -215,6 +197,7 @@ class ModelConfig:
             raise InvalidInput(f"moe is {shown(self.moe)}; it must be a MoEConfig or None.")
         if self.moe is not None and not self.gated_mlp:
             raise Unsupported("gated_mlp is False; experts are gated in this build.")
+        self._check_latent()
         if self.dtype not in QUERY_DTYPES:
             raise InvalidInput(f"dtype is {self.dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}.")
         self._check_tokens()
@@ -248,6 +231,30 @@ class ModelConfig:
                 f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
                 "second where they differ: leave one out."
             )
+
+    def _check_latent(self) -> None:
+        latent, scaling = self.latent, self.rope_scaling
+        if latent is None:
+            return
+        if not isinstance(latent, LatentConfig):
+            raise InvalidInput(f"latent is {shown(latent)}; it must be a LatentConfig or None.")
+        if self.head_dim != latent.qk_rope_head_dim:
+            raise InvalidInput(
+                f"head_dim is {self.head_dim}; with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})."
+            )
+        wanted = _NOT_LATENT | {
+            "num_key_value_heads": self.num_attention_heads,
+            "attention_output_bias": self.attention_bias,
+        }
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise Unsupported(f"{name} is {shown(getattr(self, name))}; attention over latents has {value!r}.")
+        rope = {} if scaling is None else {"rope_type": "yarn", "attention_factor": None, "truncate": True}
+        for name, value in rope.items():
+            if getattr(scaling, name) != value:
+                raise Unsupported(
+                    f"rope_scaling.{name} is {getattr(scaling, name)!r}; attention over latents has {value}."
+                )
 
     def _check_tokens(self) -> None:
         named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []
@@ -288,9 +295,3 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """How many numbers the model has, a tied head counted once."""
         return sum(math.prod(shape) for shape in parameter_shapes(self).values())
-
-
-def _check_flags(config: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not isinstance(getattr(config, name), bool):
-            raise InvalidInput(f"{name} is {getattr(config, name)!r}; it must be true or false.")

@@ -13,6 +13,7 @@ from jattn.metadata import AttentionMetadata
 from jattn.models.attention import Angles, Attention
 from jattn.models.config import ModelConfig
 from jattn.models.experts import SparseMLP
+from jattn.models.latent import LatentAttention
 from jattn.models.layers import INITIALIZER, MLP, linear, norm
 from jattn.models.paged_model import PagedSpec
 from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
@@ -30,7 +31,8 @@ class DecoderLayer(nnx.Module):
         self.config = config
         before, after = config.norms_before_and_after
         self.input_layernorm = norm(config) if before else None
-        self.self_attn = Attention(config, layer, rngs=rngs, implementation=implementation)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation)
         self.attention_output_norm = norm(config) if after else None
         self.post_attention_layernorm = norm(config) if before and config.parallel_block != "shared_norm" else None
         self.is_sparse = config.is_sparse(layer)
@@ -45,7 +47,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Maps packed tokens `[tokens, hidden]` and this layer's cache to the next ones."""
         normed = _through(self.input_layernorm, x)
-        attended, kv_cache = self.self_attn(normed, angles, kv_cache, metadata)
+        attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
         return self._added(x, normed, attended, lambda branch: branch), kv_cache
 
     def forward_dense(
@@ -121,8 +123,9 @@ class Decoder(nnx.Module):
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=config.num_key_value_heads if config.latent is None else 1,
             head_dim=config.head_dim,
+            kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
             eos_token_ids=config.eos_token_ids,
@@ -136,7 +139,8 @@ class Decoder(nnx.Module):
         Args:
             token_ids: int32[tokens], below vocab_size; the caller checks that on the host. Padding may be any token.
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
-            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer.
+            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
+                `(num_blocks, block_size, kv_lora_rank + qk_rope_head_dim)`.
             metadata: block tables, lengths and slots of the step.
 
         Returns:
@@ -254,7 +258,7 @@ class Decoder(nnx.Module):
         if self.token_type_embedding is not None:
             x = x + self.token_type_embedding.embedding[0]
         x = _through(self.embedding_norm, x)
-        if config.position_embedding != "rope":
+        if config.position_embedding != "rope" or config.latent is not None:
             return x, None
         factor = attention_factor(config.rope_scaling)
         angles = rotary_angles(positions, inverse_frequencies(config), factor)

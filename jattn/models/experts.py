@@ -61,13 +61,18 @@ class SparseMLP(nnx.Module):
             raise InvalidInput("config.moe is None; a SparseMLP needs a MoEConfig.")
         self.moe, self.hidden_act = moe, config.hidden_act
         options = {"use_bias": moe.expert_bias, "dtype": dtype, "rngs": rngs}
-        self.router = linear(width, moe.num_experts, use_bias=moe.router_bias, param_dtype=jnp.dtype(dtype), rngs=rngs)
+        router = {"use_bias": moe.router_bias, "param_dtype": jnp.dtype(dtype), "rngs": rngs}
+        self.router = linear(width, moe.num_experts, preferred_element_type=jnp.float32, **router)
+        # float32 in every model: in fewer bits it would choose other experts.
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(moe.num_experts)) if moe.score_correction_bias else None
         self.gate_up_proj = ExpertLinear(moe.num_experts, width, 2 * moe.intermediate_size, **options)
         self.down_proj = ExpertLinear(moe.num_experts, moe.intermediate_size, width, **options)
-        shared = moe.shared_intermediate_size
+        shared = moe.shared_width
         self.shared_expert = MLP(config, rngs=rngs, intermediate_size=shared) if shared else None
         self.shared_expert_gate = (
-            linear(width, 1, use_bias=False, param_dtype=jnp.dtype(dtype), rngs=rngs) if shared else None
+            linear(width, 1, use_bias=False, param_dtype=jnp.dtype(dtype), rngs=rngs)
+            if moe.shared_intermediate_size
+            else None
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -76,17 +81,34 @@ class SparseMLP(nnx.Module):
         weights, experts = self.route(rows)
         routed = self.gathered if experts.size < self.moe.num_experts else self.grouped
         out = jnp.einsum("tk,tkh->th", weights, routed(rows, experts), preferred_element_type=jnp.float32)
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            out = out + jax.nn.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        if self.shared_expert is not None:
+            shared, gate = self.shared_expert(rows), self.shared_expert_gate
+            out = out + (shared if gate is None else jax.nn.sigmoid(gate(rows)) * shared)
         return out.astype(x.dtype).reshape(x.shape)
 
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the largest first."""
-        shares = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)
-        weights, experts = jax.lax.top_k(shares, self.moe.num_experts_per_tok)
-        if self.moe.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdims=True)
-        return weights, experts.astype(jnp.int32)
+        """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the best expert first."""
+        moe, bias = self.moe, self.e_score_correction_bias
+        score = jax.nn.softmax if moe.scoring_func == "softmax" else jax.nn.sigmoid
+        scores = score(self.router(rows).astype(jnp.float32))
+        choice = self._within_groups(scores if bias is None else scores + bias[...])
+        experts = jax.lax.top_k(choice, moe.num_experts_per_tok)[1].astype(jnp.int32)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if moe.norm_topk_prob:
+            # The sigmoids of a row may all be 0.
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return weights * moe.routed_scaling_factor, experts
+
+    def _within_groups(self, choice: jax.Array) -> jax.Array:
+        """Returns [rows, num_experts] with -inf in all groups but the best `topk_group` of each row."""
+        moe = self.moe
+        if moe.n_group == 1:
+            return choice
+        groups = choice.reshape(-1, moe.n_group, moe.num_experts // moe.n_group)
+        best = jax.lax.top_k(groups, 2 if moe.score_correction_bias else 1)[0].sum(-1)
+        kept = jax.lax.top_k(best, moe.topk_group)[1]
+        is_kept = (kept[..., None] == jnp.arange(moe.n_group)).any(-2)
+        return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(choice.shape)
 
     def grouped(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
         """Returns what each row's experts make of it, [rows, num_experts_per_tok, hidden], by grouped products."""

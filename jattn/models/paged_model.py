@@ -10,7 +10,7 @@ import jax
 from jattn.metadata import AttentionMetadata
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
-from torch_core.specs import KVCacheSpec
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["PagedModel", "PagedSpec"]
 
@@ -27,6 +27,8 @@ class PagedSpec:
         num_layers: layers with a cache.
         num_kv_heads: key and value heads of each.
         head_dim: elements of one head.
+        kv_lora_rank: elements of a latent, of layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads is
+            1 and head_dim that of the rotary key behind a latent. None for keys and values.
         dtype: of the keys and values that the layers write, by name.
         sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
             back. None if a layer sees all.
@@ -46,6 +48,7 @@ class PagedSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    kv_lora_rank: int | None = None
     dtype: str = "float32"
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -59,10 +62,18 @@ class PagedSpec:
             raise InvalidInput(f"eos_token_ids is {self.eos_token_ids!r}; it must be a tuple of token ids.")
         for index, token in enumerate(self.eos_token_ids):
             check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
+        if self.kv_lora_rank is not None and self.num_kv_heads != 1:
+            raise InvalidInput(
+                f"num_kv_heads is {self.num_kv_heads}; with kv_lora_rank it is 1: all heads share a latent."
+            )
         self.cache_spec(block_size=1)
 
-    def cache_spec(self, block_size: int) -> KVCacheSpec:
+    def cache_spec(self, block_size: int) -> KVCacheSpec | LatentCacheSpec:
         """Returns the layout of each layer's cache in blocks of so many tokens."""
+        if self.kv_lora_rank is not None:
+            return LatentCacheSpec(
+                kv_lora_rank=self.kv_lora_rank, rope_dim=self.head_dim, block_size=block_size, dtype=self.dtype
+            )
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads, head_size=self.head_dim, block_size=block_size, dtype=self.dtype
         )
@@ -88,7 +99,8 @@ class PagedModel(Protocol):
         Args:
             token_ids: int32[tokens]. Padding may be any token below vocab_size.
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
-            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, donated.
+            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
+                `(num_blocks, block_size, kv_lora_rank + head_dim)`; donated.
             metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`.
 
         Returns:

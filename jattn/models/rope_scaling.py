@@ -19,7 +19,10 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "dynamic": (("factor",), (_ORIGINAL,)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
-    "yarn": (("factor", _ORIGINAL), ("attention_factor", "beta_fast", "beta_slow", "truncate")),
+    "yarn": (
+        ("factor", _ORIGINAL),
+        ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    ),
     "longrope": (("factor", _ORIGINAL, "short_factor", "long_factor"), ("attention_factor",)),
 }
 
@@ -41,6 +44,8 @@ class RopeScaling:
         beta_fast: yarn only; frequencies with more rotations within the first context are kept.
         beta_slow: yarn only; those with fewer are divided fully.
         truncate: yarn only; the two bounds are whole numbers of pairs.
+        mscale, mscale_all_dim: yarn only; weights of what is derived from `factor`, for cosine and sine and for the
+            scores of attention over latents (DeepSeek-V2, arXiv:2405.04434). None for the paper's.
         short_factor: longrope only; for each pair of elements, of models whose context is the original one.
         long_factor: longrope only; likewise of models with a longer context.
 
@@ -58,6 +63,8 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -67,8 +74,9 @@ class RopeScaling:
         check_number("rope_scaling.factor", self.factor, 1.0, 1e6)
         for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             check_number(f"rope_scaling.{name}", getattr(self, name), 1e-6, 1e6)
-        if self.attention_factor is not None:
-            check_number("rope_scaling.attention_factor", self.attention_factor, 1e-6, 1e6)
+        for name, low in (("attention_factor", 1e-6), ("mscale", 0.0), ("mscale_all_dim", 0.0)):
+            if getattr(self, name) is not None:
+                check_number(f"rope_scaling.{name}", getattr(self, name), low, 1e6)
         if not isinstance(self.truncate, bool):
             raise InvalidInput(f"rope_scaling.truncate is {shown(self.truncate)}; it must be true or false.")
         for name in ("short_factor", "long_factor"):

@@ -49,7 +49,9 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.factor <= 1:
         return 1.0
     if scaling.rope_type == "yarn":
-        return 0.1 * math.log(scaling.factor) + 1.0
+        weights = (scaling.mscale, scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else (1.0, 0.0)
+        above, below = (0.1 * weight * math.log(scaling.factor) + 1.0 for weight in weights)
+        return above / below
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
 

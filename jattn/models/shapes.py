@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from jattn.models.config import ModelConfig
+    from jattn.models.parts import LatentConfig
 
 __all__ = ["ParameterPath", "parameter_shapes"]
 
@@ -42,6 +43,16 @@ def _layer(config: ModelConfig, index: int) -> _Shapes:
     shapes: _Shapes = {}
     for name in names:
         shapes |= _norm(config, name, hidden)
+    attention = _attention(config) if config.latent is None else _latent_attention(config, config.latent)
+    shapes |= {("self_attn", *path): shape for path, shape in attention.items()}
+    if not config.is_sparse(index):
+        feed_forward = _feed_forward(config, config.intermediate_size)
+        return shapes | {("mlp", *path): shape for path, shape in feed_forward.items()}
+    return shapes | {("moe", *path): shape for path, shape in _experts(config).items()}
+
+
+def _attention(config: ModelConfig) -> _Shapes:
+    hidden = config.hidden_size
     attention: _Shapes = _linear(
         "qkv_proj", hidden, config.query_size + 2 * config.key_value_size, config.attention_bias
     )
@@ -56,11 +67,22 @@ def _layer(config: ModelConfig, index: int) -> _Shapes:
             attention[name, "weight"] = sizes[config.qk_norm]
     if config.attention_sinks:
         attention["sinks",] = (config.num_attention_heads,)
-    shapes |= {("self_attn", *path): shape for path, shape in attention.items()}
-    if not config.is_sparse(index):
-        feed_forward = _feed_forward(config, config.intermediate_size)
-        return shapes | {("mlp", *path): shape for path, shape in feed_forward.items()}
-    return shapes | {("moe", *path): shape for path, shape in _experts(config).items()}
+    return attention
+
+
+def _latent_attention(config: ModelConfig, latent: LatentConfig) -> _Shapes:
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, latent.kv_lora_rank
+    query, use_bias = heads * latent.qk_head_dim, config.attention_bias
+    if latent.q_lora_rank is None:
+        shapes = _linear("q_proj", hidden, query, False)
+    else:
+        shapes = _linear("q_a_proj", hidden, latent.q_lora_rank, use_bias)
+        shapes["q_a_layernorm", "scale"] = (latent.q_lora_rank,)
+        shapes |= _linear("q_b_proj", latent.q_lora_rank, query, False)
+    shapes |= _linear("kv_a_proj_with_mqa", hidden, rank + latent.qk_rope_head_dim, use_bias)
+    shapes["kv_a_layernorm", "scale"] = (rank,)
+    shapes |= _linear("kv_b_proj", rank, heads * (latent.qk_nope_head_dim + latent.v_head_dim), False)
+    return shapes | _linear("o_proj", heads * latent.v_head_dim, hidden, use_bias)
 
 
 def _experts(config: ModelConfig) -> _Shapes:
@@ -73,9 +95,12 @@ def _experts(config: ModelConfig) -> _Shapes:
         ("down_proj", (moe.intermediate_size, hidden)),
     ):
         shapes |= {path: (moe.num_experts, *shape) for path, shape in _linear(name, *sizes, moe.expert_bias).items()}
-    if moe.shared_intermediate_size:
-        shared = _feed_forward(config, moe.shared_intermediate_size)
+    if moe.score_correction_bias:
+        shapes["e_score_correction_bias",] = (moe.num_experts,)
+    if moe.shared_width:
+        shared = _feed_forward(config, moe.shared_width)
         shapes |= {("shared_expert", *path): shape for path, shape in shared.items()}
+    if moe.shared_intermediate_size:
         shapes["shared_expert_gate", "kernel"] = (hidden, 1)
     return shapes
 

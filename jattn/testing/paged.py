@@ -16,7 +16,6 @@ from jattn.metadata import AttentionMetadata
 from jattn.models import Decoder
 from jattn.pool import KVPool
 from torch_core.metadata import Buckets, SequenceRow, build_common_metadata
-from torch_core.specs import KVCacheSpec
 
 __all__ = ["PagedRun", "engine_tokens", "with_implementation"]
 
@@ -49,7 +48,6 @@ class PagedRun:
     """
 
     def __init__(self, model: Decoder, sequences: Sequence[Sequence[int]]) -> None:
-        config = model.config
         self._sequences = [np.asarray(sequence, np.int32) for sequence in sequences]
         widths = [-(-len(sequence) // _BLOCK_SIZE) for sequence in sequences]
         order = 1 + np.random.default_rng(0).permutation(sum(widths)).astype(np.int32)
@@ -57,13 +55,8 @@ class PagedRun:
         self._max_blocks = max(widths)
         self._num_seqs = Buckets.powers_of_two("sequences of a step", 1 << (len(sequences) - 1).bit_length())
         self._num_tokens = Buckets.powers_of_two("new tokens of a step", _MAX_NEW_TOKENS, smallest=_BLOCK_SIZE)
-        spec = KVCacheSpec(
-            num_kv_heads=config.num_key_value_heads,
-            head_size=config.head_dim,
-            block_size=_BLOCK_SIZE,
-            dtype=config.dtype,
-        )
-        self._pool = KVPool(spec, num_layers=config.num_hidden_layers, num_blocks=1 + sum(widths))
+        paged = model.paged_spec
+        self._pool = KVPool(paged.cache_spec(_BLOCK_SIZE), num_layers=paged.num_layers, num_blocks=1 + sum(widths))
         graph, self._state = nnx.split(model)
         self._step = functools.partial(_step, graph=graph)
         self._hidden_step = functools.partial(_hidden_step, graph=graph)

@@ -133,6 +133,7 @@ def test_what_is_no_paged_model_is_refused_with_what_is_missing(model, message) 
         ({"sliding_window": 0}, InvalidInput, "sliding_window is 0; it must be from 1 to 2147483647, or None."),
         ({"eos_token_ids": [3]}, InvalidInput, "eos_token_ids is [3]; it must be a tuple of token ids."),
         ({"eos_token_ids": (97,)}, InvalidInput, "eos_token_ids[0] is 97; it must be from 0 to 96."),
+        ({"kv_lora_rank": 8}, InvalidInput, "num_kv_heads is 2; with kv_lora_rank it is 1: all heads share a latent."),
         ({"dtype": "int4"}, Unsupported, "dtype is 'int4'; a KV cache can be one of"),
     ],
 )

@@ -107,7 +107,7 @@ REFUSED = [
         (
             "config.json: rope_scaling of type 'yarn' has the keys ['original_max_position_embeddings']; it needs "
             "['factor', 'original_max_position_embeddings'] and may have ['attention_factor', 'beta_fast', "
-            "'beta_slow', 'truncate']."
+            "'beta_slow', 'mscale', 'mscale_all_dim', 'truncate']."
         ),
     ),
     (

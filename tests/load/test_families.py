@@ -80,10 +80,11 @@ def assert_greedy_as_transformers(folder, seed, *, max_tokens):
     assert (rows.max(-1) - chosen <= 2 * reference_bound(exact, same_dtype)).all()
 
 
-def test_the_engine_decodes_what_transformers_would(tmp_path, seed):
-    """With sinks, windows on some layers, experts and yarn: every option that a cache could get wrong."""
-    folder = write_checkpoint(tmp_path, "GptOssForCausalLM", 0, seed)
-    assert_greedy_as_transformers(folder, seed, max_tokens=12)
+@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "DeepseekV2ForCausalLM"])
+def test_the_engine_decodes_what_transformers_would(architecture, tmp_path, seed):
+    """With sinks, windows on some layers, experts and yarn, and over latents: what a cache could get wrong."""
+    folder = write_checkpoint(tmp_path, architecture, 0, seed)
+    assert_greedy_as_transformers(folder, seed, max_tokens=16)
 
 
 @pytest.mark.nightly

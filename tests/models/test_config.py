@@ -9,7 +9,7 @@ import jax
 import pytest
 from flax import nnx
 
-from jattn.models import Decoder, MoEConfig, RopeScaling
+from jattn.models import Decoder, LatentConfig, MoEConfig, RopeScaling
 from tests.support.tiny_models import tiny_config
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -22,6 +22,8 @@ MOE = MoEConfig(
     shared_intermediate_size=16,
     dense_layers=(1,),
 )
+LATENT = LatentConfig(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=16, v_head_dim=6, q_lora_rank=10)
+LATENTS = {"latent": LATENT, "num_key_value_heads": 4}
 LONGROPE = RopeScaling(rope_type="longrope", factor=2.0, short_factor=(1.0,), long_factor=(1.0,))
 REFUSED = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 512."),
@@ -56,6 +58,8 @@ REFUSED = [
     ({"rope_scaling": LONGROPE}, "rope_scaling.short_factor has 1 entries; it must have 8, one for each rotated pair."),
     ({"logits_scale": 0}, "logits_scale is 0; it must be from 1e-06 to 1e+06."),
     ({"moe": {}}, "moe is {}; it must be a MoEConfig or None."),
+    ({"latent": {}}, "latent is {}; it must be a LatentConfig or None."),
+    ({**LATENTS, "head_dim": 8}, "head_dim is 8; with latents it is qk_rope_head_dim (16)."),
     ({"eos_token_ids": (0, -1)}, "eos_token_ids[1] is -1; it must be a token id from 0 to 256."),
 ]
 
@@ -72,6 +76,13 @@ def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
         ({"norm_type": "batch_norm"}, "norm_type is 'batch_norm'; this build has rms_norm, rms_norm_wide, "),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; this build has silu, gelu, gelu_new, "),
         ({"moe": MOE, "gated_mlp": False}, "gated_mlp is False; experts are gated in this build."),
+        ({"latent": LATENT}, "num_key_value_heads is 2; attention over latents has 4."),
+        ({**LATENTS, "sliding_window": 8}, "sliding_window is 8; attention over latents has None."),
+        ({**LATENTS, "attention_bias": True}, "attention_output_bias is False; attention over latents has True."),
+        (
+            {**LATENTS, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
+            "rope_scaling.rope_type is 'linear'; attention over latents has yarn.",
+        ),
     ],
     ids=str,
 )
@@ -86,12 +97,31 @@ def test_an_option_that_is_not_there_is_unsupported(changes, message):
         ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4; it must be from 1 to 3."),
         ({"num_experts": 10**6}, "num_experts is 1000000; it must be from 1 to 4096."),
         ({"router_bias": 1}, "router_bias is 1; it must be true or false."),
+        ({"n_group": 2}, "n_group is 2 with 3 experts; it must divide them into groups of at least 1."),
+        (
+            {"n_group": 3, "topk_group": 2, "score_correction_bias": True},
+            "n_group is 3 with 3 experts; it must divide them into groups of at least 2.",
+        ),
+        ({"n_group": 3}, "num_experts_per_tok is 2; 1 groups have 1 experts."),
+        ({"topk_group": 2}, "topk_group is 2; it must be from 1 to 1."),
+        ({"n_shared_experts": 1}, "shared_intermediate_size is 16 and n_shared_experts 1; give one."),
+        ({"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0; it must be from 1e-06 to 1e+06."),
     ],
     ids=str,
 )
 def test_wrong_experts_are_refused(changes, message):
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
         dataclasses.replace(MOE, **changes)
+
+
+def test_an_unknown_score_of_experts_is_unsupported():
+    with pytest.raises(Unsupported, match=r"^scoring_func is 'relu'; this build has softmax, sigmoid\.$"):
+        dataclasses.replace(MOE, scoring_func="relu")
+
+
+def test_a_latent_without_elements_is_refused():
+    with pytest.raises(InvalidInput, match=r"^kv_lora_rank is 0; it must be from 1 to 65536\.$"):
+        dataclasses.replace(LATENT, kv_lora_rank=0)
 
 
 def test_an_unknown_rope_type_is_unsupported():
@@ -121,6 +151,12 @@ def test_a_rope_factor_below_one_is_refused():
         {"norm_type": "layer_norm", "norm_bias": True, "norm_placement": "both", "gated_mlp": False, "mlp_bias": True},
         {"position_embedding": "learned", "embedding_norm": True, "qk_norm": "per_head", "attention_sinks": True},
         {"parallel_block": "shared_norm", "qk_norm": "all", "moe": MOE},
+        {**LATENTS, "attention_bias": True, "attention_output_bias": True},
+        {
+            **LATENTS,
+            "latent": dataclasses.replace(LATENT, q_lora_rank=None),
+            "moe": dataclasses.replace(MOE, score_correction_bias=True, shared_intermediate_size=0, n_shared_experts=2),
+        },
     ],
     ids=str,
 )

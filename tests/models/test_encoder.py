@@ -11,9 +11,11 @@ import safetensors.numpy
 
 from jattn.engine import LLM
 from jattn.load import load_model, save_model
+from jattn.metadata import AttentionMetadata
 from jattn.testing import compare_with_torch
-from tests.support.tiny_models import PagedRun, reference_bound
+from tests.support.tiny_models import reference_bound
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.metadata import SequenceRow
 
 LENGTHS = (9, 4)
 
@@ -98,8 +100,9 @@ def test_a_saved_encoder_has_every_tensor_but_the_pooler(theirs, tmp_path, seed)
 
 def test_an_encoder_generates_nothing(theirs, tmp_path):
     model, _, _ = load_model(tmp_path, with_tokenizer=False)
+    metadata = AttentionMetadata.build([SequenceRow([1], 0, 3)], block_size=4, num_blocks=2)
     with pytest.raises(Unsupported, match=r"^this model is an encoder, which has no cache and generates nothing; use"):
-        model(*PagedRun(model).arguments([np.arange(3)], 8, None))
+        model(jnp.zeros(3, jnp.int32), jnp.arange(3), (), metadata)
     with pytest.raises(
         InvalidInput, match=r"^model is an encoder, which generates nothing; its embed gives vectors\.$"
     ):

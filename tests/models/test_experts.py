@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from torch_core.errors import InvalidInput
 MOE = MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, router_bias=True, expert_bias=True)
 
 
-def layer(seed, moe=MOE):
+def layer(seed, moe=MOE) -> Any:
     module = SparseMLP(tiny_config(moe=moe), rngs=nnx.Rngs(seed))
     random = np.random.default_rng(seed)
     graph, state = nnx.split(module)
@@ -35,11 +37,15 @@ def by_definition(module, x):
     out = np.zeros(x.shape)
     for row, (token_weights, chosen) in enumerate(zip(weights, experts.astype(int), strict=True)):
         for weight, expert in zip(token_weights, chosen, strict=True):
-            inner = np.asarray(x[row], np.float64) @ np.asarray(up.kernel[expert], np.float64) + up.bias[expert]
+            inner = np.asarray(x[row], np.float64) @ np.asarray(up.kernel[expert], np.float64) + bias_of(up, expert)
             gate, value = np.split(inner, 2)
             inner = gate / (1 + np.exp(-gate)) * value
-            out[row] += weight * (inner @ np.asarray(down.kernel[expert], np.float64) + down.bias[expert])
+            out[row] += weight * (inner @ np.asarray(down.kernel[expert], np.float64) + bias_of(down, expert))
     return out
+
+
+def bias_of(linear, expert):
+    return 0.0 if linear.bias is None else linear.bias[expert]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
@@ -76,6 +82,43 @@ def test_weights_of_a_token_sum_to_one_unless_they_are_shares_of_all(seed):
     shares = layer(seed, MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, norm_topk_prob=False))
     np.testing.assert_allclose(normed.sum(-1), 1, rtol=2.0**-22)
     assert (np.asarray(shares.route(x)[0].sum(-1)) < 1).all()
+
+
+GROUPED: dict[str, Any] = {
+    "num_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 8, "n_group": 4, "topk_group": 2
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_experts_of_the_best_groups_alone_are_chosen(corrected, seed):
+    """Row by row in float64: groups by their best expert, or by their best two with the bias, which weighs nothing."""
+    func = "sigmoid" if corrected else "softmax"
+    moe = MoEConfig(**GROUPED, scoring_func=func, score_correction_bias=corrected, routed_scaling_factor=2.5)
+    module, x = layer(seed, moe), rows(seed, 20)
+    logits = np.asarray(x, np.float64) @ np.asarray(module.router.kernel[...], np.float64)
+    scores = 1 / (1 + np.exp(-logits)) if corrected else np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    choice = scores + np.asarray(module.e_score_correction_bias[...]) if corrected else scores
+    for row, (weights, experts) in enumerate(zip(*map(np.asarray, module.route(x)), strict=True)):
+        best = np.sort(choice[row].reshape(4, 3), axis=-1)[:, -2 if corrected else -1 :].sum(-1)
+        allowed = [index for index in range(12) if index // 3 in np.argsort(best)[-2:]]
+        chosen = sorted(allowed, key=lambda index: -choice[row, index])[:4]
+        assert experts.tolist() == chosen
+        expected = 2.5 * scores[row, chosen] / scores[row, chosen].sum()
+        np.testing.assert_allclose(weights, expected, rtol=2.0**-18)
+
+
+def test_shared_experts_are_added_as_they_are(seed):
+    moe = MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, n_shared_experts=2)
+    module, x = layer(seed, moe), rows(seed, 3)
+    routed = by_definition(module, x)
+    expected = routed + np.asarray(module.shared_expert(x), np.float64)
+    np.testing.assert_allclose(module(x), expected, rtol=0, atol=64 * 2.0**-23 * np.abs(expected).max())
+
+
+def test_weights_of_scores_that_are_all_zero_are_finite(seed):
+    module = layer(seed, MoEConfig(**GROUPED, scoring_func="sigmoid", score_correction_bias=True))
+    module.router.kernel = nnx.Param(jnp.full((48, 12), -100.0))
+    assert bool(jnp.isfinite(module.route(jnp.ones((2, 48)))[0]).all())
 
 
 def test_experts_have_gradients(seed):

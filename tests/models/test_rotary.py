@@ -32,6 +32,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "truncate": False,
         "attention_factor": 1.25,
     },
+    "yarn with weights": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.4,
+    },
     "longrope": {
         "factor": 32.0,
         "original_max_position_embeddings": 4096,

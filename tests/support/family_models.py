@@ -29,6 +29,20 @@ _LONGROPE = {
     "long_factor": [1.5, 2.0, 3.0, 4.0],
     "rope_theta": 10000.0,
 }
+_DEEPSEEK = {
+    "num_key_value_heads": None,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 3,
+    "topk_group": 2,
+}
 #: By family, the class of transformers and what its options are in each variant: off first, then on.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LlamaForCausalLM": (
@@ -123,6 +137,30 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "rope_parameters": {"rope_theta": 1e4}},
         ],
     ),
+    "DeepseekV2ForCausalLM": (
+        "DeepseekV2Config",
+        [
+            _DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2, "first_k_dense_replace": 1},
+            _DEEPSEEK
+            | {
+                "topk_method": "group_limited_greedy",
+                "routed_scaling_factor": 3.0,
+                "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+            },
+        ],
+    ),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config",
+        [
+            _DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
+            _DEEPSEEK
+            | {
+                "first_k_dense_replace": 1,
+                "attention_bias": True,
+                "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+            },
+        ],
+    ),
 }
 #: Sizes that a class does not know; it would write them down all the same.
 _ABSENT = {
@@ -151,7 +189,8 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     model = getattr(transformers, architecture)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for path, parameter in model.named_parameters():
+        biases = (entry for entry in model.named_buffers() if entry[0].endswith("e_score_correction_bias"))
+        for path, parameter in (*model.named_parameters(), *biases):
             centre = 1.0 if path.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")) else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)

@@ -116,15 +116,15 @@ class PagedRun:
         block_size: int = 8,
         order: np.ndarray | None = None,
     ) -> None:
-        config = model.config
         self.graph, self.state = nnx.split(model)
         self.block_size = block_size
         width = -(-max_len // block_size)
         blocks = np.arange(1, 1 + num_seqs * width, dtype=np.int32)
         self.block_tables = (blocks if order is None else blocks[order]).reshape(num_seqs, width)
         self.lengths = np.zeros(num_seqs, np.int32)
-        shape = (1 + num_seqs * width, 2, block_size, config.num_key_value_heads, config.head_dim)
-        self.caches = tuple(jnp.full(shape, jnp.nan, config.dtype) for _ in range(config.num_hidden_layers))
+        spec = model.paged_spec
+        shape = spec.cache_spec(block_size).shape(1 + num_seqs * width)
+        self.caches = tuple(jnp.full(shape, jnp.nan, spec.dtype) for _ in range(spec.num_layers))
 
     def step(
         self, new_tokens: list[np.ndarray], num_tokens: int = 32, max_query_len: int | None = None

@@ -20,7 +20,8 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        field: of `ModelConfig`; of `MoEConfig` where it begins with "moe."; several that share a value in a tuple.
+        field: of `ModelConfig`; of `MoEConfig` or `LatentConfig` where it begins with "moe." or "latent."; several that
+            share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
     """
@@ -92,6 +93,7 @@ class Family:
             head together), "alternating" (gate and up by turns).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
+        brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
         unread: a regular expression of tensors that files may have and that nothing here is computed with.
     """
 
@@ -111,6 +113,7 @@ class Family:
     order: Mapping[str, str] = field(default_factory=dict)
     in_out: bool = False
     rotates_neighbours: bool = False
+    brings_code: bool = False
     unread: str = ""
 
     @property

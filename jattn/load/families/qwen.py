@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import BOTH_BIASES, Family
+from jattn.load.families.family import BOTH_BIASES, Family, Key
 
 __all__ = ["QWEN2", "QWEN2_MOE", "QWEN3", "QWEN3_MOE"]
 
@@ -27,6 +27,7 @@ _MOE_KEYS = {
     "num_experts_per_tok": "moe.num_experts_per_tok",
     "moe_intermediate_size": "moe.intermediate_size",
     "norm_topk_prob": "moe.norm_topk_prob",
+    "mlp_only_layers": Key("moe.dense_layers", write=list),
 }
 _MOE_NAMES = {
     "moe.router": "mlp.gate",

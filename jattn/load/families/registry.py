@@ -6,6 +6,7 @@ import difflib
 
 from jattn.load.families.bert import BERT
 from jattn.load.families.cohere import COHERE
+from jattn.load.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jattn.load.families.family import Family
 from jattn.load.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jattn.load.families.gpt2 import GPT2, STARCODER2
@@ -45,6 +46,8 @@ _FAMILIES = {
         QWEN3_MOE,
         QWEN2_MOE,
         GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
         BERT,
     )
 }

@@ -1,0 +1,98 @@
+"""DeepSeek's folders as they lie on the hub: sizes, what is read of them, and what keeps its dtype."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jattn.load import load_model, parse_config, save_model
+from tests.support.family_models import reference_logits, write_checkpoint
+from tests.support.tiny_models import dense_logits, reference_bound
+from torch_core.errors import Unsupported
+
+_COMMON: dict[str, Any] = {
+    "attention_bias": False, "ep_size": 1, "hidden_act": "silu", "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "moe_layer_freq": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_theta": 10000, "v_head_dim": 128,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "auto_map": {"AutoConfig": "configuration.Config"},
+}  # fmt: skip
+_YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+V2_LITE = _COMMON | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1,
+    "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 1, "q_lora_rank": None, "norm_topk_prob": False,
+    "scoring_func": "softmax", "seq_aux": True, "aux_loss_alpha": 0.001, "routed_scaling_factor": 1.0,
+    "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+V3 = _COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "topk_method": "noaux_tc", "first_k_dense_replace": 3, "q_lora_rank": 1536, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5,
+    "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "count"), [(V2_LITE, 15_706_484_224), (V3, 671_026_419_200)], ids=["V2-Lite", "V3"])
+def test_a_published_config_has_the_published_number_of_parameters(raw, count):
+    assert parse_config(raw).num_parameters == count
+
+
+def test_groups_mean_nothing_where_experts_are_chosen_greedily():
+    moe = parse_config(V2_LITE | {"n_group": 8, "topk_group": 3}).moe
+    assert moe is not None
+    assert (moe.n_group, moe.topk_group) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_method": "top"}, "config.json: topk_method is 'top'; this build has greedy and group_limited_greedy."),
+        ({"scoring_func": "sigmoid"}, "config.json: scoring_func is 'sigmoid'; this build has 'softmax'."),
+        ({"moe_layer_freq": 2}, "config.json: moe_layer_freq is 2; this build has 1."),
+    ],
+    ids=str,
+)
+def test_routing_of_another_kind_is_unsupported(changes, message):
+    with pytest.raises(Unsupported) as error:
+        parse_config(V2_LITE | changes)
+    assert str(error.value) == message
+
+
+def test_the_bias_that_corrects_scores_is_float32_in_models_and_files_of_fewer_bits(tmp_path, seed):
+    folder = write_checkpoint(tmp_path / "theirs", "DeepseekV3ForCausalLM", 1, seed)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    theirs = safetensors.numpy.load((folder / "model.safetensors").read_bytes())[name]
+    model, config, _ = load_model(folder, dtype="float16", with_tokenizer=False)
+    save_model(tmp_path / "ours", model, config)
+    ours = safetensors.numpy.load((tmp_path / "ours" / "model.safetensors").read_bytes())
+
+    assert model.layers[1].moe.router.kernel.dtype == jnp.float16
+    np.testing.assert_array_equal(ours[name], theirs, strict=True)
+
+
+def test_the_layer_that_predicts_a_second_token_is_not_read(tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "DeepseekV3ForCausalLM", 0, seed)
+    file = folder / "model.safetensors"
+    tensors = safetensors.numpy.load(file.read_bytes())
+    tensors["model.layers.61.eh_proj.weight"] = np.ones((4, 4), np.float32)
+    file.write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+    assert load_model(folder, with_tokenizer=False)[1].num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_dense_sequences_have_the_logits_of_transformers(architecture, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, 0, seed)
+    tokens = np.random.default_rng(seed).integers(0, 99, 24)
+    exact, same_dtype = reference_logits(folder, tokens[None])
+    found = dense_logits(load_model(folder, with_tokenizer=False)[0], tokens)
+    assert np.abs(found - exact[0]).max() <= reference_bound(exact, same_dtype)
