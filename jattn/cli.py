@@ -1,14 +1,16 @@
-"""The command line: `jattn generate`, `serve`, `crosscheck`, `doctor` and `bench`; the only place that prints."""
+"""The command line: `jattn generate`, `chat`, `serve`, `crosscheck`, `doctor`, `bench`; the only place that prints."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch_core.errors import InvalidInput, JattnError, Unsupported
@@ -67,6 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_implementation(generate)
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
     generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to a model in the terminal; /clear forgets, /exit ends")
+    chat.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
+    chat.add_argument("--system", metavar="TEXT", help="the system's message")
+    chat.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    chat.add_argument("--max-tokens", type=int, default=512, help="of one answer (512)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (0.7)")
+    chat.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
+    _add_implementation(chat)
+    chat.set_defaults(run=_chat)
 
     crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
     crosscheck.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
@@ -153,6 +165,34 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from jattn.chat import converse
+    from jattn.engine import LLM, EngineConfig, SamplingParams
+    from jattn.load.folder import read_given
+
+    template = None
+    if arguments.chat_template is not None:
+        template = read_given("chat_template", arguments.chat_template)
+    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
+    config = EngineConfig(max_num_seqs=1)
+    with LLM(arguments.model, dtype=arguments.dtype, implementation=arguments.implementation, config=config) as llm:
+        say = functools.partial(print, end="", flush=True)
+        converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)
+    return 0
+
+
+def _typed() -> Iterator[str]:
+    """What comes from stdin, with a prompt and line editing where somebody types it."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")
 
 
 def _print_whole_lines(index: int, shown: list[str], *, finished: bool) -> None:

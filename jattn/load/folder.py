@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["check_folder", "member", "read_json", "read_object", "read_text"]
+__all__ = ["check_folder", "member", "read_given", "read_json", "read_object", "read_text"]
 
 _MAX_JSON_BYTES = 1 << 20
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,6 +36,18 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
     if cached is None:
         raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder{reason}.")
     return cached
+
+
+def read_given(name: str, path: str | os.PathLike[str]) -> str:
+    """Returns the text of a file that the user names, whatever folder it is in.
+
+    Raises:
+        InvalidInput: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{name} {str(path)!r} cannot be read: {error}.") from None
 
 
 def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | None:

@@ -53,7 +53,7 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 4 << 20
     max_unfinished: int = 1024
-    chat_template: ChatTemplate | None = None
+    chat_template: ChatTemplate | str | None = None
     default_sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import uvicorn
 
 from jattn.engine import LLM, EngineConfig
 from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
+from jattn.load.folder import read_given
 from jattn.serve.app import ServeConfig, create_app
 from jattn.serve.async_llm import AsyncLLM
 from torch_core.errors import InvalidInput
@@ -41,12 +41,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache (1 GiB)")
     arguments = parser.parse_args(argv)
-    keys = () if arguments.api_key_file is None else tuple(_read(arguments.api_key_file, "api_key_file").split())
+    keys = () if arguments.api_key_file is None else tuple(read_given("api_key_file", arguments.api_key_file).split())
     if arguments.api_key_file is not None and not keys:
         raise InvalidInput(f"api_key_file {arguments.api_key_file!r} has no keys.")
     template = None
     if arguments.chat_template is not None:
-        template = ChatTemplate(_read(arguments.chat_template, "chat_template"))
+        template = read_given("chat_template", arguments.chat_template)
+        ChatTemplate(template)  # Refused before anything is loaded.
     folder = embedded_model_folder() if arguments.model is None else Path(arguments.model)
     name = arguments.served_model_name or ("jattn" if arguments.model is None else folder.resolve().name)
     config = ServeConfig(
@@ -75,10 +76,3 @@ def main(argv: Sequence[str]) -> int:
         access_log=False,
     )
     return 0
-
-
-def _read(path: str | os.PathLike[str], name: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{name} {str(path)!r} cannot be read: {error}.") from None

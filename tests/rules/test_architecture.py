@@ -69,6 +69,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.metadata",
     },
     "jattn.serve": {"jattn.engine", "jattn.load"},
+    "jattn.chat": {"jattn.engine"},
     "jattn.testing": {
         "jattn.engine",
         "jattn.load",

@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from jattn.engine import LLM, EngineConfig
-from jattn.load import ChatTemplate
 from jattn.serve import AsyncLLM
 from jattn.serve.app import ServeConfig
 from jattn.serve.background import BackgroundServer
@@ -44,7 +43,7 @@ class Running(BackgroundServer):
             api_keys=("another", KEY),
             max_body_bytes=1 << 16,
             max_unfinished=MAX_UNFINISHED,
-            chat_template=ChatTemplate(TEMPLATE),
+            chat_template=TEMPLATE,
         )
         super().__init__(self.llm, config)
 
