@@ -85,6 +85,15 @@ class AttentionCase:
         function = reference.paged_attention_with_lse if self.paged else reference.attention_with_lse
         return self.run(function, compute_dtype=compute_dtype)
 
+    def lse_terms(self) -> float:
+        """Returns how large a log-sum-exp would be if the products that add up to its scores did not cancel."""
+        magnitudes = {
+            name: np.abs(x.astype(np.float32)).astype(x.dtype) if name in ("query", "key", "kv_cache") else x
+            for name, x in self.operands.items()
+        }
+        lse = replace(self, operands=magnitudes).expected()[1]
+        return float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 0.0
+
 
 def to_torch(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
     """Returns a copy of a numpy array as a tensor, ml_dtypes included."""
@@ -311,8 +320,8 @@ def assert_as_exact(
     """Fails unless `actual` is at most twice as far from `exact` as a plain torch computation in `dtype` may be.
 
     The bound is 2 x (max |same_dtype - exact| + eps x max |exact|). Infinities must be the same, NaN must not occur. A
-    gradient is a difference whose terms may be larger than itself (where a row sees one key, it is 0): then eps counts
-    of them.
+    gradient is a difference whose terms may be larger than itself (where a row sees one key, it is 0), and so is a
+    score: then eps counts of them.
 
     Args:
         actual: what is tested.
@@ -341,7 +350,8 @@ def assert_matches_reference(case: AttentionCase, output: torch.Tensor, lse: tor
     same, same_lse = case.expected(dtype)
     assert_as_exact(output, exact, same, dtype, f"output of case {case.seed}")
     if lse is not None:
-        assert_as_exact(lse, exact_lse, same_lse, torch.float32, f"lse of case {case.seed}")
+        what, terms = f"lse of case {case.seed}", case.lse_terms()
+        assert_as_exact(lse, exact_lse, same_lse, torch.float32, what, terms)
 
 
 def _hidden_keys(seq_len: int, query_len: int, spec: AttentionSpec) -> int:
