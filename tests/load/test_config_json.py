@@ -222,6 +222,11 @@ def test_a_key_whose_value_changes_nothing_passes(changes):
     assert parse_config(LLAMA | changes) == parse_config(LLAMA)
 
 
+def test_code_beside_the_weights_of_a_family_that_is_known_is_not_run_and_not_refused():
+    phi = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    assert parse_config(phi | {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}) == parse_config(phi)
+
+
 def test_absent_options_take_the_defaults_of_hugging_face():
     config = parse_config(LLAMA)
     assert (config.head_dim, config.num_key_value_heads, config.rms_norm_eps) == (16, 4, 1e-6)

@@ -11,6 +11,7 @@ PHI3 = Family(
     model_type="phi3",
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     windows="all",
+    brings_code=True,
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
     names={"self_attn.qkv_proj": "self_attn.qkv_proj", "mlp.gate_up_proj": "mlp.gate_up_proj"},
 )
