@@ -34,7 +34,7 @@ def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
 
     def read(index: int, scale: jax.Array | float | None, scale_cache: jax.Array | None) -> jax.Array:
         cache = call.caches[index] if call.kv_cache is None else call.kv_cache
-        found = cache[blocks, offsets] if call.kv_cache is None else cache[blocks, index, offsets]
+        found = _rows(cache, (blocks, offsets) if call.kv_cache is None else (blocks, jnp.int32(index), offsets))
         found = jnp.where(wanted[:, None, None], found, 0)
         if scale is not None or scale_cache is not None:
             found = found.astype(jnp.float32) * (1.0 if scale is None else scale)
@@ -64,3 +64,19 @@ def gathered_with_pullback(
     floats = {name: x for name, x in call.arrays().items() if jnp.issubdtype(x.dtype, jnp.floating)}
     _, pull, dense = jax.vjp(gather, floats, has_aux=True)
     return dense, lambda found: pull({name.removeprefix("d_"): x for name, x in found.items()})[0]
+
+
+@jax.custom_vjp
+def _rows(cache: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
+    return cache[at]
+
+
+def _add_rows(residuals: tuple[jax.Array, tuple[jax.Array, ...]], found: jax.Array) -> tuple[jax.Array, None]:
+    # JAX's own transpose says nothing of where the sum lies, which newer releases ask for along Explicit axes.
+    cache, at = residuals
+    sharding = jax.typeof(cache).sharding
+    explicit = sharding if sharding.mesh.explicit_axes else None
+    return jnp.zeros_like(cache).at[at].add(found, out_sharding=explicit), None
+
+
+_rows.defvjp(lambda cache, at: (cache[at], (cache, at)), _add_rows)
