@@ -126,6 +126,11 @@ def test_a_chat_goes_through_the_template_with_its_tools(client, server) -> None
     assert plain.choices[0].message.role == "assistant"
 
 
+def log_probs(tokens: list[Any]) -> list[float]:
+    """Returns what is said of each token and of the likeliest ones in its place."""
+    return [x.logprob for token in tokens for x in (token, *token.top_logprobs)]
+
+
 def test_a_chat_streams_with_logprobs(client) -> None:
     options: Any = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **GREEDY}
     whole = client.chat.completions.create(**options).choices[0]
@@ -135,7 +140,9 @@ def test_a_chat_streams_with_logprobs(client) -> None:
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content or "" for event in events) == whole.message.content
     tokens = [each for event in events if event.choices[0].logprobs for each in event.choices[0].logprobs.content]
-    assert tokens == whole.logprobs.content
+    # The second prompt may come from the prefix cache: the same tokens, and numbers within a float32's rounding.
+    assert [each.token for each in tokens] == [each.token for each in whole.logprobs.content]
+    assert log_probs(tokens) == pytest.approx(log_probs(whole.logprobs.content), abs=1e-4)
     assert all(len(each.top_logprobs) == 2 for each in tokens)
     assert all(bytes(each.bytes).decode() == each.token for each in tokens)
 
