@@ -10,6 +10,7 @@ import numpy as np
 
 from jattn.models.config import ModelConfig
 from jattn.models.rope_scaling import RopeScaling
+from jattn.nn.yarn import yarn_kept, yarn_weight
 
 __all__ = ["apply_rotary", "attention_factor", "inverse_frequencies", "rotary_angles"]
 
@@ -36,7 +37,11 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
         return (frequencies / np.array(scaling.long_factor if is_long else scaling.short_factor)).astype(np.float32)
     if scaling.rope_type == "linear":
         return (frequencies / scaling.factor).astype(np.float32)
-    keep = _kept_by_llama3(frequencies, scaling) if scaling.rope_type == "llama3" else _kept_by_yarn(config, scaling)
+    if scaling.rope_type == "llama3":
+        keep = _kept_by_llama3(frequencies, scaling)
+    else:
+        original, betas = scaling.original_max_position_embeddings, (scaling.beta_fast, scaling.beta_slow)
+        keep = yarn_kept(config.rotary_dim, config.rope_theta, original, betas, truncate=scaling.truncate)
     return (keep * frequencies + (1 - keep) * frequencies / scaling.factor).astype(np.float32)
 
 
@@ -50,7 +55,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         return 1.0
     if scaling.rope_type == "yarn":
         weights = (scaling.mscale, scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else (1.0, 0.0)
-        above, below = (0.1 * weight * math.log(scaling.factor) + 1.0 for weight in weights)
+        above, below = (yarn_weight(scaling.factor, weight) for weight in weights)
         return above / below
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
@@ -92,18 +97,3 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return np.clip(keep, 0.0, 1.0)
-
-
-def _kept_by_yarn(config: ModelConfig, scaling: RopeScaling) -> np.ndarray:
-    """Returns 1 for pairs below the one that rotates `beta_fast` times, 0 above `beta_slow`, a line in between."""
-    pairs = config.rotary_dim // 2
-    low, high = (
-        pairs
-        * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi))
-        / math.log(config.rope_theta)
-        for rotations in (scaling.beta_fast, scaling.beta_slow)
-    )
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.rotary_dim - 1)
-    return 1 - np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0.0, 1.0)

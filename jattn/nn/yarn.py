@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["DeepSeekRoPE"]
+__all__ = ["DeepSeekRoPE", "yarn_kept", "yarn_weight"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,8 @@ class DeepSeekRoPE:
         plain = self.theta ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
         if self.factor == 1:
             return plain.astype(np.float32)
-        low, high = math.floor(self._pair_of(self.beta_fast)), math.ceil(self._pair_of(self.beta_slow))
-        low, high = max(low, 0), min(high, self.dim - 1)
-        ramp = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 0.001), 0, 1)
-        return (plain / self.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+        kept = yarn_kept(self.dim, self.theta, self.original_max_position_embeddings, (self.beta_fast, self.beta_slow))
+        return (kept * plain + (1 - kept) * plain / self.factor).astype(np.float32)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns the rotated heads in the dtype of `x`; the arithmetic is float32."""
@@ -78,10 +76,28 @@ class DeepSeekRoPE:
         rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
         return rotated.astype(x.dtype)
 
-    def _pair_of(self, turns: float) -> float:
-        """Returns which pair makes so many turns within the first context."""
-        wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
-        return self.dim * math.log(wavelength) / (2 * math.log(self.theta))
-
     def _mscale(self, weight: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+        return yarn_weight(self.factor, weight)
+
+
+def yarn_kept(
+    dim: int, theta: float, original_max_position_embeddings: int, betas: tuple[float, float], *, truncate: bool = True
+) -> np.ndarray:
+    """Returns how much of each pair's frequency stays, float64[dim / 2]; the rest is divided by the factor.
+
+    1 for pairs below the one that turns `betas[0]` times within the first context, 0 above the one that turns
+    `betas[1]` times, a line in between, from whole pair to whole pair if `truncate`.
+    """
+    low, high = (
+        dim // 2 * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in betas
+    )
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    return 1 - np.clip((np.arange(dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
+
+
+def yarn_weight(factor: float, weight: float) -> float:
+    """Returns what makes up for attention that a context `factor` times as long would flatten."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
