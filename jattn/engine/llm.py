@@ -34,8 +34,8 @@ class LLM(contextlib.AbstractContextManager):
     As a context manager it closes its engine at the end.
 
     Args:
-        model: a Hugging Face folder of a Llama-family model, a module (a `Decoder`, or a `jattn.models.PagedModel` of
-            your own), or None for the embedded model. The weights are captured now; see `Engine`.
+        model: a Hugging Face folder of a known family, a module (a `Decoder`, or a `jattn.models.PagedModel` of your
+            own), or None for the embedded model. The weights are captured now; see `Engine`.
         tokenizer: for a module; a folder brings its own. Without one, prompts are lists of token ids.
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.

@@ -195,9 +195,9 @@ class AsyncLLM(contextlib.AbstractContextManager):
             if self._closed:
                 return
             self._closed = True
-            entries = {id(each): each for each in self._entries.values()}
+            entries = self._requests()
             self._entries.clear()
-        for entry in entries.values():
+        for entry in entries:
             _tell(entry, InvalidInput("the AsyncLLM was closed before the request ended."))
         self.llm.close()
         self._wake.set()
@@ -255,8 +255,8 @@ class AsyncLLM(contextlib.AbstractContextManager):
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
-            entries = {id(each): each for each in self._entries.values()}
-        for entry in entries.values():
+            entries = self._requests()
+        for entry in entries:
             self._end(entry, error)
 
     def _cancel_requested(self) -> None:
@@ -273,6 +273,10 @@ class AsyncLLM(contextlib.AbstractContextManager):
                 self.llm.engine.cancel(sample)
         if error is not None:
             _tell(entry, error)
+
+    def _requests(self) -> list[_Entry]:
+        """Returns each request once, however many samples it has; under the lock."""
+        return list({id(each): each for each in self._entries.values()}.values())
 
     def _drop(self, entry: _Entry) -> list[str]:
         """Forgets a request and returns the ids of its samples."""

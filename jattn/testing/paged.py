@@ -59,7 +59,6 @@ class PagedRun:
         self._pool = KVPool(paged.cache_spec(_BLOCK_SIZE), num_layers=paged.num_layers, num_blocks=1 + sum(widths))
         graph, self._state = nnx.split(model)
         self._step = functools.partial(_step, graph=graph)
-        self._hidden_step = functools.partial(_hidden_step, graph=graph)
 
     def hidden_states(self) -> list[np.ndarray]:
         """Returns the hidden states of whole sequences, prefilled: float32[states, tokens, hidden_size] each.
@@ -67,7 +66,7 @@ class PagedRun:
         The states are those of `Decoder.hidden_states`: behind the embedding, each layer, and the last norm.
         """
         lengths = [len(sequence) for sequence in self._sequences]
-        return [each.swapaxes(0, 1) for each in self._run(self._hidden_step, lengths)]
+        return [each.swapaxes(0, 1) for each in self._run(functools.partial(self._step, layers=True), lengths)]
 
     def logits(self, prefill_lens: Sequence[int]) -> list[np.ndarray]:
         """Returns the logits after each token of every sequence, float32[tokens, vocab_size] each.
@@ -82,7 +81,7 @@ class PagedRun:
         Raises:
             PoolLost: a step failed.
         """
-        return self._run(self._step, prefill_lens)
+        return self._run(functools.partial(self._step, layers=False), prefill_lens)
 
     def _run(self, step: Callable[..., Any], prefill_lens: Sequence[int]) -> list[np.ndarray]:
         self._pool.run(_fill_with_nan)
@@ -137,7 +136,7 @@ def _next_counts(done: Sequence[int], prefill_lens: Sequence[int], lengths: Sequ
 
 
 # Jitted here and not for each run: models of one config and prompts of the same sizes share the programs.
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="graph")
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("graph", "layers"))
 def _step(
     kv_caches: tuple[jax.Array, ...],
     state: nnx.State,
@@ -146,25 +145,15 @@ def _step(
     metadata: AttentionMetadata,
     *,
     graph: nnx.GraphDef,
+    layers: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the logits, or with `layers` the hidden states behind every layer, and the caches."""
     model = nnx.merge(graph, state)
+    if layers:
+        hidden, caches = zip(*model.paged_hidden_states(token_ids, positions, kv_caches, metadata), strict=True)
+        return jnp.stack(hidden, axis=1).astype(jnp.float32), caches[-1]
     hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
     return model.logits(hidden), kv_caches
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="graph")
-def _hidden_step(
-    kv_caches: tuple[jax.Array, ...],
-    state: nnx.State,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    metadata: AttentionMetadata,
-    *,
-    graph: nnx.GraphDef,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    model = nnx.merge(graph, state)
-    hidden, caches = zip(*model.paged_hidden_states(token_ids, positions, kv_caches, metadata), strict=True)
-    return jnp.stack(hidden, axis=1).astype(jnp.float32), caches[-1]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

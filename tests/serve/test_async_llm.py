@@ -50,7 +50,7 @@ async def outputs_of(llm: AsyncLLM, prompt: Any, **params: Any) -> list[Any]:
 
 
 def is_idle(llm: AsyncLLM) -> bool:
-    for _ in range(400):
+    for _ in range(6000):
         if not llm.num_unfinished and not llm.llm.engine.num_unfinished:
             break
         time.sleep(0.01)
