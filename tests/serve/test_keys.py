@@ -56,8 +56,9 @@ def test_tenants_need_keys() -> None:
 
 def test_tenants_share_no_prefixes_and_a_salt_parts_those_of_one() -> None:
     # Room for what everybody leaves behind.
-    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 65}
-    engine = EngineConfig(**sizes, num_scheduler_steps=1)
+    engine = EngineConfig(
+        max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, num_blocks=65, num_scheduler_steps=1
+    )
     config = ServeConfig(model_name="x", api_keys=TENANTS, isolate_tenants=True)
     body = {"prompt": list(range(1, 41)), "max_tokens": 1, "temperature": 0}
 
