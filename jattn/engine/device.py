@@ -61,7 +61,9 @@ def open_device(
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
-    plan = _plan(config, spec, num_layers=shape.num_layers, max_model_len=max_model_len)
+    num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
+    longest = max_model_len + num_encoder_blocks * config.block_size
+    plan = _plan(config, spec, num_layers=shape.num_layers, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -70,7 +72,7 @@ def open_device(
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
-        max_blocks_per_seq=max_blocks,
+        max_blocks_per_seq=max_blocks + num_encoder_blocks,
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
@@ -78,7 +80,8 @@ def open_device(
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
-    return Device(pool, host, runner, in_turns=config.batch_invariant or not ragged), cache_config, plan
+    in_turns = config.batch_invariant or not ragged or num_encoder_blocks > 0
+    return Device(pool, host, runner, in_turns), cache_config, plan
 
 
 def _plan(

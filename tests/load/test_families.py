@@ -14,6 +14,7 @@ from flax import nnx
 from jattn.engine import LLM, EngineConfig, SamplingParams
 from jattn.load import Family, known_families, load_model, parse_config, register_family, save_model
 from jattn.load.folder import read_object
+from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.tiny_models import PagedRun, reference_bound, tiny_config, tiny_model
 from torch_core.errors import InvalidInput
@@ -27,8 +28,8 @@ PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "GptOss")
 
 
 def test_every_family_of_the_package_is_tested():
-    # The encoder has tests of its own, in tests/models.
-    assert set(known_families()) == {*CASES, "BertModel"}
+    # Encoders have tests of their own, in tests/models.
+    assert set(known_families()) == {*CASES, *encoder_decoders.CASES, "BertModel"}
 
 
 def paged_logits(model, tokens, cuts):

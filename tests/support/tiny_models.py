@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jattn.load import save_model
 from jattn.metadata import AttentionMetadata
 from jattn.models import Decoder, ModelConfig
+from jattn.models.encoder_decoder import build_model
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -41,7 +42,7 @@ def tiny_model(config: ModelConfig, seed: int, implementation: str | None = "xla
     """Returns a decoder whose weights are large enough that every part of it shows in the logits."""
     random = np.random.default_rng(seed)
     graph, state = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(seed), implementation=implementation))
+        nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(seed), implementation=implementation))
     )
     filled = []
     for path, variable in nnx.to_flat_state(state):

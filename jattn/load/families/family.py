@@ -20,7 +20,7 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        field: of `ModelConfig`; of `MoEConfig` or `LatentConfig` where it begins with "moe." or "latent."; several that
+        field: of `ModelConfig`; of its `moe`, `latent` or `encoder` where it begins with that and a dot; several that
             share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
@@ -87,6 +87,7 @@ class Family:
         rope_keys: what the file calls rope_theta, partial_rotary_factor and rope_local_base_freq, where it is another
             name; partial_rotary_factor and rope_local_base_freq are read by families that name them.
         names: of tensors by module of the decoder, where they are not those of `_NAMES`; a tuple for joined pieces.
+            Behind "encoder." stands what differs in an encoder.
             "{expert}" counts experts; a name of experts without it holds all of them, as [experts, in, out].
         prefix: of tensor names, which some files leave out.
         order: of a joined or fused tensor's outputs in the file, by module: "by_head" (query, key and value of each
@@ -123,9 +124,9 @@ class Family:
         named = {name for key in own.values() for name in key.fields} | {*self.options, *self.absent}
         return {name: key for name, key in _COMMON_KEYS.items() if key.field not in named} | own
 
-    def tensor_name(self, module: str) -> str | tuple[str, ...]:
-        """Returns what the file calls a module of the decoder: one name, or those of its pieces."""
-        return self.names.get(module, _NAMES.get(module, module))
+    def tensor_name(self, module: str, part: str = "") -> str | tuple[str, ...]:
+        """Returns what the file calls a module of the decoder, or of a part of it: one name, or those of its pieces."""
+        return self.names.get(f"{part}{module}", self.names.get(module, _NAMES.get(module, module)))
 
 
 def every(count: int) -> Callable[[int, Mapping[str, Any]], bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from jattn.load.families.bart import BART
 from jattn.load.families.bert import BERT
 from jattn.load.families.cohere import COHERE
 from jattn.load.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -17,6 +18,7 @@ from jattn.load.families.mixtral import MIXTRAL
 from jattn.load.families.olmo2 import OLMO2
 from jattn.load.families.phi3 import PHI3
 from jattn.load.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jattn.load.families.t5 import T5
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -49,6 +51,8 @@ _FAMILIES = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         BERT,
+        T5,
+        BART,
     )
 }
 
