@@ -75,10 +75,8 @@ class Attention(nnx.Module):
     def forward_dense(self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache."""
         query, key, value = self._project(x, angles)
-        options = {**self.paged_attention.options, "implementation": None}
-        output = attention_fn(
-            query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options, **self._biases(angles)
-        )
+        options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
+        output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
     def _biases(self, angles: Angles | None) -> dict[str, Any]:

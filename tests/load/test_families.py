@@ -16,7 +16,7 @@ from jattn.load import Family, known_families, load_model, parse_config, registe
 from jattn.load.folder import read_object
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
-from tests.support.tiny_models import PagedRun, reference_bound, tiny_config, tiny_model
+from tests.support.tiny_models import PagedRun, dense_logits, reference_bound, tiny_config, tiny_model
 from torch_core.errors import InvalidInput
 
 #: Of each family the variant in which most options are on.
@@ -49,6 +49,15 @@ def test_prefill_in_chunks_and_decoding_give_the_logits_of_transformers(architec
     model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
     found = paged_logits(model, tokens.astype(np.int32), (16, 25))
     assert np.abs(found - exact[0]).max() <= reference_bound(exact, same_dtype)
+
+
+@pytest.mark.parametrize(("architecture", "variant"), [("BloomForCausalLM", 1), ("FalconForCausalLM", 1)])
+def test_dense_sequences_have_the_same_biases_by_distance(architecture, variant, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, variant, seed, num_hidden_layers=1)
+    tokens = np.random.default_rng(seed).integers(0, 99, 24)
+    exact, same_dtype = reference_logits(folder, tokens[None])
+    model, _, _ = load_model(folder, with_tokenizer=False)
+    assert np.abs(dense_logits(model, tokens) - exact[0]).max() <= reference_bound(exact, same_dtype)
 
 
 @pytest.mark.parametrize(("architecture", "variant"), VARIANTS)

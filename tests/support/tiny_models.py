@@ -77,8 +77,11 @@ def transformers_logits(folder: Path, token_ids: np.ndarray, dtype: str = "float
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    # The eager way of transformers 5 adds Falcon's ALiBi to the mask and to the scores, so twice.
+    attend = "sdpa" if config.model_type == "falcon" else "eager"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=getattr(torch, dtype), attn_implementation=attend, experts_implementation="eager"
     )
     with torch.no_grad():
         return model.eval()(torch.from_numpy(token_ids.astype(np.int64))).logits.double().numpy()
