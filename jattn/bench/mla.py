@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure
+from jattn.bench import measure, mla_prefill
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.calls import LatentCall
@@ -80,11 +80,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads (16 and 128)")
     parser.add_argument("--fp8", action="store_true", help="an e4m3 cache")
+    parser.add_argument("--prefill", action="store_true", help="prompts in the plain form instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX column out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    report = run(heads=options.heads, fp8=options.fp8, peers_directory=options.peers, jax_columns=not options.no_jax)
+    common = {"peers_directory": options.peers, "jax_columns": not options.no_jax}
+    report = mla_prefill.run(**common) if options.prefill else run(heads=options.heads, fp8=options.fp8, **common)
     print(report.table())
     for peer in report.columns[1:]:
         print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")

@@ -99,6 +99,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
+        "dense latent prompt": _latent_prompt(_PREFILL_TOKENS),
+        "dense latent prompt short": _latent_prompt(512),
         "dense dropout": _dense(**_DROPOUT),
         "backward": _backward(_dense()),
         "backward dropout": _backward(_dense(**_DROPOUT)),
@@ -217,6 +219,21 @@ def _dense(
         spec=spec,
         max_query_len=max_query_len,
         **options,
+    )
+
+
+def _latent_prompt(max_query_len: int) -> DenseCall[ArraySpec]:
+    """DeepSeek's plain form: 16 heads of 192 elements, values of 128."""
+    key, starts = ArraySpec((_PREFILL_TOKENS, 16, 192), "bfloat16"), ArraySpec((2,), "int32")
+    return DenseCall(
+        query=key,
+        key=key,
+        value=ArraySpec((_PREFILL_TOKENS, 16, 128), "bfloat16"),
+        query_start_loc=starts,
+        key_start_loc=starts,
+        spec=AttentionSpec(scale=192**-0.5),
+        max_query_len=max_query_len,
+        with_lse=True,
     )
 
 
