@@ -39,6 +39,7 @@ def check_values(call: Call[Any], *, more_queries: bool = False) -> None:
         _check_slots(call.slot_mapping, call.num_blocks, call.block_size)
     elif isinstance(call, LatentWriteCall):
         _check_slots(call.slot_mapping, *call.latent_cache.shape[:2])
+        _check_positions(call)
     elif isinstance(call, CopyCall):
         _check_copies(call)
 
@@ -100,6 +101,17 @@ def _check_slots(slot_mapping: Any, num_blocks: int, block_size: int) -> None:
             f"slot_mapping[{first}] is {slots[first]}; a cache of {num_blocks} blocks of {block_size} has "
             f"slots 0 to {limit - 1}."
         )
+
+
+def _check_positions(call: LatentWriteCall[Any]) -> None:
+    if call.positions is None or call.cos_sin_cache is None:
+        return
+    slots, limit = np.asarray(call.slot_mapping), call.cos_sin_cache.shape[0]
+    positions = np.asarray(call.positions)[: len(slots)]
+    bad = (slots >= 0) & ((positions < 0) | (positions >= limit))
+    if bad.any():
+        first = int(bad.argmax())
+        raise InvalidInput(f"positions[{first}] is {positions[first]}; cos_sin_cache has positions 0 to {limit - 1}.")
 
 
 def _check_copies(call: CopyCall[Any]) -> None:

@@ -12,6 +12,7 @@ from torch_core.ops.attention import (
 from torch_core.ops.cache import copy_blocks, merge_states, write_kv_cache
 from torch_core.ops.cascade import cascade_attention
 from torch_core.ops.latent import mla_attention, mla_attention_with_lse, mla_call, write_latent_cache
+from torch_core.packed import unpack_latents
 from torch_core.run import run
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "paged_attention_with_lse",
     "paged_call",
     "run",
+    "unpack_latents",
     "write_kv_cache",
     "write_latent_cache",
 ]
