@@ -77,7 +77,7 @@ _TILES: dict[int, tuple[tuple[int, HopperTile], ...]] = {
     ),
     192: (
         (0, HopperTile(2, 64, 4, 1, 232, 48)),
-        (2048, HopperTile(3, 64, 2, 2, 160, 32)),
+        (2048, HopperTile(3, 64, 2, 2, 160, 32, overlap=False)),
     ),
     256: ((0, HopperTile(2, 64, 2, 1, 232, 48, ping_pong=False, kv_heads=1)),),
 }
