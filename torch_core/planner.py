@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from torch_core.attention.choose import plan_attention, plan_attention_backward
+from torch_core.attention.indexer.plan import plan_indexer
 from torch_core.attention.merge.plan import plan_merge
 from torch_core.attention.mla.plan import plan_latent
 from torch_core.blocks.copy.plan import plan_copy
@@ -15,6 +16,7 @@ from torch_core.calls import (
     Call,
     CopyCall,
     DenseBackwardCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
@@ -63,6 +65,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_copy(call)
     if isinstance(call, MergeCall):
         return plan_merge(call)
+    if isinstance(call, IndexerCall):
+        return plan_indexer(call)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
 
 

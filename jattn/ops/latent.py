@@ -8,10 +8,10 @@ from jattn.ops.attention import Request, operation, output, output_and_lse, requ
 from jattn.ops.run import run
 from torch_core.calls import LatentCall, LatentWriteCall
 
-__all__ = ["mla_attention", "mla_attention_with_lse", "write_latent_cache"]
+__all__ = ["latent_request", "mla_attention", "mla_attention_with_lse", "write_latent_cache"]
 
 
-def _latent(
+def latent_request(
     query: jax.Array,
     latent_cache: jax.Array,
     block_tables: jax.Array,
@@ -110,5 +110,5 @@ def write_latent_cache(
     return run(call, implementation)["latent_cache"]
 
 
-mla_attention = operation(_latent, "mla_attention", with_lse=False, of=output)
-mla_attention_with_lse = operation(_latent, "mla_attention_with_lse", with_lse=True, of=output_and_lse)
+mla_attention = operation(latent_request, "mla_attention", with_lse=False, of=output)
+mla_attention_with_lse = operation(latent_request, "mla_attention_with_lse", with_lse=True, of=output_and_lse)

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 
 from jattn.bridge.calls import empty_outputs
 from jattn.ops import latents, softmax
+from jattn.ops.indexer import indexer_logits
 from jattn.ops.softmax import compute_dtype
 from torch_core.calls import (
     AttentionCall,
     Call,
     DenseBackwardCall,
     DenseCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
@@ -56,6 +58,8 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
         return _write_latent_cache(call)
     if isinstance(call, MergeCall):
         return _merge_states(call)
+    if isinstance(call, IndexerCall):
+        return _one_program(indexer_logits)(call)
     raise Unsupported(f"{call.name} has no implementation in jnp.")
 
 

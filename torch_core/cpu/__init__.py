@@ -17,6 +17,7 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
@@ -26,6 +27,7 @@ from torch_core.calls import (
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.dense import attention
+from torch_core.cpu.indexer import indexer_logits
 from torch_core.cpu.latent import mla_attention, write_latent_cache
 from torch_core.cpu.merge import merge_states
 from torch_core.cpu.paged import paged_attention
@@ -42,6 +44,7 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     LatentWriteCall: write_latent_cache,
     CopyCall: copy_blocks,
     MergeCall: merge_states,
+    IndexerCall: indexer_logits,
 }
 
 
