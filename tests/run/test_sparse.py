@@ -29,10 +29,10 @@ def test_chosen_latents_are_attended_to_and_no_others(dtype, packed, seed):
 
 def test_all_keys_chosen_is_the_whole_attention(seed):
     case = sparse_case(seed, seq_lens=[20], query_lens=[1], topk=20, num_heads=2)
-    arrays = case.tensors() | {"topk_indices": torch.randperm(20).int()[None]}
-    chosen = ops.sparse_mla_attention(**arrays, spec=case.spec, **case.limits)
-    del arrays["topk_indices"]
-    torch.testing.assert_close(chosen, ops.mla_attention(**arrays, spec=case.spec, **case.limits))
+    given: dict[str, Any] = {**case.tensors(), **case.limits, "spec": case.spec}
+    del given["topk_indices"]
+    chosen = ops.sparse_mla_attention(topk_indices=torch.randperm(20).int()[None], **given)
+    torch.testing.assert_close(chosen, ops.mla_attention(**given))
 
 
 @pytest.mark.parametrize(
