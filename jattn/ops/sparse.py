@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jattn.ops.attention import Request, operation, output, output_and_lse
 from jattn.ops.latent import latent_request
 from jattn.ops.run import run
-from torch_core.calls import IndexerCall, check_chosen_values, chosen_latents
+from torch_core.calls import IndexerCall, LatentCall, check_chosen_values, chosen_latents
 from torch_core.checks import check_int
 
 __all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse"]
@@ -97,14 +97,15 @@ def _sparse(
         InvalidInput: as `mla_attention`; indices of another shape or dtype.
         Unsupported: as `mla_attention`; a window.
     """
-    call, attend = latent_request(query, latent_cache, block_tables, seq_lens, query_start_loc, **options)
+    request, attend = latent_request(query, latent_cache, block_tables, seq_lens, query_start_loc, **options)
+    call = cast(LatentCall[jax.Array], request)
     call.check()
+    lengths = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
     # What is being traced has no values.
-    given = (*call.arrays().values(), topk_indices)
-    if not any(isinstance(array, Tracer) for array in given):
-        check_chosen_values(call, topk_indices)
+    if not any(isinstance(array, Tracer) for array in (*lengths.values(), topk_indices)):
+        check_chosen_values(call.with_arrays(jax.device_get(lengths)), jax.device_get(topk_indices))
     tokens = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)
-    return chosen_latents(call, topk_indices, tokens, jnp.where, lambda x: x.astype(jnp.int32)), attend  # type: ignore[arg-type]
+    return chosen_latents(call, topk_indices, tokens, jnp.where, lambda x: x.astype(jnp.int32)), attend
 
 
 sparse_mla_attention = operation(_sparse, "sparse_mla_attention", with_lse=False, of=output)
