@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,11 +43,11 @@ def test_choice_and_attention_are_captured(seed):
                        rope_dim=64, block_size=64, dtype="bfloat16")  # fmt: skip
     options = {name: getattr(call, name) for name in ("scale", "max_query_len", "k_scale")}
 
-    arrays, limits = case.tensors("cuda"), case.limits
+    given: dict[str, Any] = {**case.tensors("cuda"), **case.limits, "spec": case.spec}
 
     def step() -> torch.Tensor:
         chosen = ops.indexer_topk(**call.arrays(), **options, topk=64)
-        return ops.sparse_mla_attention(**{**arrays, "topk_indices": chosen}, spec=case.spec, **limits)
+        return ops.sparse_mla_attention(**{**given, "topk_indices": chosen})
 
     expected = step()
     torch.cuda.synchronize()
