@@ -17,6 +17,7 @@ from jattn.engine.sampler import SamplingKind
 from jattn.engine.tables import SamplerState
 from jattn.engine.weights import Weights
 from jattn.pool import KVPool
+from torch_core.cache import LayerGroups
 
 __all__ = ["Programs"]
 
@@ -32,6 +33,7 @@ class Programs:
     Args:
         weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
+        layers: the model's cache groups.
         state_of: shapes of what a full step's sampler has, by the number of its sequences.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
@@ -45,6 +47,7 @@ class Programs:
         self,
         weights: Weights,
         pool: KVPool,
+        layers: LayerGroups,
         state_of: Callable[[int], SamplerState],
         *,
         max_num_seqs: int,
@@ -52,7 +55,7 @@ class Programs:
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
-        self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
+        self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         layer = jax.ShapeDtypeStruct(pool.spec.shape(pool.num_blocks), pool.spec.dtype, sharding=pool.sharding)
         self._operands = (
             (layer,) * pool.num_layers,
@@ -61,7 +64,7 @@ class Programs:
         )
         self._state_of = state_of
         operands = tuple(jax.tree.leaves((self._operands, state_of(max_num_seqs))))
-        self._step, self._compiled = _shared(weights.graph, weights.treedef, operands, max_blocks)
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, layers, operands, max_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +97,7 @@ class Programs:
         self._timed(compile_all)
 
     def _lowered(self, bucket: Bucket) -> Any:
-        buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks).num_elements,), jnp.int32)
+        buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks, self._num_groups).num_elements,), jnp.int32)
         is_plain = bucket.sampler.kind is SamplingKind.PLAIN
         state = SamplerState(None, None) if is_plain else self._state_of(bucket.num_seqs)
         return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
@@ -110,5 +113,7 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=8)
-def _shared(graph: Any, treedef: Any, operands: tuple[Any, ...], max_blocks: int) -> tuple[Any, _Compiled]:
-    return jitted_step(graph, treedef), {}
+def _shared(
+    graph: Any, treedef: Any, layers: LayerGroups, operands: tuple[Any, ...], max_blocks: int
+) -> tuple[Any, _Compiled]:
+    return jitted_step(graph, treedef, layers), {}

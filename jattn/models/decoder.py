@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.metadata import AttentionMetadata
+from jattn.metadata import AttentionMetadata, GroupedMetadata
 from jattn.models.attention import Angles, Attention
 from jattn.models.config import ModelConfig
 from jattn.models.experts import SparseMLP
@@ -128,11 +128,16 @@ class Decoder(nnx.Module):
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
+            layer_windows=config.layer_windows,
             eos_token_ids=config.eos_token_ids,
         )
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
 
@@ -140,8 +145,9 @@ class Decoder(nnx.Module):
             token_ids: int32[tokens], below vocab_size; the caller checks that on the host. Padding may be any token.
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
             kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
-                `(num_blocks, block_size, kv_lora_rank + qk_rope_head_dim)`.
-            metadata: block tables, lengths and slots of the step.
+                `(num_blocks, block_size, kv_lora_rank + qk_rope_head_dim)`; fewer where the metadata has several
+                groups, whose layers share them.
+            metadata: block tables, lengths and slots of the step, one record for all layers or one for each group.
 
         Returns:
             The normalised hidden states `[tokens, hidden]`, to be given to `logits` (pick the rows first), and the
@@ -151,9 +157,13 @@ class Decoder(nnx.Module):
         return hidden, new_caches
 
     def paged_hidden_states(
-        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
     ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
-        """Yields what `hidden_states` does, of packed tokens, each with the caches that were written so far.
+        """Yields what `hidden_states` does, of packed tokens, each with the caches as they are then.
 
         Args:
             token_ids, positions, kv_caches, metadata: of a call.
@@ -161,13 +171,13 @@ class Decoder(nnx.Module):
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         x, angles = self._embedded(token_ids, positions)
-        new_caches: list[jax.Array] = []
-        yield x, ()
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, kv_cache = layer(x, angles, kv_cache, metadata)
-            new_caches.append(kv_cache)
-            yield x, tuple(new_caches)
-        yield self.norm(x), tuple(new_caches)
+        caches = list(kv_caches)
+        yield x, tuple(caches)
+        for index, layer in enumerate(self.layers):
+            own, array = metadata.of_layer(index)
+            x, caches[array] = layer(x, angles, caches[array], own)
+            yield x, tuple(caches)
+        yield self.norm(x), tuple(caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""

@@ -17,7 +17,7 @@ from jattn.engine.runner import ModelRunner
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
-from torch_core.cache import CommittedStep
+from torch_core.cache import CommittedStep, group_layers
 
 SIZES: dict[str, Any] = {
     "block_size": 4,
@@ -33,7 +33,7 @@ def runner(ragged: bool, invariant: bool, guesses: int) -> tuple[ModelRunner, fr
     model = tiny_decoder()
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
     config = EngineConfig(**SIZES, batch_invariant=invariant, num_speculative_tokens=guesses)
-    made = ModelRunner(model, pool, config, max_blocks=8, ragged=ragged)
+    made = ModelRunner(model, pool, config, group_layers(model.paged_spec.windows), max_blocks=8, ragged=ragged)
     return made, frozenset(made._all_buckets())
 
 

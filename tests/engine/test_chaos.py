@@ -8,6 +8,7 @@ import pytest
 
 from jattn.engine import Engine, EngineConfig
 from jattn.models import Decoder
+from tests.engine.conftest import alternating_decoder
 from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -23,11 +24,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "scrub": {"scrub_on_free": True},
     "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
     "small chunks": {"max_num_batched_tokens": 4},
+    "window groups": {"num_blocks": 20},
+    "window groups and swap": {"num_blocks": 20, "num_host_blocks": 16},
 }
 
 
 def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
-    lone = Engine(decoder, EngineConfig(**SIZES))
+    if config.startswith("window groups"):
+        decoder = alternating_decoder(6, None)
+    lone = Engine(decoder, EngineConfig(**SIZES, disable_hybrid_kv_cache_manager=True))
     engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
     service = Service(engine, lone, seed, temperature=0.7)
     while service.added < num_requests:
