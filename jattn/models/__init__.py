@@ -5,7 +5,16 @@ from __future__ import annotations
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.paged_model import PagedModel, PagedSpec
-from jattn.models.parts import LatentConfig, MoEConfig
+from jattn.models.parts import LatentConfig, MoEConfig, last_of_each_window
 from jattn.models.rope_scaling import RopeScaling
 
-__all__ = ["Decoder", "LatentConfig", "MoEConfig", "ModelConfig", "PagedModel", "PagedSpec", "RopeScaling"]
+__all__ = [
+    "Decoder",
+    "LatentConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "PagedModel",
+    "PagedSpec",
+    "RopeScaling",
+    "last_of_each_window",
+]

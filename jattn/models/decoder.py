@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.metadata import AttentionMetadata, GroupedMetadata
-from jattn.models.attention import Angles, Attention
+from jattn.models.attention import Angles, Attention, KeysValues
 from jattn.models.config import ModelConfig
 from jattn.models.experts import SparseMLP
 from jattn.models.latent import LatentAttention
@@ -51,11 +51,16 @@ class DecoderLayer(nnx.Module):
         return self._added(x, normed, attended, lambda branch: branch), kv_cache
 
     def forward_dense(
-        self, x: jax.Array, angles: Angles | None, dropout: nnx.Dropout, lengths: jax.Array | None = None
+        self,
+        x: jax.Array,
+        angles: Angles | None,
+        dropout: nnx.Dropout,
+        lengths: jax.Array | None = None,
+        shared: KeysValues | None = None,
     ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
         normed = _through(self.input_layernorm, x)
-        return self._added(x, normed, self.self_attn.forward_dense(normed, angles, lengths), dropout)
+        return self._added(x, normed, self.self_attn.forward_dense(normed, angles, lengths, shared), dropout)
 
     def _added(
         self, x: jax.Array, normed: jax.Array, attended: jax.Array, dropout: Callable[[jax.Array], jax.Array]
@@ -122,13 +127,15 @@ class Decoder(nnx.Module):
         return PagedSpec(
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
-            num_layers=config.num_hidden_layers,
+            num_layers=len(config.cache_layers),
             num_kv_heads=config.num_key_value_heads if config.latent is None else 1,
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
-            layer_windows=config.layer_windows,
+            layer_windows=tuple(config.window_of(layer) for layer in config.cache_layers)
+            if config.layer_windows
+            else (),
             eos_token_ids=config.eos_token_ids,
         )
 
@@ -144,9 +151,9 @@ class Decoder(nnx.Module):
         Args:
             token_ids: int32[tokens], below vocab_size; the caller checks that on the host. Padding may be any token.
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
-            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
-                `(num_blocks, block_size, kv_lora_rank + qk_rope_head_dim)`; fewer where the metadata has several
-                groups, whose layers share them.
+            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer that has one
+                (`ModelConfig.cache_layers`), or one of latents, `(num_blocks, block_size, kv_lora_rank +
+                qk_rope_head_dim)`; fewer where the metadata has several groups, whose layers share them.
             metadata: block tables, lengths and slots of the step, one record for all layers or one for each group.
 
         Returns:
@@ -174,7 +181,7 @@ class Decoder(nnx.Module):
         caches = list(kv_caches)
         yield x, tuple(caches)
         for index, layer in enumerate(self.layers):
-            own, array = metadata.of_layer(index)
+            own, array = metadata.of_layer(self.config.cache_of(index))
             x, caches[array] = layer(x, angles, caches[array], own)
             yield x, tuple(caches)
         yield self.norm(x), tuple(caches)
@@ -254,8 +261,9 @@ class Decoder(nnx.Module):
         x, angles = self._embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
         x = dropout(x)
         yield x
+        shared: KeysValues = {}
         for layer in self.layers:
-            x = layer.forward_dense(x, angles, dropout, lengths)
+            x = layer.forward_dense(x, angles, dropout, lengths, shared)
             yield x
         yield x if self.config.is_encoder else self.norm(x)
 
