@@ -8,7 +8,9 @@ from typing import cast
 from flax import nnx
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
+from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.runner import ModelRunner
+from jattn.engine.speculation import SpeculationCounts
 from jattn.models import PagedModel, PagedSpec
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
@@ -18,6 +20,8 @@ from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["Device", "open_device"]
+
+CacheSpec = KVCacheSpec | LatentCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,16 @@ class Device:
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
+        pads_rows: a step costs by its longest row times its rows.
+        speculation: how guesses went.
     """
 
     pool: KVPool
     host: HostBlocks | None
     runner: ModelRunner
     in_turns: bool
+    pads_rows: bool
+    speculation: SpeculationCounts
 
 
 def open_device(
@@ -51,6 +59,7 @@ def open_device(
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
+    model = with_draft(model, config, max_model_len)
     shape = model.paged_spec
     if kv_cache_dtype not in (None, shape.dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
@@ -61,8 +70,10 @@ def open_device(
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
-    layers = _layer_groups(config, shape, max_model_len)
-    plan = _plan(config, spec, layers, max_model_len=max_model_len)
+    draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
+    further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
+    layers = _layer_groups(config, shape, draft, max_model_len)
+    plan = _plan(config, spec, layers, further, max_model_len=max_model_len)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -75,23 +86,34 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(spec, num_layers=plan.num_layers, num_blocks=plan.num_blocks)
+    pool = KVPool(spec, num_layers=plan.num_layers, num_blocks=plan.num_blocks, further=further)
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     runner = ModelRunner(model, pool, config, layers, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
-    return Device(pool, host, runner, in_turns=config.batch_invariant or not ragged), cache_config, plan
+    device = Device(
+        pool,
+        host,
+        runner,
+        in_turns=config.batch_invariant or not ragged,
+        # A batch-invariant step costs what the largest one does, whatever is in it.
+        pads_rows=not (config.batch_invariant or ragged),
+        speculation=SpeculationCounts(config.num_speculative_tokens),
+    )
+    return device, cache_config, plan
 
 
-def _layer_groups(config: EngineConfig, shape: PagedSpec, max_model_len: int) -> LayerGroups:
+def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:
     windows = shape.windows
-    if config.disable_hybrid_kv_cache_manager and len(set(windows)) > 1:
-        windows = (None,) * len(windows)
+    seen = {*windows, *(() if draft is None else draft.windows)}
+    # A draft model reads the blocks of the one group that all layers are in then.
+    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None):
+        windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
     # A window that no sequence outgrows hides nothing, and needs no group of its own.
     return group_layers([None if window is None or window >= max_model_len else window for window in windows])
 
 
 def _plan(
-    config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, layers: LayerGroups, *, max_model_len: int
+    config: EngineConfig, spec: CacheSpec, layers: LayerGroups, further: list[CacheSpec], *, max_model_len: int
 ) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
@@ -104,6 +126,7 @@ def _plan(
             num_bytes=config.kv_cache_bytes,
             min_tokens=max_model_len,
             min_blocks=blocks_of_one,
+            further=further,
         )
         enough = config.max_num_seqs * blocks_of_one + 1
         return replace(plan, num_blocks=min(plan.num_blocks, enough, most), num_groups=len(layers.groups))
@@ -113,5 +136,9 @@ def _plan(
             "slots are int32."
         )
     return PoolPlan(
-        spec=spec, num_layers=layers.num_arrays, num_blocks=config.num_blocks, num_groups=len(layers.groups)
+        spec=spec,
+        num_layers=layers.num_arrays,
+        num_blocks=config.num_blocks,
+        further=tuple(further),
+        num_groups=len(layers.groups),
     )

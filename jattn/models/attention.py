@@ -21,7 +21,7 @@ __all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
 Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 #: Of dense sequences, by the index of their layer: what later layers read.
-KeysValues = dict[int, tuple[jax.Array, jax.Array]]
+KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
 
 
 class Attention(nnx.Module):
@@ -85,10 +85,11 @@ class Attention(nnx.Module):
         What later layers read is put into `shared`, by the index of the layer, and what earlier ones put is read there.
         """
         query, key, value = self._project(x, angles)
-        if shared is not None and key is not None and self.layer in self.config.kv_sharing_targets:
-            shared[self.layer] = key, value
-        elif shared is not None and self.kv_sharing_target is not None:
+        shared = {} if shared is None else shared
+        if key is None or value is None:
             key, value = shared[self.kv_sharing_target]
+        elif self.layer in self.config.kv_sharing_targets:
+            shared[self.layer] = key, value
         options = {**self.paged_attention.options, "implementation": None}
         output = attention_fn(
             query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options, **self._biases()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import jax
 
-from jattn.metadata import AttentionMetadata, GroupedMetadata
+from jattn.metadata import AttentionMetadata
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
@@ -117,11 +117,7 @@ class PagedModel(Protocol):
         ...
 
     def __call__(
-        self,
-        token_ids: jax.Array,
-        positions: jax.Array,
-        kv_caches: tuple[jax.Array, ...],
-        metadata: AttentionMetadata | GroupedMetadata,
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
 
@@ -132,7 +128,8 @@ class PagedModel(Protocol):
                 `(num_blocks, block_size, kv_lora_rank + head_dim)`; donated.
             metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model with
                 `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index is
-                that of the layer's array; several layers may share one, so each passes on what it wrote.
+                that of the layer's array; several layers may share one, so each passes on what it wrote. It may be a
+                `jattn.metadata.GroupedMetadata` then.
 
         Returns:
             Hidden states `[tokens, ...]` and the caches with the new keys and values.

@@ -41,7 +41,7 @@ def most_used(engine: Engine, prompt: list[int], params: SamplingParams) -> tupl
     [
         {},
         {"num_scheduler_steps": 1, "steps_in_flight": 1},
-        {"num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
         {"num_host_blocks": 24},
         {"scrub_on_free": True},
     ],
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_one_group_for_all_layers(changes, seed) -> None:
     assert stats.hit_tokens > 0
     if "num_host_blocks" in changes:
         assert stats.swapped_in == stats.swapped_out > 0
-    elif "num_speculative_tokens" not in changes:
+    elif "speculative_config" not in changes:
         assert stats.preemptions > 0
 
 
@@ -143,6 +143,18 @@ def test_a_prompt_longer_than_the_pool_is_refused_with_the_blocks_of_all_groups(
         grouped.add([1] * 100, GREEDY)
 
     assert str(error.value) == "'#0' needs 34 blocks (100 prompt + 12 new tokens); the pool can ever give 25."
+
+
+def test_beside_a_draft_model_all_layers_are_one_group_of_what_any_of_them_sees() -> None:
+    draft: dict[str, Any] = {"num_speculative_tokens": 2, "model": alternating_decoder(9)}
+    engines = [
+        Engine(alternating_decoder(*windows), EngineConfig(**SIZES, speculative_config=draft))
+        for windows in ((6, None), (6, 3))
+    ]
+
+    kept = [engine._owner._cache_config.layouts for engine in engines]
+
+    assert [[layout.reach for layout in layouts] for layouts in kept] == [[None], [9]]
 
 
 def test_the_plan_says_that_groups_share_the_pool() -> None:
