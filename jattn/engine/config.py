@@ -46,6 +46,8 @@ class EngineConfig:
         enable_prefix_caching: share the blocks of equal prefixes.
         num_host_blocks: blocks of host memory for preempted requests, which then go on where they were; without room
             there, or with 0, they are computed again.
+        disable_hybrid_kv_cache_manager: keep every token for every layer, also in models where only some layers have a
+            window. Otherwise layers of one window form a group, whose blocks return as soon as it has passed.
         scrub_on_free: fill a block with zeros on the device as soon as its content belongs to no request and to no
             cached prefix, before anybody else gets it.
         batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
@@ -81,6 +83,7 @@ class EngineConfig:
     steps_in_flight: int = 2
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
+    disable_hybrid_kv_cache_manager: bool = False
     scrub_on_free: bool = False
     batch_invariant: bool = False
     enable_cascade_attention: bool | None = None
@@ -97,7 +100,12 @@ class EngineConfig:
         for name, low in (("max_model_len", 1), ("num_blocks", 2)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
-        for name in ("enable_prefix_caching", "scrub_on_free", "batch_invariant"):
+        for name in (
+            "enable_prefix_caching",
+            "disable_hybrid_kv_cache_manager",
+            "scrub_on_free",
+            "batch_invariant",
+        ):
             check_bool(name, getattr(self, name))
         if self.enable_cascade_attention is not None:
             check_bool("enable_cascade_attention", self.enable_cascade_attention)

@@ -11,10 +11,10 @@ from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.runner import ModelRunner
 from jattn.engine.speculation import SpeculationCounts
-from jattn.models import PagedModel
+from jattn.models import PagedModel, PagedSpec
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
-from torch_core.cache import CacheConfig
+from torch_core.cache import CacheConfig, LayerGroups, group_layers
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
@@ -70,21 +70,17 @@ def open_device(
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
-    further, sliding_window = [], shape.sliding_window
-    if isinstance(model, WithDraft):
-        draft = model.draft.paged_spec
-        further = [draft.cache_spec(config.block_size)] * draft.num_layers
-        # Blocks that the draft still sees are not given back.
-        if sliding_window is not None:
-            sliding_window = draft.sliding_window and max(sliding_window, draft.sliding_window)
+    draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
+    further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
     num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
     longest = max_model_len + num_encoder_blocks * config.block_size
-    plan = _plan(config, spec, shape.num_layers, further, max_model_len=longest)
+    layers = _layer_groups(config, shape, draft, max_model_len)
+    plan = _plan(config, spec, layers, further, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        sliding_window=sliding_window,
+        groups=layers.groups,
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
@@ -92,9 +88,9 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks, further=further)
+    pool = KVPool(spec, num_layers=plan.num_layers, num_blocks=plan.num_blocks, further=further)
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
+    runner = ModelRunner(model, pool, config, layers, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
     device = Device(
         pool,
@@ -108,23 +104,43 @@ def open_device(
     return device, cache_config, plan
 
 
+def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:
+    windows = shape.windows
+    seen = {*windows, *(() if draft is None else draft.windows)}
+    # A draft model reads the blocks of the one group that all layers are in then.
+    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None):
+        windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
+    # A window that no sequence outgrows hides nothing, and needs no group of its own.
+    return group_layers([None if window is None or window >= max_model_len else window for window in windows])
+
+
 def _plan(
-    config: EngineConfig, spec: CacheSpec, num_layers: int, further: list[CacheSpec], *, max_model_len: int
+    config: EngineConfig, spec: CacheSpec, layers: LayerGroups, further: list[CacheSpec], *, max_model_len: int
 ) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
+        blocks_of_one = layers.most_blocks(
+            max_model_len, block_size=spec.block_size, max_step_tokens=config.max_num_batched_tokens
+        )
         plan = plan_pool(
             spec,
-            num_layers=num_layers,
+            num_layers=layers.num_arrays,
             num_bytes=config.kv_cache_bytes,
             min_tokens=max_model_len,
+            min_blocks=blocks_of_one,
             further=further,
         )
-        enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
-        return replace(plan, num_blocks=min(plan.num_blocks, enough, most))
+        enough = config.max_num_seqs * blocks_of_one + 1
+        return replace(plan, num_blocks=min(plan.num_blocks, enough, most), num_groups=len(layers.groups))
     if config.num_blocks > most:
         raise InvalidInput(
             f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most {most}, because "
             "slots are int32."
         )
-    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks, further=tuple(further))
+    return PoolPlan(
+        spec=spec,
+        num_layers=layers.num_arrays,
+        num_blocks=config.num_blocks,
+        further=tuple(further),
+        num_groups=len(layers.groups),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class LLM(contextlib.AbstractContextManager):
         tokenizer: for a module; a folder brings its own. Without one, prompts are lists of token ids.
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
+        quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
         config: the engine's sizes.
 
     Attributes:
@@ -63,14 +65,23 @@ class LLM(contextlib.AbstractContextManager):
         tokenizer: TextTokenizer | None = None,
         dtype: str | None = None,
         implementation: str | None = None,
+        quantization: str | None = None,
         config: EngineConfig | None = None,
     ) -> None:
         if isinstance(model, nnx.Module):
-            if dtype is not None or implementation is not None:
-                raise InvalidInput("dtype and implementation belong to the module that was passed; build it with them.")
+            if any(option is not None for option in (dtype, implementation, quantization)):
+                raise InvalidInput(
+                    "dtype, implementation and quantization belong to the module that was passed; build it with them."
+                )
         else:
             folder: Any = embedded_model_folder() if model is None else model
-            model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+            model, _, tokenizer = load_model(
+                folder,
+                dtype=dtype,
+                implementation=implementation,
+                quantization=quantization,
+                progress=sys.stderr.isatty(),
+            )
         served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")

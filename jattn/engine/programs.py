@@ -17,6 +17,7 @@ from jattn.engine.sampler import SamplingKind
 from jattn.engine.tables import SamplerState
 from jattn.engine.weights import Weights
 from jattn.pool import KVPool
+from torch_core.cache import LayerGroups
 
 __all__ = ["Programs"]
 
@@ -35,6 +36,7 @@ class Programs:
     Args:
         weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
+        layers: the model's cache groups.
         state_of: shapes of what a full step's sampler has, by the number of its sequences.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
@@ -48,6 +50,7 @@ class Programs:
         self,
         weights: Weights,
         pool: KVPool,
+        layers: LayerGroups,
         state_of: Callable[[int], SamplerState],
         *,
         max_num_seqs: int,
@@ -55,7 +58,7 @@ class Programs:
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
-        self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
+        self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._operands = (
             tuple(
                 jax.ShapeDtypeStruct(spec.shape(pool.num_blocks), spec.dtype, sharding=pool.sharding)
@@ -71,7 +74,7 @@ class Programs:
         self._has_cublas = is_wide and any(
             device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
         )
-        self._step, self._compiled = _shared(weights.graph, weights.treedef, operands, max_blocks)
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, layers, operands, max_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,7 +107,7 @@ class Programs:
         self._timed(compile_all)
 
     def _lowered(self, bucket: Bucket) -> Any:
-        buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks).num_elements,), jnp.int32)
+        buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks, self._num_groups).num_elements,), jnp.int32)
         is_plain = bucket.sampler.kind is SamplingKind.PLAIN
         state = SamplerState(None, None) if is_plain else self._state_of(bucket.num_seqs)
         return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
@@ -124,5 +127,7 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=8)
-def _shared(graph: Any, treedef: Any, operands: tuple[Any, ...], max_blocks: int) -> tuple[Any, _Compiled]:
-    return jitted_step(graph, treedef), {}
+def _shared(
+    graph: Any, treedef: Any, layers: LayerGroups, operands: tuple[Any, ...], max_blocks: int
+) -> tuple[Any, _Compiled]:
+    return jitted_step(graph, treedef, layers), {}

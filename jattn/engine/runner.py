@@ -22,13 +22,16 @@ from jattn.engine.tables import SamplerState, Slots
 from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
+from torch_core.cache import LayerGroups
 from torch_core.metadata import (
     BlockTableCache,
     Buckets,
+    CommonAttentionMetadata,
     EncoderRow,
     PackedLayout,
     SequenceRow,
     build_common_metadata,
+    build_group_metadata,
 )
 from torch_core.specs import DTYPE_BYTES
 
@@ -52,6 +55,7 @@ class ModelRunner:
         model: its leaves are captured now.
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
+        layers: the model's cache groups.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
 
@@ -60,12 +64,20 @@ class ModelRunner:
         weights: what they are run with.
     """
 
-    def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_blocks: int, ragged: bool) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        config: EngineConfig,
+        layers: LayerGroups,
+        *,
+        max_blocks: int,
+        ragged: bool,
+    ) -> None:
         self._pool = pool
         self._max_blocks = max_blocks
         self._num_encoder_blocks = -(-model.paged_spec.max_encoder_len // config.block_size)
-        window = model.paged_spec.sliding_window
-        self._window_left = None if window is None else window - 1
+        self._layers = layers
         self._config = config
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
         self._num_seqs, self._num_tokens = _buckets(config)
@@ -73,7 +85,7 @@ class ModelRunner:
         if not ragged and not config.batch_invariant:
             largest = self._num_tokens.largest
             self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
-        self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config)
+        self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config, layers)
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
         self._plain = Sampler(SamplingKind.PLAIN)
@@ -88,7 +100,7 @@ class ModelRunner:
         self.weights = Weights(cast(nnx.Module, model))
         self._prompt_logprobs = jitted_prompt_logprobs(self.weights.graph, self.weights.treedef)
         self.programs = Programs(
-            self.weights, pool, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
+            self.weights, pool, layers, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
@@ -98,21 +110,8 @@ class ModelRunner:
             PoolLost: the step failed and took the pool's contents with it.
         """
         bucket = self._bucket(step)
-        layout = bucket.layout(self._max_blocks)
-        rows, encoder_rows = self._with_encoder(step) if self._num_encoder_blocks else (step.committed.rows, None)
-        metadata = build_common_metadata(
-            rows,
-            block_size=self._pool.spec.block_size,
-            num_blocks=self._pool.num_blocks,
-            num_seqs=bucket.num_seqs,
-            num_tokens=bucket.num_tokens,
-            max_blocks=layout["block_tables"].shape[1],
-            encoder_rows=encoder_rows,
-            window_left=self._window_left,
-            # Tables that were cut are other objects in every step.
-            table_cache=None if self._num_encoder_blocks else self._tables,
-            layout=layout,
-        )
+        layout = bucket.layout(self._max_blocks, len(self._layers.groups))
+        metadata = self._metadata(step, bucket, layout)
         # Given a layout, the builder packs.
         buffer = cast(np.ndarray, metadata.packed)
         _fill_requests(step.rows, layout, buffer)
@@ -160,8 +159,33 @@ class ModelRunner:
         """Drops what it knows of earlier steps: their tokens and their tables."""
         with jax.transfer_guard_host_to_device("allow"):
             self._last_tokens = jnp.zeros(self._config.max_num_seqs, jnp.int32)
-        self._tables = BlockTableCache()
+        self._tables = [BlockTableCache() for _ in self._layers.groups]
         self._slots.forget()
+
+    def _metadata(self, step: ScheduledStep, bucket: Bucket, layout: PackedLayout) -> CommonAttentionMetadata:
+        """Packs the metadata of a step for every cache group; returns the record of the first one."""
+        rows, encoder_rows = self._with_encoder(step) if self._num_encoder_blocks else (step.committed.rows, None)
+        # Tables that were cut are other objects in every step.
+        caches = [None] * len(self._tables) if self._num_encoder_blocks else self._tables
+        windows = [group.sliding_window for group in self._layers.groups]
+        first, *others = (
+            {"cache_group": group, "window_left": None if window is None else window - 1, "table_cache": tables}
+            for group, (window, tables) in enumerate(zip(windows, caches, strict=True))
+        )
+        metadata = build_common_metadata(
+            rows,
+            block_size=self._pool.spec.block_size,
+            num_blocks=self._pool.num_blocks,
+            num_seqs=bucket.num_seqs,
+            num_tokens=bucket.num_tokens,
+            max_blocks=layout["block_tables"].shape[1],
+            encoder_rows=encoder_rows,
+            layout=layout,
+            **first,
+        )
+        for group in others:
+            build_group_metadata(metadata, rows, **group)
+        return metadata
 
     def _sampler_state(self, rows: tuple[ScheduledRow, ...], layout: PackedLayout, buffer: np.ndarray) -> SamplerState:
         """Names the slot of each row that samples, and uploads what the host alone knows."""

@@ -199,7 +199,7 @@ class Scheduler:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
         places = self._config.max_num_seqs - len(self._running)
         stats = self._cache.stats()
-        room = (stats.free + stats.cached) * self._config.block_size
+        room = (stats.free + stats.cached) // len(self._cache.config.layouts) * self._config.block_size
         rows: list[ScheduledRow] = []
         longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):

@@ -24,7 +24,7 @@ _REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_v
 #: What an encoder does not have.
 _OF_LOGITS = ("decoder_start_token_id", "logits_bias", "logits_scale", "tie_word_embeddings")
 #: How weights may be quantised; they are read as numbers of the model's dtype.
-QUANT_METHODS = ("fp8", "mxfp4")
+QUANT_METHODS = ("fp8", "mxfp4", "compressed-tensors")
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
 #: Keys that every file may have besides those that set a field.
 _STRUCTURE = (
@@ -307,10 +307,14 @@ def _check_quantization(given: Any) -> None:
             f"{_NAME}: quantization_config.quant_method is {shown(method)}; this build reads "
             f"{', '.join(QUANT_METHODS)}."
         )
-    if method == "fp8" and given.get("weight_block_size") != [128, 128]:
+    if method == "fp8" and given.get("weight_block_size") not in (None, [128, 128]):
         raise Unsupported(
             f"{_NAME}: quantization_config.weight_block_size is {shown(given.get('weight_block_size'))}; this build "
-            "reads [128, 128]."
+            "reads [128, 128], or one scale for a tensor or an output."
+        )
+    if method == "compressed-tensors" and given.get("format") != "float-quantized":
+        raise Unsupported(
+            f"{_NAME}: quantization_config.format is {shown(given.get('format'))}; this build reads float-quantized."
         )
 
 

@@ -6,7 +6,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.encoder_decoder import EncoderDecoder
 from jattn.models.paged_model import EncoderModel, PagedModel, PagedSpec
-from jattn.models.parts import LatentConfig, MoEConfig
+from jattn.models.parts import LatentConfig, MoEConfig, last_of_each_window
 from jattn.models.rope_scaling import RopeScaling
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "PagedModel",
     "PagedSpec",
     "RopeScaling",
+    "last_of_each_window",
 ]

@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
     parser.add_argument("--implementation", choices=("triton", "torch", "xla"), help="of the attention ops")
+    parser.add_argument("--quantization", choices=("keep",), help="keep FP8 and MXFP4 weights as they are stored")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
@@ -82,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
         kv_cache_bytes=arguments.kv_cache_bytes,
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
-    llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
+    loading = {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
+    llm = LLM(folder, **loading, config=engine)
     if not arguments.no_warmup:
         llm.engine.warmup()
     if not arguments.no_access_log:

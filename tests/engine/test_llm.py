@@ -172,7 +172,7 @@ def test_an_llm_of_the_wrong_things_is_not_built(llm, arguments, message) -> Non
 
 
 def test_a_decoder_brings_its_own_dtype(llm) -> None:
-    with pytest.raises(InvalidInput, match="dtype and implementation belong to the module that was passed"):
+    with pytest.raises(InvalidInput, match=r"^dtype, implementation and quantization belong to the module"):
         LLM(llm.model, dtype="float32")
 
 
