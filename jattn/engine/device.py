@@ -33,6 +33,7 @@ class Device:
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
+        pads_rows: a step costs by its longest row times its rows.
         speculation: how guesses went.
     """
 
@@ -40,6 +41,7 @@ class Device:
     host: HostBlocks | None
     runner: ModelRunner
     in_turns: bool
+    pads_rows: bool
     speculation: SpeculationCounts
 
 
@@ -75,7 +77,9 @@ def open_device(
         # Blocks that the draft still sees are not given back.
         if sliding_window is not None:
             sliding_window = draft.sliding_window and max(sliding_window, draft.sliding_window)
-    plan = _plan(config, spec, shape.num_layers, further, max_model_len=max_model_len)
+    num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
+    longest = max_model_len + num_encoder_blocks * config.block_size
+    plan = _plan(config, spec, shape.num_layers, further, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -84,7 +88,7 @@ def open_device(
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
-        max_blocks_per_seq=max_blocks,
+        max_blocks_per_seq=max_blocks + num_encoder_blocks,
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
@@ -92,8 +96,15 @@ def open_device(
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
-    in_turns = config.batch_invariant or not ragged
-    device = Device(pool, host, runner, in_turns, SpeculationCounts(config.num_speculative_tokens))
+    device = Device(
+        pool,
+        host,
+        runner,
+        in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
+        # A batch-invariant step costs what the largest one does, whatever is in it.
+        pads_rows=not (config.batch_invariant or ragged),
+        speculation=SpeculationCounts(config.num_speculative_tokens),
+    )
     return device, cache_config, plan
 
 
