@@ -8,7 +8,9 @@ from typing import cast
 from flax import nnx
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
+from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.runner import ModelRunner
+from jattn.engine.speculation import SpeculationCounts
 from jattn.models import PagedModel
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
@@ -18,6 +20,8 @@ from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["Device", "open_device"]
+
+CacheSpec = KVCacheSpec | LatentCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,16 @@ class Device:
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
+        pads_rows: a step costs by its longest row times its rows.
+        speculation: how guesses went.
     """
 
     pool: KVPool
     host: HostBlocks | None
     runner: ModelRunner
     in_turns: bool
+    pads_rows: bool
+    speculation: SpeculationCounts
 
 
 def open_device(
@@ -51,6 +59,7 @@ def open_device(
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
+    model = with_draft(model, config, max_model_len)
     shape = model.paged_spec
     if kv_cache_dtype not in (None, shape.dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
@@ -61,14 +70,21 @@ def open_device(
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
+    further, sliding_window = [], shape.sliding_window
+    if isinstance(model, WithDraft):
+        draft = model.draft.paged_spec
+        further = [draft.cache_spec(config.block_size)] * draft.num_layers
+        # Blocks that the draft still sees are not given back.
+        if sliding_window is not None:
+            sliding_window = draft.sliding_window and max(sliding_window, draft.sliding_window)
     num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
     longest = max_model_len + num_encoder_blocks * config.block_size
-    plan = _plan(config, spec, num_layers=shape.num_layers, max_model_len=longest)
+    plan = _plan(config, spec, shape.num_layers, further, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        sliding_window=shape.sliding_window,
+        sliding_window=sliding_window,
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
@@ -76,20 +92,34 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks)
+    pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks, further=further)
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
-    in_turns = config.batch_invariant or not ragged or num_encoder_blocks > 0
-    return Device(pool, host, runner, in_turns), cache_config, plan
+    device = Device(
+        pool,
+        host,
+        runner,
+        in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
+        # A batch-invariant step costs what the largest one does, whatever is in it.
+        pads_rows=not (config.batch_invariant or ragged),
+        speculation=SpeculationCounts(config.num_speculative_tokens),
+    )
+    return device, cache_config, plan
 
 
 def _plan(
-    config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, *, num_layers: int, max_model_len: int
+    config: EngineConfig, spec: CacheSpec, num_layers: int, further: list[CacheSpec], *, max_model_len: int
 ) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
-        plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)
+        plan = plan_pool(
+            spec,
+            num_layers=num_layers,
+            num_bytes=config.kv_cache_bytes,
+            min_tokens=max_model_len,
+            further=further,
+        )
         enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
         return replace(plan, num_blocks=min(plan.num_blocks, enough, most))
     if config.num_blocks > most:
@@ -97,4 +127,4 @@ def _plan(
             f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most {most}, because "
             "slots are int32."
         )
-    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks)
+    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks, further=tuple(further))

@@ -18,6 +18,7 @@ from jattn.engine.owner import Owner
 from jattn.engine.params import SamplingParams
 from jattn.engine.progress import progress
 from jattn.engine.request import Request
+from jattn.engine.speculation import SpeculationStats
 from jattn.load import TextTokenizer
 from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
@@ -164,6 +165,10 @@ class Engine(contextlib.AbstractContextManager):
             return work.cache.stats()
 
         return self._locked(look)
+
+    def speculation_stats(self) -> SpeculationStats:
+        """Returns how guessing went since the engine was built; see `EngineConfig.speculative_config`."""
+        return self._locked(lambda: self._owner.device.speculation.stats())
 
     def add(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -148,8 +147,9 @@ class ModelRunner:
     def warmup(self, report: Callable[[int, int, str], None]) -> None:
         """Compiles every program that a step can need; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
-            self.programs.compile(self._all_buckets(), report)
-            self._slots.warmup({1, self._config.max_num_seqs, *self._num_seqs.sizes})
+            buckets = tuple(self._all_buckets())
+            self.programs.compile(buckets, report)
+            self._slots.warmup({bucket.num_seqs for bucket in buckets})
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
@@ -227,22 +227,31 @@ class ModelRunner:
             return Bucket(most, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
         if num_seqs == 1:
             return Bucket(1, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
-        longest = min(num_tokens, self._query_lens.pad(longest))
-        return Bucket(most, num_tokens, longest, sampler, num_encoder_blocks=blocks)
+        return next(
+            bucket
+            for bucket in self._padded_buckets(self._query_lens.pad(longest), sampler)
+            if bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
+        )
+
+    def _padded_buckets(self, longest: int, sampler: Sampler) -> Iterator[Bucket]:
+        """Yields those of prompts padded to so many tokens: no step attends more than twice the tokens that it has."""
+        most, smallest = self._config.max_num_seqs, cast(Buckets, self._query_lens).sizes[0]
+        for num_tokens in self._num_tokens.sizes:
+            if num_tokens >= longest:
+                # The largest step takes any number of the shortest prompts; the scheduler sees to the longer ones.
+                takes_all = longest == smallest and num_tokens == self._num_tokens.largest
+                num_seqs = most if takes_all else min(most, 2 * num_tokens // longest)
+                yield Bucket(num_seqs, num_tokens, longest, sampler, num_encoder_blocks=self._num_encoder_blocks)
 
     def _encode_bucket(self, num_seqs: int, num_tokens: int, longest: int) -> Bucket:
         return replace(self._prefill_bucket(num_seqs, num_tokens, longest, self._plain), encodes=True)
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for sampler in (self._plain, self._full):
-            for num_tokens in self._num_tokens.sizes:
-                longest = (num_tokens,) if self._query_lens is None else self._query_lens.sizes
-                yield from {
-                    bucket(num_seqs, num_tokens, size): None
-                    for bucket in self._prompt_buckets(sampler)
-                    for num_seqs in (1, self._config.max_num_seqs)
-                    for size in longest
-                }
+            for bucket in self._prompt_buckets(sampler):
+                yield bucket
+                if self._num_encoder_blocks and sampler is self._plain:
+                    yield replace(bucket, encodes=True)
             for num_steps in sorted({1, self._config.num_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
                     bucket = self._decode_bucket(num_seqs, sampler, num_steps)
@@ -250,10 +259,12 @@ class ModelRunner:
                     if bucket.num_pieces and self._cascade is not None:
                         yield replace(bucket, piece_tokens=self._cascade.piece_tokens)
 
-    def _prompt_buckets(self, sampler: Sampler) -> Iterator[Callable[[int, int, int], Bucket]]:
-        yield functools.partial(self._prefill_bucket, sampler=sampler)
-        if self._num_encoder_blocks and sampler is self._plain:
-            yield self._encode_bucket
+    def _prompt_buckets(self, sampler: Sampler) -> Iterator[Bucket]:
+        for num_tokens in self._num_tokens.sizes:
+            yield self._prefill_bucket(1, num_tokens, num_tokens, sampler)
+        if self._query_lens is not None and self._config.max_num_seqs > 1:
+            for longest in self._query_lens.sizes:
+                yield from self._padded_buckets(longest, sampler)
 
 
 def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:

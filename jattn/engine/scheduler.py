@@ -10,8 +10,9 @@ from itertools import chain
 from operator import attrgetter
 
 from jattn.engine.config import EngineConfig
-from jattn.engine.ngram import NGramGuesses
+from jattn.engine.guesses import guesses_of
 from jattn.engine.request import Request, RequestState
+from jattn.engine.speculation import SpeculativeConfig
 from torch_core.cache import CacheManager, CommittedStep
 from torch_core.errors import OutOfBlocks
 
@@ -31,7 +32,7 @@ class ScheduledRow:
         num_new_tokens: tokens to compute.
         num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
             where the step decodes several in a row, or verifies guesses.
-        guesses: new tokens behind the first one that nobody has sampled yet.
+        guesses: new tokens behind the first one that nobody has sampled yet; zeros where a draft model says them.
     """
 
     request: Request
@@ -85,6 +86,7 @@ class Scheduler:
         move_blocks: executes and retires a step without rows: a swap.
         in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
             with an encoder.
+        pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class Scheduler:
         move_blocks: Callable[[CommittedStep], None],
         *,
         in_turns: bool = False,
+        pads_rows: bool = False,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
+        self._pads_rows = pads_rows
         self._cache = cache
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -105,7 +109,7 @@ class Scheduler:
         self._swapped: set[str] = set()
         self._move_blocks = move_blocks
         self._prefilled_last = False
-        self._guesses = NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
+        self._guesses = guesses_of(SpeculativeConfig.of(config.speculative_config))
         self._prompts: dict[str, int] = {}
         self._first_of: dict[int, Request] = {}
         self._num_torn = 0
@@ -197,6 +201,7 @@ class Scheduler:
         stats = self._cache.stats()
         room = (stats.free + stats.cached) * self._config.block_size
         rows: list[ScheduledRow] = []
+        longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
             is_new = request.state is not RequestState.RUNNING
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
@@ -212,6 +217,10 @@ class Scheduler:
             num_new = min(budget, _remaining(request) - bool(request.followers)) if start >= 0 else -start
             # An encoder's input comes whole, and beside others alone.
             if num_new > budget or (rows and rows[0].encodes != (start < 0)):
+                break
+            longest = max(longest, num_new)
+            if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
+                self._hold_back(request)
                 break
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new

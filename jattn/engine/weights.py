@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.engine.draft import WithDraft
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -19,7 +20,7 @@ class Weights:
     """The variables of a module, captured when this is made.
 
     Args:
-        model: whose.
+        model: whose. Of one beside a draft model those of the model itself can be others later.
 
     Attributes:
         graph, treedef: with `leaves` these make the module again.
@@ -31,7 +32,12 @@ class Weights:
         found, self.treedef = jax.tree.flatten(state)
         self.leaves = [jnp.asarray(leaf) for leaf in found]
         numbered = nnx.to_flat_state(jax.tree.unflatten(self.treedef, range(len(found))))
-        variables: dict[str, Any] = dict(zip(map(_name, numbered.paths), numbered.leaves, strict=True))
+        prefix = "base." if isinstance(model, WithDraft) else ""
+        variables: dict[str, Any] = {
+            name.removeprefix(prefix): leaf
+            for name, leaf in zip(map(_name, numbered.paths), numbered.leaves, strict=True)
+            if name.startswith(prefix)
+        }
         self._places = {name: variable.get_value() for name, variable in variables.items()}
         self._needed = {name for name, variable in variables.items() if isinstance(variable, nnx.Param)}
 
