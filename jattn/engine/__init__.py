@@ -2,6 +2,7 @@
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox, TokenDelta
+from jattn.engine.embeddings import EmbeddingOutput, EmbeddingRequestOutput
 from jattn.engine.engine import Engine
 from jattn.engine.llm import LLM, generate
 from jattn.engine.logprobs import Logprob
@@ -13,6 +14,8 @@ from jattn.engine.stream import TextDelta, TextStream
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "EngineConfig",
     "Logprob",

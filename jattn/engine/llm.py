@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
+from jattn.engine.embeddings import EmbeddingRequestOutput, embed
 from jattn.engine.engine import Engine
 from jattn.engine.params import SamplingParams
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
 from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_model
-from jattn.models import PagedModel
+from jattn.models import Decoder, PagedModel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -46,7 +47,6 @@ class LLM(contextlib.AbstractContextManager):
     Attributes:
         model: the module.
         tokenizer: its tokenizer, or None.
-        engine: runs the requests; its statistics and programs are there.
 
     Raises:
         InvalidInput: a folder that cannot be loaded; the message names the file and what is wrong with it.
@@ -87,11 +87,25 @@ class LLM(contextlib.AbstractContextManager):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model: PagedModel = served
         self.tokenizer = tokenizer
-        self.engine = Engine(served, config, tokenizer=tokenizer)
+        # An encoder generates nothing and needs no cache.
+        is_encoder = isinstance(served, Decoder) and served.config.is_encoder
+        self._engine = None if is_encoder else Engine(served, config, tokenizer=tokenizer)
+
+    @property
+    def engine(self) -> Engine:
+        """Runs the requests; its statistics and programs are there.
+
+        Raises:
+            InvalidInput: the model is an encoder.
+        """
+        if self._engine is None:
+            raise InvalidInput("model is an encoder, which generates nothing; LLM.embed gives vectors.")
+        return self._engine
 
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -159,6 +173,31 @@ class LLM(contextlib.AbstractContextManager):
         options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt}
         prompts = [chat_prompt(self.tokenizer, each, **options) for each in conversations]
         return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalize: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns a vector for each prompt: of an encoder as BERT, or of a decoder's last hidden states.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: the "mean" over a prompt's tokens, that of the first ("cls") or of the last ("last"): a model's
+                card says which it was trained for.
+            normalize: make every vector 1 long, so that a dot product is the cosine.
+
+        Raises:
+            InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
+            RequestTooLong: a prompt is longer than the model's context.
+            Unsupported: the model is a module of your own, or has an encoder before its decoder.
+
+        Example:
+            >>> llm = LLM()
+            >>> first, second = (each.outputs.embedding for each in llm.embed(["A list", "A tuple"]))
+            >>> bool(first @ second < 1.0)
+            True
+        """
+        token_ids = [encoded(prompt, self.tokenizer)[0] for prompt in as_prompts(prompts)]
+        return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
     def stream(
         self,

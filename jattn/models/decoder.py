@@ -253,13 +253,16 @@ class Decoder(nnx.Module):
         *_, hidden = self.hidden_states(token_ids, checked_dropout(dropout_rate, dropout_key))
         return self.logits(hidden)
 
-    def embed(self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean") -> jax.Array:
-        """Returns float32[batch, hidden], a vector of length 1 for each row: what a text is about.
+    def embed(
+        self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean", normalize: bool = True
+    ) -> jax.Array:
+        """Returns float32[batch, hidden], a vector for each row: what a text is about.
 
         Args:
             token_ids: int32[batch, tokens]; what lies past a row's length may be any token.
             lengths: int32[batch], real tokens of each row, at least 1.
             pooling: the "mean" of the last hidden states, that of the first token ("cls") or of the last ("last").
+            normalize: divide each vector by its length.
 
         Raises:
             InvalidInput: another pooling.
@@ -275,7 +278,7 @@ class Decoder(nnx.Module):
         chosen = jnp.broadcast_to(chosen, token_ids.shape)
         # Not a product with 0: padding may hold anything, and 0 times NaN is NaN.
         pooled = jnp.where(chosen[..., None] > 0, hidden * chosen[..., None], 0).sum(1)
-        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True)
+        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True) if normalize else pooled
 
     def hidden_states(
         self,

@@ -164,4 +164,4 @@ def check_flags(config: object, names: tuple[str, ...]) -> None:
     """Raises InvalidInput unless every named attribute is a bool."""
     for name in names:
         if not isinstance(getattr(config, name), bool):
-            raise InvalidInput(f"{name} is {getattr(config, name)!r}; it must be true or false.")
+            raise InvalidInput(f"{name} is {shown(getattr(config, name))}; it must be true or false.")
