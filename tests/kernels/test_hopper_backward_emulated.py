@@ -31,8 +31,7 @@ def _run(call: DenseBackwardCall[torch.Tensor], seed: int) -> dict[str, torch.Te
     return run_emulated_operation(plan, call.arrays(), seed)
 
 
-@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
-@pytest.mark.parametrize("draw", range(2))
+@pytest.mark.parametrize(("head_sizes", "draw"), [*((sizes, 0) for sizes in _HEAD_SIZES), ((256, 256), 1)])
 def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(
     head_sizes: tuple[int, int], draw: int, seed: int
 ) -> None:
@@ -52,10 +51,10 @@ def test_gradients_of_many_random_problems_are_as_exact_as_torch_in_its_dtype(
     assert_poisoned_match(case, call, _run(call, seed))
 
 
-@pytest.mark.parametrize("head_sizes", [(128, 128), (256, 256)])
-def test_both_edges_of_a_window_hide_what_they_should(head_sizes: tuple[int, int], seed: int) -> None:
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_both_edges_of_a_window_hide_what_they_should(head_size: int, seed: int) -> None:
     case = dense_case(
-        seed, key_lens=[450], query_lens=[300], num_heads=1, num_kv_heads=1, head_size=head_sizes[0], dtype="bfloat16",
+        seed, key_lens=[450], query_lens=[300], num_heads=1, num_kv_heads=1, head_size=head_size, dtype="bfloat16",
         spec=AttentionSpec(scale=0.1, causal=False, window_left=190, window_right=70),
     )  # fmt: skip
     call = backward_call(poisoned(case), ops.run, with_d_lse=False)

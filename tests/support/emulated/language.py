@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.emulated.assembly import emulated_assembly
 from tests.support.emulated.machine import Machine
 from tests.support.emulated.values import DTYPES, DType, Pointer, Shared, Tensor, plain
 
@@ -85,6 +86,20 @@ class Language:
         with np.errstate(all="ignore"):
             return Tensor(np.exp2(x.array))
 
+    def log2(self, x: Tensor) -> Tensor:
+        with np.errstate(all="ignore"):
+            return Tensor(np.log2(x.array))
+
+    def div_rn(self, a: Tensor, b: Tensor) -> Tensor:
+        with np.errstate(all="ignore"):
+            return Tensor(np.true_divide(a.array, b.array))
+
+    def expand_dims(self, x: Tensor, axis: int) -> Tensor:
+        return Tensor(np.expand_dims(x.array, axis))
+
+    def broadcast(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return tuple(Tensor(x) for x in np.broadcast_arrays(a.array, b.array))
+
     def associative_scan(self, x: Tensor, axis: int, combine: Any) -> Tensor:
         return Tensor(np.cumsum(x.array, axis, dtype=x.array.dtype))
 
@@ -141,7 +156,7 @@ class Language:
             return None
         if "bar.warp" in asm:
             return None
-        return _pairs(asm, [x.array for x in args])
+        return emulated_assembly(asm, [x.array for x in args])
 
     def _async_load(self, source: Shared, coordinates: Sequence[Any], barrier: Shared, memory: Shared) -> None:
         # The box may reach out of the array: zeros.
@@ -162,20 +177,3 @@ class Language:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
-
-
-def _pairs(asm: str, args: list[np.ndarray]) -> Any:
-    """The arithmetic on pairs of 16-bit elements of `torch_core.attention.backward_hopper.pairs`."""
-    if asm == "mov.b32 {$0, $1}, $2;":
-        halves = np.ascontiguousarray(args[0]).view(np.int16).reshape(*args[0].shape, 2)
-        return Tensor(halves[..., 0]), Tensor(halves[..., 1])
-    dtype = (DTYPES["bfloat16"] if "bf16x2" in asm else DTYPES["float16"]).numpy
-    with np.errstate(all="ignore"):
-        if "ex2.approx" in asm:
-            floats = [np.exp2(x) for x in args]
-        elif "mul.f32" in asm:
-            weights = np.ascontiguousarray(args[0]).view(dtype).reshape(*args[0].shape, 2).astype(np.float32)
-            floats = [weights[..., i] * args[1 + i] for i in range(2)]
-        else:
-            raise NotImplementedError(f"inline assembly that the emulator does not know: {asm}")
-        return Tensor(np.stack([x.astype(dtype) for x in floats], -1).view(np.int32)[..., 0])

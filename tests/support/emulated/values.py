@@ -57,7 +57,9 @@ class Tensor:
     type = SimpleNamespace(layout=None)
 
     def __init__(self, array: Any) -> None:
-        self._array = np.asarray(array)
+        array = np.asarray(array)
+        # The language's own numbers are float32.
+        self._array = array.astype(np.float32) if array.dtype == np.float64 else array
 
     @property
     def array(self) -> np.ndarray:
@@ -91,9 +93,9 @@ class Tensor:
         """The same elements in another shape."""
         return self.of(self.array.reshape(shape))
 
-    def permute(self, order: Sequence[int]) -> Any:
+    def permute(self, *order: Any) -> Any:
         """The axes in another order."""
-        return self.of(self.array.transpose(order))
+        return self.of(self.array.transpose(*order))
 
     def to(self, dtype: DType, bitcast: bool = False) -> Any:
         """Converts, or takes the same bits as another type."""
