@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel's own source without a GPU: pages, windows, heads side by side, chunks, NaN where it lies."""
+"""The Hopper prefill kernel's own source without a GPU: pages, windows, heads side by side, chunks, poison."""
 
 from __future__ import annotations
 
