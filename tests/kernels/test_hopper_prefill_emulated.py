@@ -89,3 +89,11 @@ def test_few_tiles_over_many_keys_are_cut_into_chunks(seed: int) -> None:
         spec=AttentionSpec(scale=0.1, window_left=1300),
     )  # fmt: skip
     _check(case, seed, ["hopper_prefill_kernel", "attention_combine_kernel"], limits=DeviceLimits(num_sms=64))
+
+
+def test_heads_of_192_over_values_of_128(seed: int) -> None:
+    case = dense_case(
+        seed, key_lens=[300, 129], query_lens=[180, 129], num_heads=2, num_kv_heads=1, head_size=192,
+        value_head_size=128, dtype="bfloat16", padding_tokens=3,
+    )  # fmt: skip
+    _check(case, seed, ["hopper_prefill_kernel"])
