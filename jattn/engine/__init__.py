@@ -1,8 +1,10 @@
 """Generation: requests, continuous batching, jitted steps over a donated pool, sampling on the device."""
 
+from jattn.engine.calibrate import calibrate_kv_cache
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox, TokenDelta
 from jattn.engine.engine import Engine
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.llm import LLM, generate
 from jattn.engine.logprobs import Logprob
 from jattn.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -15,6 +17,7 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "KVCacheScales",
     "Logprob",
     "Outbox",
     "RequestMetrics",
@@ -27,5 +30,6 @@ __all__ = [
     "TextDelta",
     "TextStream",
     "TokenDelta",
+    "calibrate_kv_cache",
     "generate",
 ]

@@ -9,13 +9,13 @@ from flax import nnx
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
+from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.runner import ModelRunner
 from jattn.engine.speculation import SpeculationCounts
 from jattn.models import PagedModel
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig
-from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
@@ -48,7 +48,6 @@ def open_device(
     config: EngineConfig,
     *,
     max_model_len: int,
-    kv_cache_dtype: str | None,
     model_fingerprint: bytes,
 ) -> tuple[Device, CacheConfig, PoolPlan]:
     """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
@@ -57,10 +56,10 @@ def open_device(
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
+    shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
+    if shape.dtype != model.paged_spec.dtype:
+        model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
     model = with_draft(model, config, max_model_len)
-    shape = model.paged_spec
-    if kv_cache_dtype not in (None, shape.dtype):
-        raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     chosen = {choose(implementation) for implementation in asked - {""}}

@@ -11,9 +11,11 @@ import jax
 from flax import nnx
 from tqdm import tqdm
 
+from jattn.engine.calibrate import calibrate_kv_cache
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.engine import Engine
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
 from jattn.engine.request import RequestOutput
@@ -22,6 +24,7 @@ from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_
 from jattn.models import PagedModel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
+from torch_core.specs import LARGEST_CODE
 
 __all__ = ["LLM", "generate"]
 
@@ -148,6 +151,25 @@ class LLM(contextlib.AbstractContextManager):
         options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt}
         prompts = [chat_prompt(self.tokenizer, each, **options) for each in conversations]
         return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
+
+    def calibrate_kv_cache(self, prompts: Prompt | Sequence[Prompt] | None = None) -> KVCacheScales:
+        """Measures the scales of an 8-bit cache, and goes on with them if the engine has such a cache.
+
+        Args:
+            prompts: as in `generate`, and like those that will be served; random tokens if None.
+
+        Returns:
+            The scales, to be saved: `EngineConfig(kv_cache_scales=KVCacheScales.load(path))` takes them another time.
+
+        Raises:
+            InvalidInput: as `calibrate_kv_cache`.
+            Unsupported: likewise.
+        """
+        listed = None if prompts is None else [encoded(each, self.tokenizer)[0] for each in as_prompts(prompts)]
+        scales = calibrate_kv_cache(self.model, listed)
+        if self.engine.pool_plan.spec.dtype in LARGEST_CODE:
+            self.engine.set_kv_cache_scales(scales)
+        return scales
 
     def stream(
         self,

@@ -24,7 +24,7 @@ from jattn.load.generation import load_generation_defaults
 from jattn.load.plan import ParameterPlan, plan_parameters
 from jattn.load.safetensors_file import STORED_DTYPES
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
-from jattn.load.weights import check_weights, find_weights, read_parameter
+from jattn.load.weights import check_weights, find_weights, read_kv_scales, read_parameter
 from jattn.models import Decoder, ModelConfig
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
@@ -103,7 +103,10 @@ def load_model(
         parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype), on_host=on_host)
         for parameter in track(plan, "Loading", console=Console(stderr=True), disable=not progress)
     }
-    return _build(config, values, implementation), config, tokenizer
+    model = _build(config, values, implementation)
+    for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
+        model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
+    return model, config, tokenizer
 
 
 def save_model(

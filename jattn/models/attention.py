@@ -14,6 +14,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.layers import linear, norm
 from jattn.models.rotary import apply_rotary
 from jattn.nn import PagedAttention, attention_fn
+from jattn.nn.kv_scales import KVScales
 
 __all__ = ["Angles", "Attention", "alibi_slopes"]
 
@@ -78,6 +79,10 @@ class Attention(nnx.Module):
             query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options, **self._biases()
         )
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
+
+    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        """Says what a unit of an 8-bit cache is worth, as it came with a checkpoint; other caches do not ask."""
+        self.paged_attention.kv_scales = KVScales(k_scale, v_scale)
 
     def _biases(self) -> dict[str, Any]:
         biases: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}

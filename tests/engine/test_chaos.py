@@ -20,6 +20,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
     "draft model": {},
+    "8 bits": {"kv_cache_dtype": "fp8"},
     "speculation": {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "swap without overlap": {"num_host_blocks": 8, "steps_in_flight": 1},
     "scrub": {"scrub_on_free": True},
@@ -29,8 +30,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
-    lone = Engine(decoder, EngineConfig(**SIZES))
     changes = CONFIGS[config]
+    lone = Engine(decoder, EngineConfig(**SIZES, kv_cache_dtype=changes.get("kv_cache_dtype", "auto")))
     if config == "draft model":
         changes = {"speculative_config": {"num_speculative_tokens": 2, "model": tiny_decoder(num_hidden_layers=1)}}
     engine = Engine(decoder, EngineConfig(**(SIZES | changes)))
