@@ -33,6 +33,7 @@ class Device:
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
+        pads_rows: a step costs by its longest row times its rows.
         speculation: how guesses went.
     """
 
@@ -40,6 +41,7 @@ class Device:
     host: HostBlocks | None
     runner: ModelRunner
     in_turns: bool
+    pads_rows: bool
     speculation: SpeculationCounts
 
 
@@ -91,8 +93,15 @@ def open_device(
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
-    in_turns = config.batch_invariant or not ragged
-    device = Device(pool, host, runner, in_turns, SpeculationCounts(config.num_speculative_tokens))
+    device = Device(
+        pool,
+        host,
+        runner,
+        in_turns=config.batch_invariant or not ragged,
+        # A batch-invariant step costs what the largest one does, whatever is in it.
+        pads_rows=not (config.batch_invariant or ragged),
+        speculation=SpeculationCounts(config.num_speculative_tokens),
+    )
     return device, cache_config, plan
 
 

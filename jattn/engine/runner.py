@@ -121,8 +121,9 @@ class ModelRunner:
     def warmup(self, report: Callable[[int, int, str], None]) -> None:
         """Compiles every program that a step can need; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
-            self.programs.compile(self._all_buckets(), report)
-            self._slots.warmup({1, self._config.max_num_seqs, *self._num_seqs.sizes})
+            buckets = tuple(self._all_buckets())
+            self.programs.compile(buckets, report)
+            self._slots.warmup({bucket.num_seqs for bucket in buckets})
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
@@ -195,17 +196,29 @@ class ModelRunner:
             return Bucket(most, num_tokens, num_tokens, sampler)
         if num_seqs == 1:
             return Bucket(1, num_tokens, num_tokens, sampler)
-        return Bucket(most, num_tokens, min(num_tokens, self._query_lens.pad(longest)), sampler)
+        return next(
+            bucket
+            for bucket in self._padded_buckets(self._query_lens.pad(longest), sampler)
+            if bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
+        )
+
+    def _padded_buckets(self, longest: int, sampler: Sampler) -> Iterator[Bucket]:
+        """Yields those of prompts padded to so many tokens: no step attends more than twice the tokens that it has."""
+        most, smallest = self._config.max_num_seqs, cast(Buckets, self._query_lens).sizes[0]
+        for num_tokens in self._num_tokens.sizes:
+            if num_tokens >= longest:
+                # The largest step takes any number of the shortest prompts; the scheduler sees to the longer ones.
+                takes_all = longest == smallest and num_tokens == self._num_tokens.largest
+                num_seqs = most if takes_all else min(most, 2 * num_tokens // longest)
+                yield Bucket(num_seqs, num_tokens, longest, sampler)
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for sampler in (self._plain, self._full):
             for num_tokens in self._num_tokens.sizes:
-                longest = (num_tokens,) if self._query_lens is None else self._query_lens.sizes
-                yield from {
-                    self._prefill_bucket(num_seqs, num_tokens, size, sampler): None
-                    for num_seqs in (1, self._config.max_num_seqs)
-                    for size in longest
-                }
+                yield self._prefill_bucket(1, num_tokens, num_tokens, sampler)
+            if self._query_lens is not None and self._config.max_num_seqs > 1:
+                for longest in self._query_lens.sizes:
+                    yield from self._padded_buckets(longest, sampler)
             for num_steps in sorted({1, self._config.num_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
                     bucket = self._decode_bucket(num_seqs, sampler, num_steps)

@@ -73,6 +73,7 @@ class Scheduler:
         cache: the allocator; the scheduler is the only one to plan with it.
         move_blocks: executes and retires a step without rows: a swap.
         in_turns: prompts and decoding have steps of their own, and take turns where both are wanted.
+        pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class Scheduler:
         move_blocks: Callable[[CommittedStep], None],
         *,
         in_turns: bool = False,
+        pads_rows: bool = False,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
+        self._pads_rows = pads_rows
         self._cache = cache
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -181,6 +184,7 @@ class Scheduler:
         stats = self._cache.stats()
         room = (stats.free + stats.cached) * self._config.block_size
         rows: list[ScheduledRow] = []
+        longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
             is_new = request.state is not RequestState.RUNNING
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
@@ -194,6 +198,10 @@ class Scheduler:
             start = request.num_computed_tokens
             # Forks take over all but the last token, which each sample computes for itself.
             num_new = min(budget, _remaining(request) - bool(request.followers))
+            longest = max(longest, num_new)
+            if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
+                self._hold_back(request)
+                break
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new
             room -= num_new
