@@ -12,6 +12,7 @@ from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.runner import ModelRunner
 from jattn.engine.speculation import SpeculationCounts
+from jattn.engine.watchdog import Watchdog
 from jattn.models import PagedModel
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
@@ -35,6 +36,7 @@ class Device:
         in_turns: prompts and decoding have steps of their own.
         pads_rows: a step costs by its longest row times its rows.
         speculation: how guesses went.
+        watchdog: of its steps.
     """
 
     pool: KVPool
@@ -43,6 +45,7 @@ class Device:
     in_turns: bool
     pads_rows: bool
     speculation: SpeculationCounts
+    watchdog: Watchdog
 
 
 def open_device(
@@ -101,6 +104,7 @@ def open_device(
         # A batch-invariant step costs what the largest one does, whatever is in it.
         pads_rows=not (config.batch_invariant or ragged),
         speculation=SpeculationCounts(config.num_speculative_tokens),
+        watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
     )
     return device, cache_config, plan
 
