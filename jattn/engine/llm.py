@@ -20,7 +20,7 @@ from jattn.engine.params import SamplingParams
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
-from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_model
+from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
 from jattn.models import PagedModel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
@@ -43,8 +43,11 @@ class LLM(contextlib.AbstractContextManager):
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
         config: the engine's sizes.
+        use_generation_config: take what a folder's generation_config.json says of sampling for requests without
+            parameters of their own.
 
     Attributes:
+        default_sampling: fields of `SamplingParams` that hold where a request brings no parameters.
         model: the module.
         tokenizer: its tokenizer, or None.
         engine: runs the requests; its statistics and programs are there.
@@ -67,13 +70,17 @@ class LLM(contextlib.AbstractContextManager):
         dtype: str | None = None,
         implementation: str | None = None,
         config: EngineConfig | None = None,
+        use_generation_config: bool = True,
     ) -> None:
+        self.default_sampling: dict[str, Any] = {}
         if isinstance(model, nnx.Module):
             if dtype is not None or implementation is not None:
                 raise InvalidInput("dtype and implementation belong to the module that was passed; build it with them.")
         else:
             folder: Any = embedded_model_folder() if model is None else model
             model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+            if use_generation_config:
+                self.default_sampling = load_generation_defaults(folder).sampling
         served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
@@ -88,6 +95,10 @@ class LLM(contextlib.AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what holds for requests without parameters: the model's own defaults where its folder has any."""
+        return SamplingParams(**self.default_sampling)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -101,7 +112,7 @@ class LLM(contextlib.AbstractContextManager):
         Args:
             prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
                 of those.
-            sampling_params: one for all, or one for each prompt.
+            sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
             rng: an int or a jax key, the source of the seeds of those that bring none.
             use_tqdm: show progress, prompts done and tokens generated, on stderr.
 
@@ -184,6 +195,8 @@ class LLM(contextlib.AbstractContextManager):
         has not finished.
         """
         listed = as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = as_params(sampling_params, len(listed), rng)
         outbox = Outbox()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from jattn.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
-from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
+from jattn.load import ChatTemplate, embedded_model_folder
 from jattn.load.folder import read_given
 from jattn.serve import access
 from jattn.serve.app import ServeConfig, create_app
@@ -74,7 +75,6 @@ def main(argv: Sequence[str]) -> int:
         max_unfinished=arguments.max_unfinished,
         chat_template=template,
         trust_request_chat_template=arguments.trust_request_chat_template,
-        default_sampling=None if arguments.ignore_generation_config else load_generation_defaults(folder).sampling,
     )
     speculative, scales = arguments.speculative_config, arguments.kv_cache_scales
     engine = EngineConfig(
@@ -86,7 +86,14 @@ def main(argv: Sequence[str]) -> int:
         kv_cache_scales=scales and KVCacheScales.load(scales),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
-    llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
+    llm = LLM(
+        folder,
+        dtype=arguments.dtype,
+        implementation=arguments.implementation,
+        config=engine,
+        use_generation_config=not arguments.ignore_generation_config,
+    )
+    config = dataclasses.replace(config, default_sampling=llm.default_sampling)
     if not arguments.no_warmup:
         llm.engine.warmup()
     if not arguments.no_access_log:
