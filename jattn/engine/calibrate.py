@@ -23,8 +23,6 @@ __all__ = ["calibrate_kv_cache"]
 _BLOCK_SIZE = 16
 _RANDOM_PROMPTS = 8
 _RANDOM_TOKENS = 128
-# A layer that writes nothing but zeros has no range.
-_SMALLEST = 1e-6
 
 
 def calibrate_kv_cache(
@@ -76,12 +74,11 @@ def calibrate_kv_cache(
     ranges: dict[str, tuple[float, float]] = {}
     for path, layer in paged_layers(nnx.merge(graph, seen, rest)):
         if layer.kv_range is not None:
-            ranges[path] = _largest(layer.kv_range.k_max), _largest(layer.kv_range.v_max)
+            k_max, v_max = (float(each[...][0]) for each in (layer.kv_range.k_max, layer.kv_range.v_max))
+            # A layer that wrote nothing, as one that attends to an encoder, has no range.
+            if k_max and v_max:
+                ranges[path] = k_max, v_max
     return KVCacheScales(ranges)
-
-
-def _largest(seen: KVScale) -> float:
-    return max(float(seen[...][0]), _SMALLEST)
 
 
 def _look(

@@ -79,7 +79,9 @@ def open_device(
         # Blocks that the draft still sees are not given back.
         if sliding_window is not None:
             sliding_window = draft.sliding_window and max(sliding_window, draft.sliding_window)
-    plan = _plan(config, spec, shape.num_layers, further, max_model_len=max_model_len)
+    num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
+    longest = max_model_len + num_encoder_blocks * config.block_size
+    plan = _plan(config, spec, shape.num_layers, further, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -88,7 +90,7 @@ def open_device(
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
-        max_blocks_per_seq=max_blocks,
+        max_blocks_per_seq=max_blocks + num_encoder_blocks,
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
@@ -100,7 +102,7 @@ def open_device(
         pool,
         host,
         runner,
-        in_turns=config.batch_invariant or not ragged,
+        in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
         # A batch-invariant step costs what the largest one does, whatever is in it.
         pads_rows=not (config.batch_invariant or ragged),
         speculation=SpeculationCounts(config.num_speculative_tokens),

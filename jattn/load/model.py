@@ -26,6 +26,7 @@ from jattn.load.safetensors_file import STORED_DTYPES
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import check_weights, find_weights, read_kv_scales, read_parameter
 from jattn.models import Decoder, ModelConfig
+from jattn.models.encoder_decoder import build_model
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import QUERY_DTYPES
@@ -166,7 +167,7 @@ def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
 
 def _build(config: ModelConfig, values: dict[Any, jax.Array], implementation: str | None) -> Decoder:
     """Makes the model around the given parameters, without ever initialising random ones."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation))
+    abstract = nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0), implementation=implementation))
     graph, state = nnx.split(abstract)
     filled = [(path, variable.replace(values[path])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(filled))

@@ -166,20 +166,9 @@ class PagedAttention(nnx.Module):
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
-        if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
-            k_scale, v_scale = self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
+        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
-            if self.kv_range is not None:
-                self.kv_range.see(key, value, metadata.slot_mapping)
-            kv_cache = ops.write_kv_cache(
-                key,
-                value,
-                kv_cache,
-                metadata.slot_mapping,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                implementation=self.implementation,
-            )
+            kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
         output = ops.paged_attention(
             query,
             kv_cache,
@@ -195,6 +184,34 @@ class PagedAttention(nnx.Module):
             **{**self.options, **options},
         )
         return output, kv_cache
+
+    def write(
+        self,
+        key: jax.Array,
+        value: jax.Array,
+        kv_cache: _Cache,
+        slot_mapping: jax.Array,
+        *,
+        k_scale: float | jax.Array | None = None,
+        v_scale: float | jax.Array | None = None,
+    ) -> _Cache:
+        """Returns the cache with these keys and values in it, and attends to nothing: what an encoder leaves behind.
+
+        Args:
+            key, value, kv_cache, k_scale, v_scale: as in a call.
+            slot_mapping: int32[num_tokens], where each token goes; -1 for nowhere.
+        """
+        if self.kv_range is not None:
+            self.kv_range.see(key, value, slot_mapping)
+        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)
+
+    def _scales(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+        """Returns what a call or a write brings, or the layer's own for an 8-bit cache."""
+        if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
+            return self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
+        return k_scale, v_scale
 
 
 def _is_8_bits(kv_cache: jax.Array | tuple[jax.Array, jax.Array]) -> bool:
