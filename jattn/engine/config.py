@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.speculation import SpeculativeConfig
 from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
@@ -59,6 +60,11 @@ class EngineConfig:
         speculative_config: tokens are guessed, by n-grams or by a draft model, and verified in one step: a
             `SpeculativeConfig` or a mapping of its fields; None for no guesses. The tokens are those of no
             speculation. Guesses need what the step before brought: steps_in_flight and num_scheduler_steps become 1.
+        kv_cache_dtype: of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8".
+        kv_cache_scales: what a unit of an 8-bit cache is worth in each layer, as `calibrate_kv_cache` measures it;
+            None for what came with the checkpoint, if anything, else 1. int8 needs them.
+        step_timeout_seconds: a step whose results have not come after so long is reported, once, by a warning of the
+            logger "jattn" that names what it was to compute; None for no watch.
         seed: of requests that bring none of their own.
         max_logprobs: tokens whose log-probabilities a request may ask for at each place.
         logits_processors: pure JAX functions by name, for requests that call them by
@@ -88,6 +94,9 @@ class EngineConfig:
     batch_invariant: bool = False
     enable_cascade_attention: bool | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_scales: KVCacheScales | None = field(default=None, hash=False)
+    step_timeout_seconds: float | None = 60.0
     seed: int = 0
     max_logprobs: int = 20
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
@@ -120,6 +129,11 @@ class EngineConfig:
                 f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
             )
         object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if not isinstance(self.kv_cache_scales, KVCacheScales | None):
+            raise InvalidInput(
+                f"kv_cache_scales is {shown(self.kv_cache_scales)}; it must be KVCacheScales, which load() reads from "
+                "a file, or None."
+            )
         if self.num_speculative_tokens >= self.max_num_batched_tokens:
             raise InvalidInput(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be below max_num_batched_tokens "
@@ -132,6 +146,11 @@ class EngineConfig:
             raise InvalidInput(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
+            )
+        limit = self.step_timeout_seconds
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e6):
+            raise InvalidInput(
+                f"step_timeout_seconds is {shown(limit)}; it must be a number above 0 and below 1e6, or None."
             )
         check_int("seed", self.seed, 0, (1 << 32) - 1)
         check_int("max_logprobs", self.max_logprobs, 0, 1 << 10)

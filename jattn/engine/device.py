@@ -9,13 +9,14 @@ from flax import nnx
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
+from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.runner import ModelRunner
 from jattn.engine.speculation import SpeculationCounts
+from jattn.engine.watchdog import Watchdog
 from jattn.models import PagedModel, PagedSpec
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig, LayerGroups, group_layers
-from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
@@ -35,6 +36,7 @@ class Device:
         in_turns: prompts and decoding have steps of their own.
         pads_rows: a step costs by its longest row times its rows.
         speculation: how guesses went.
+        watchdog: of its steps.
     """
 
     pool: KVPool
@@ -43,6 +45,7 @@ class Device:
     in_turns: bool
     pads_rows: bool
     speculation: SpeculationCounts
+    watchdog: Watchdog
 
 
 def open_device(
@@ -50,7 +53,6 @@ def open_device(
     config: EngineConfig,
     *,
     max_model_len: int,
-    kv_cache_dtype: str | None,
     model_fingerprint: bytes,
 ) -> tuple[Device, CacheConfig, PoolPlan]:
     """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
@@ -59,10 +61,10 @@ def open_device(
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
+    shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
+    if shape.dtype != model.paged_spec.dtype:
+        model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
     model = with_draft(model, config, max_model_len)
-    shape = model.paged_spec
-    if kv_cache_dtype not in (None, shape.dtype):
-        raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     chosen = {choose(implementation) for implementation in asked - {""}}
@@ -100,6 +102,7 @@ def open_device(
         # A batch-invariant step costs what the largest one does, whatever is in it.
         pads_rows=not (config.batch_invariant or ragged),
         speculation=SpeculationCounts(config.num_speculative_tokens),
+        watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
     )
     return device, cache_config, plan
 

@@ -12,18 +12,21 @@ import jax
 from flax import nnx
 from tqdm import tqdm
 
+from jattn.engine.calibrate import calibrate_kv_cache
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.embeddings import EmbeddingRequestOutput, embed
 from jattn.engine.engine import Engine
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
-from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_model
+from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
 from jattn.models import Decoder, PagedModel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
+from torch_core.specs import LARGEST_CODE
 
 __all__ = ["LLM", "generate"]
 
@@ -43,8 +46,11 @@ class LLM(contextlib.AbstractContextManager):
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
         quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
         config: the engine's sizes.
+        use_generation_config: take what a folder's generation_config.json says of sampling for requests without
+            parameters of their own.
 
     Attributes:
+        default_sampling: fields of `SamplingParams` that hold where a request brings no parameters.
         model: the module.
         tokenizer: its tokenizer, or None.
 
@@ -67,7 +73,9 @@ class LLM(contextlib.AbstractContextManager):
         implementation: str | None = None,
         quantization: str | None = None,
         config: EngineConfig | None = None,
+        use_generation_config: bool = True,
     ) -> None:
+        self.default_sampling: dict[str, Any] = {}
         if isinstance(model, nnx.Module):
             if any(option is not None for option in (dtype, implementation, quantization)):
                 raise InvalidInput(
@@ -82,6 +90,8 @@ class LLM(contextlib.AbstractContextManager):
                 quantization=quantization,
                 progress=sys.stderr.isatty(),
             )
+            if use_generation_config:
+                self.default_sampling = load_generation_defaults(folder).sampling
         served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
@@ -110,6 +120,10 @@ class LLM(contextlib.AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what holds for requests without parameters: the model's own defaults where its folder has any."""
+        return SamplingParams(**self.default_sampling)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -123,7 +137,7 @@ class LLM(contextlib.AbstractContextManager):
         Args:
             prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
                 of those.
-            sampling_params: one for all, or one for each prompt.
+            sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
             rng: an int or a jax key, the source of the seeds of those that bring none.
             use_tqdm: show progress, prompts done and tokens generated, on stderr.
 
@@ -199,6 +213,25 @@ class LLM(contextlib.AbstractContextManager):
         token_ids = [encoded(prompt, self.tokenizer)[0] for prompt in as_prompts(prompts)]
         return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
+    def calibrate_kv_cache(self, prompts: Prompt | Sequence[Prompt] | None = None) -> KVCacheScales:
+        """Measures the scales of an 8-bit cache, and goes on with them if the engine has such a cache.
+
+        Args:
+            prompts: as in `generate`, and like those that will be served; random tokens if None.
+
+        Returns:
+            The scales, to be saved: `EngineConfig(kv_cache_scales=KVCacheScales.load(path))` takes them another time.
+
+        Raises:
+            InvalidInput: as `calibrate_kv_cache`.
+            Unsupported: likewise.
+        """
+        listed = None if prompts is None else [encoded(each, self.tokenizer)[0] for each in as_prompts(prompts)]
+        scales = calibrate_kv_cache(self.model, listed)
+        if self.engine.pool_plan.spec.dtype in LARGEST_CODE:
+            self.engine.set_kv_cache_scales(scales)
+        return scales
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -212,6 +245,8 @@ class LLM(contextlib.AbstractContextManager):
         has not finished.
         """
         listed = as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = as_params(sampling_params, len(listed), rng)
         outbox = Outbox()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.engine.log import event
 from jattn.engine.program import Bucket, jitted_step
 from jattn.engine.sampler import SamplingKind
 from jattn.engine.tables import SamplerState
@@ -119,6 +121,7 @@ class Programs:
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
         self._compiled[bucket] = compiled
         self.num_compilations += 1
+        event(logging.DEBUG, "program_compiled", program=str(bucket))
 
     def _timed(self, work: Callable[[], None]) -> None:
         started = time.monotonic()

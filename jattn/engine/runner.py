@@ -155,6 +155,10 @@ class ModelRunner:
                 swaps=min(self._max_blocks, self._config.num_host_blocks),
             )
 
+    def describe(self, step: ScheduledStep) -> dict[str, str]:
+        """Returns the program of a step, for a report."""
+        return {"program": str(self._bucket(step))}
+
     def forget(self) -> None:
         """Drops what it knows of earlier steps: their tokens and their tables."""
         with jax.transfer_guard_host_to_device("allow"):

@@ -20,7 +20,15 @@ from jattn.load.generation import load_generation_defaults
 from jattn.load.plan import ParameterPlan, plan_parameters
 from jattn.load.read_ahead import read_ahead
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
-from jattn.load.weights import check_weights, find_weights, is_quantized, ranges_of, read_parameter, read_quantized
+from jattn.load.weights import (
+    check_weights,
+    find_weights,
+    is_quantized,
+    ranges_of,
+    read_kv_scales,
+    read_parameter,
+    read_quantized,
+)
 from jattn.models import Decoder, ModelConfig
 from jattn.models.encoder_decoder import build_model
 from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear
@@ -115,7 +123,10 @@ def load_model(
             values[parameter.path] = read_quantized(tensors, parameter, on_host=on_host)
         else:
             values[parameter.path] = read_parameter(tensors, parameter, jnp.dtype(dtype), on_host=on_host)
-    return _build(config, values, implementation), config, tokenizer
+    model = _build(config, values, implementation)
+    for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
+        model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
+    return model, config, tokenizer
 
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -20,7 +20,15 @@ from jattn.load.safetensors_file import SafetensorsFile, open_safetensors, read_
 from jattn.models.quantized import dequantize
 from torch_core.errors import InvalidInput
 
-__all__ = ["check_weights", "find_weights", "is_quantized", "ranges_of", "read_parameter", "read_quantized"]
+__all__ = [
+    "check_weights",
+    "find_weights",
+    "is_quantized",
+    "ranges_of",
+    "read_kv_scales",
+    "read_parameter",
+    "read_quantized",
+]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -30,6 +38,8 @@ _MAX_SHARDS = 1000
 _ALIGNMENT = 64
 _TILE = 256
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+#: Scales of an fp8 cache, under the names that vLLM knows.
+_KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 #: Buffers that older writers stored next to the weights, which follow from the config, and scales of inputs in fp8,
 #: which stay in the model's dtype here.
 _IGNORED_TENSOR = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|input_scale)")
@@ -79,7 +89,11 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
         raise InvalidInput(
             f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
         )
-    unknown = (name for name in tensors if name not in expected and not _IGNORED_TENSOR.fullmatch(name))
+    unknown = (
+        name
+        for name in tensors
+        if name not in expected and not _IGNORED_TENSOR.fullmatch(name) and not _KV_SCALE.fullmatch(name)
+    )
     extra = sorted(name for name in unknown if not re.fullmatch(unread, name))
     if extra:
         hint = " (tie_word_embeddings is true, so the head is the embedding)" if extra == ["lm_head.weight"] else ""
@@ -97,6 +111,27 @@ def is_quantized(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) 
     parts = [tuple(parts_of(piece, tensors).items()) for piece in parameter.pieces]
     kinds = {(name.rsplit("_", 1)[-1], len(shape)) for (_, *scales) in parts for name, shape in scales}
     return all(len(each) > 1 for each in parts) and len(kinds) == 1
+
+
+def read_kv_scales(tensors: dict[str, SafetensorsFile], num_layers: int) -> dict[int, dict[str, float]]:
+    """Returns the scales of an fp8 cache that lie beside the weights: for each layer those of "k" and "v".
+
+    Raises:
+        InvalidInput: a scale that is no finite number above 0, of no layer, or without the other one of its layer.
+    """
+    scales: dict[int, dict[str, float]] = {}
+    for name, file in tensors.items():
+        if match := _KV_SCALE.fullmatch(name):
+            value = np.asarray(read_tensor(file, name), np.float32).reshape(-1)
+            if value.size != 1 or not 0 < value[0] < np.inf:
+                raise InvalidInput(f"{file.path.name}: tensor {name!r} must be one finite number above 0.")
+            scales.setdefault(int(match[1]), {})[match[2]] = float(value[0])
+    for layer, found in scales.items():
+        if layer >= num_layers:
+            raise InvalidInput(f"there is a k_scale or v_scale of layer {layer}; the model has {num_layers}.")
+        if len(found) != 2:
+            raise InvalidInput(f"layer {layer} has a scale of its {min(found)} cache alone; it must have k and v.")
+    return scales
 
 
 def read_parameter(

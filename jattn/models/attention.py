@@ -14,6 +14,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.layers import linear, norm
 from jattn.models.rotary import apply_rotary
 from jattn.nn import PagedAttention, attention_fn
+from jattn.nn.kv_scales import KVScales
 
 __all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
 
@@ -95,6 +96,10 @@ class Attention(nnx.Module):
         options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
         output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
+
+    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        """Says what a unit of an 8-bit cache is worth, as it came with a checkpoint; other caches do not ask."""
+        self.paged_attention.kv_scales = KVScales(k_scale, v_scale)
 
     def _biases(self, angles: Angles | None) -> dict[str, Any]:
         config = self.config

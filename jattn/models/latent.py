@@ -55,6 +55,10 @@ class LatentAttention(MultiHeadLatentAttention):
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         return self(x, cache=kv_cache, metadata=metadata)
 
+    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        """Does what `Attention` does; keys and values are one latent, of one scale."""
+        self.k_scale = k_scale
+
     def forward_dense(
         self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
     ) -> jax.Array:

@@ -20,6 +20,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
     "draft model": {},
+    "8 bits": {"kv_cache_dtype": "fp8"},
     "speculation": {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "swap without overlap": {"num_host_blocks": 8, "steps_in_flight": 1},
     "scrub": {"scrub_on_free": True},
@@ -33,8 +34,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
     if config.startswith("window groups"):
         decoder = alternating_decoder(6, None)
-    lone = Engine(decoder, EngineConfig(**SIZES, disable_hybrid_kv_cache_manager=True))
     changes = CONFIGS[config]
+    kv_cache_dtype = changes.get("kv_cache_dtype", "auto")
+    lone = Engine(decoder, EngineConfig(**SIZES, disable_hybrid_kv_cache_manager=True, kv_cache_dtype=kv_cache_dtype))
     if config == "draft model":
         changes = {"speculative_config": {"num_speculative_tokens": 2, "model": tiny_decoder(num_hidden_layers=1)}}
     engine = Engine(decoder, EngineConfig(**(SIZES | changes)))
