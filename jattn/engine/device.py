@@ -72,8 +72,10 @@ def open_device(
     max_blocks = -(-max_model_len // config.block_size)
     draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
     further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
-    layers = _layer_groups(config, shape, draft, max_model_len)
-    plan = _plan(config, spec, layers, further, max_model_len=max_model_len)
+    num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
+    longest = max_model_len + num_encoder_blocks * config.block_size
+    layers = _layer_groups(config, shape, draft, longest)
+    plan = _plan(config, spec, layers, further, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -82,7 +84,7 @@ def open_device(
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
-        max_blocks_per_seq=max_blocks,
+        max_blocks_per_seq=max_blocks + num_encoder_blocks,
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
@@ -94,7 +96,7 @@ def open_device(
         pool,
         host,
         runner,
-        in_turns=config.batch_invariant or not ragged,
+        in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
         # A batch-invariant step costs what the largest one does, whatever is in it.
         pads_rows=not (config.batch_invariant or ragged),
         speculation=SpeculationCounts(config.num_speculative_tokens),
@@ -105,8 +107,8 @@ def open_device(
 def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:
     windows = shape.windows
     seen = {*windows, *(() if draft is None else draft.windows)}
-    # A draft model reads the blocks of the one group that all layers are in then.
-    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None):
+    # A draft model reads the blocks of the one group that all layers are in then, and so does cross attention.
+    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None or shape.max_encoder_len):
         windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
     # A window that no sequence outgrows hides nothing, and needs no group of its own.
     return group_layers([None if window is None or window >= max_model_len else window for window in windows])

@@ -22,6 +22,7 @@ from jattn.load.read_ahead import read_ahead
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import check_weights, find_weights, is_quantized, ranges_of, read_parameter, read_quantized
 from jattn.models import Decoder, ModelConfig
+from jattn.models.encoder_decoder import build_model
 from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
@@ -137,7 +138,7 @@ def _build(config: ModelConfig, values: dict[Any, Any], implementation: str | No
 
     A parameter of two values, a quantised kernel and its scale, makes a quantised module of its own.
     """
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation))
+    abstract = nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0), implementation=implementation))
     for path in [path for path, value in values.items() if isinstance(value, tuple)]:
         *front, name, _ = path
         parent: Any = abstract

@@ -17,8 +17,9 @@ from jattn.nn import PagedAttention, attention_fn
 
 __all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
 
-#: Cosine and sine for a layer that sees everything, and for one with a window.
-Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+#: What attention makes of positions: cosine and sine for a layer that sees everything, and for one with a window; or
+#: the bias of `relative_bias`.
+Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | jax.Array
 
 #: Of dense sequences, by the index of their layer: what later layers read.
 KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
@@ -63,6 +64,7 @@ class Attention(nnx.Module):
             heads,
             size,
             num_kv_heads=kv_heads,
+            causal=not config.is_encoder,
             scale=config.attention_scale,
             sliding_window=self.window,
             logits_soft_cap=config.attn_logit_softcapping,
@@ -74,7 +76,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         query, key, value = self._project(x, angles)
-        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases())
+        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases(angles))
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
 
     def forward_dense(
@@ -90,16 +92,17 @@ class Attention(nnx.Module):
             key, value = shared[self.kv_sharing_target]
         elif self.layer in self.config.kv_sharing_targets:
             shared[self.layer] = key, value
-        options = {**self.paged_attention.options, "implementation": None}
-        output = attention_fn(
-            query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options, **self._biases()
-        )
+        options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
+        output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
-    def _biases(self) -> dict[str, Any]:
+    def _biases(self, angles: Angles | None) -> dict[str, Any]:
+        config = self.config
         biases: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        if self.config.position_embedding == "alibi":
-            biases["alibi_slopes"] = jnp.asarray(alibi_slopes(self.config.num_attention_heads))
+        if config.position_embedding == "alibi":
+            biases["alibi_slopes"] = jnp.asarray(alibi_slopes(config.num_attention_heads) * config.alibi_scale)
+        if config.position_embedding == "relative":
+            biases["relative_bias"] = angles
         return biases
 
     def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, Any, Any]:
