@@ -74,7 +74,7 @@ def open_device(
     further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
     num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
     longest = max_model_len + num_encoder_blocks * config.block_size
-    layers = _layer_groups(config, shape, draft, longest)
+    layers = _layer_groups(config, shape, draft, max_model_len)
     plan = _plan(config, spec, layers, further, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,

@@ -75,8 +75,8 @@ class Bucket:
         """Returns where the arrays of a step lie in the one buffer that is uploaded."""
         sizes = (self.num_seqs, self.num_inputs, self.num_tokens)
         if self.encodes:
-            return _layout(*sizes, self.num_encoder_blocks, 0, 0, num_groups)
-        return _layout(*sizes, max_blocks, self.num_pieces, self.num_encoder_blocks, num_groups)
+            return _layout(*sizes, self.num_encoder_blocks, 0, num_groups, 0)
+        return _layout(*sizes, max_blocks, self.num_pieces, num_groups, self.num_encoder_blocks)
 
     def __str__(self) -> str:
         steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
@@ -107,8 +107,8 @@ def _layout(
     num_tokens: int,
     max_blocks: int,
     num_pieces: int,
-    num_encoder_blocks: int,
     num_groups: int,
+    num_encoder_blocks: int,
 ) -> PackedLayout:
     sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "max_blocks": max_blocks}
     extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]

@@ -76,8 +76,8 @@ class ModelRunner:
     ) -> None:
         self._pool = pool
         self._max_blocks = max_blocks
-        self._layers = layers
         self._num_encoder_blocks = -(-model.paged_spec.max_encoder_len // config.block_size)
+        self._layers = layers
         self._config = config
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
         self._num_seqs, self._num_tokens = _buckets(config)
@@ -165,15 +165,17 @@ class ModelRunner:
     def _metadata(self, step: ScheduledStep, bucket: Bucket, layout: PackedLayout) -> CommonAttentionMetadata:
         """Packs the metadata of a step for every cache group; returns the record of the first one."""
         rows, encoder_rows = self._with_encoder(step) if self._num_encoder_blocks else (step.committed.rows, None)
+        # Tables that were cut are other objects in every step.
+        caches = [None] * len(self._tables) if self._num_encoder_blocks else self._tables
         windows = [group.sliding_window for group in self._layers.groups]
         first, *others = (
-            # The first group's tables are the plain ones. Tables that were cut are other objects in every step.
             {
+                # Rows of an encoder's step have plain tables alone, which are the first group's.
                 "cache_group": group or None,
                 "window_left": None if window is None else window - 1,
-                "table_cache": None if self._num_encoder_blocks else tables,
+                "table_cache": tables,
             }
-            for group, (window, tables) in enumerate(zip(windows, self._tables, strict=True))
+            for group, (window, tables) in enumerate(zip(windows, caches, strict=True))
         )
         metadata = build_common_metadata(
             rows,

@@ -61,8 +61,8 @@ _NOT_LATENT = {
     "is_encoder": False,
     "sliding_window": None,
     "layer_windows": (),
-    "kv_sharing_targets": (),
     "encoder": None,
+    "kv_sharing_targets": (),
 }
 #: What an encoder and the decoder that reads it share: one vocabulary, one width, and a cache for both.
 _SHARED_WITH_ENCODER = ("vocab_size", "hidden_size", "num_key_value_heads", "head_dim", "embedding_multiplier", "dtype")
