@@ -110,8 +110,8 @@ def open_device(
 def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:
     windows = shape.windows
     seen = {*windows, *(() if draft is None else draft.windows)}
-    # A draft model reads the blocks of the one group that all layers are in then.
-    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None):
+    # A draft model reads the blocks of the one group that all layers are in then, and so does cross attention.
+    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None or shape.max_encoder_len):
         windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
     # A window that no sequence outgrows hides nothing, and needs no group of its own.
     return group_layers([None if window is None or window >= max_model_len else window for window in windows])

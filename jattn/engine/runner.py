@@ -172,10 +172,10 @@ class ModelRunner:
         # Tables that were cut are other objects in every step.
         caches = [None] * len(self._tables) if self._num_encoder_blocks else self._tables
         windows = [group.sliding_window for group in self._layers.groups]
-        many = len(windows) > 1
         first, *others = (
             {
-                "cache_group": group if many else None,
+                # Rows of an encoder's step have plain tables alone, which are the first group's.
+                "cache_group": group or None,
                 "window_left": None if window is None else window - 1,
                 "table_cache": tables,
             }
