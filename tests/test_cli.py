@@ -82,4 +82,4 @@ def test_an_unknown_option_is_refused(capsys) -> None:
 
 def test_bench_without_a_name_lists_the_benchmarks(capsys) -> None:
     assert cli.main(["bench"]) == 0
-    assert "generate,allocator,decode,prefill,backward,overhead" in capsys.readouterr().out
+    assert "generate,allocator,decode,prefill,backward,load,overhead" in capsys.readouterr().out

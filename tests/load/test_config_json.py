@@ -73,12 +73,17 @@ REFUSED = [
     (
         {"quantization_config": {"quant_method": "awq"}},
         Unsupported,
-        "config.json: quantization_config.quant_method is 'awq'; this build reads fp8, mxfp4.",
+        "config.json: quantization_config.quant_method is 'awq'; this build reads fp8, mxfp4, compressed-tensors.",
     ),
     (
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
         Unsupported,
-        "config.json: quantization_config.weight_block_size is None; this build reads [128, 128].",
+        "config.json: quantization_config.weight_block_size is [64, 64]; this build reads [128, 128], or one scale",
+    ),
+    (
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+        Unsupported,
+        "config.json: quantization_config.format is 'pack-quantized'; this build reads float-quantized.",
     ),
     ({"hidden_act": "tanh"}, Unsupported, "config.json: hidden_act is 'tanh'; this build has silu, gelu, gelu_new, "),
     (
