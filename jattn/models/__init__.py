@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
+from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_specs
 from jattn.models.paged_model import PagedModel, PagedSpec
 from jattn.models.parts import LatentConfig, MoEConfig
 from jattn.models.rope_scaling import RopeScaling
+from jattn.models.sharding import check_mesh, decoder_of, parameter_shards, shard_model
+from jattn.models.tensor_parallel import TensorParallel
 
-__all__ = ["Decoder", "LatentConfig", "MoEConfig", "ModelConfig", "PagedModel", "PagedSpec", "RopeScaling"]
+__all__ = [
+    "DEFAULT_RULES",
+    "Decoder",
+    "LatentConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "PagedModel",
+    "PagedSpec",
+    "RopeScaling",
+    "TensorParallel",
+    "check_mesh",
+    "decoder_of",
+    "logical_axes",
+    "parameter_shards",
+    "partition_specs",
+    "shard_model",
+]

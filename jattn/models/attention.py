@@ -13,6 +13,7 @@ from jattn.metadata import AttentionMetadata
 from jattn.models.config import ModelConfig
 from jattn.models.layers import linear, norm
 from jattn.models.rotary import apply_rotary
+from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import PagedAttention, attention_fn
 
 __all__ = ["Angles", "Attention", "alibi_slopes"]
@@ -25,16 +26,24 @@ class Attention(nnx.Module):
     """Self-attention of one layer; query, key and value share one matrix product.
 
     Args:
-        config: the model's.
+        config: the model's, or of what one device has of it.
         layer: index of the layer.
         rngs: source of the initial values.
         implementation: of the paged ops; see `jattn.ops.paged_attention`.
+        parallel: how the model is cut; None for not.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int = 0, *, rngs: nnx.Rngs, implementation: str | None = None
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         self.config = config
+        self.parallel = parallel
         self.window = config.window_of(layer)
         self.rotates = config.position_embedding == "rope" and layer not in config.nope_layers
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -48,6 +57,7 @@ class Attention(nnx.Module):
                     config,
                     {"head": size, "per_head": (count, size), "all": count * size}[config.qk_norm],
                     use_bias=False,
+                    parallel=parallel if config.qk_norm == "all" else None,
                 )
                 for count in (heads, kv_heads)
             )
@@ -73,16 +83,19 @@ class Attention(nnx.Module):
     def forward_dense(self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache."""
         query, key, value = self._project(x, angles)
-        options = {**self.paged_attention.options, "implementation": None}
-        output = attention_fn(
-            query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options, **self._biases()
-        )
+        options = {**self.paged_attention.options, "implementation": None, **self._biases()}
+        output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
     def _biases(self) -> dict[str, Any]:
         biases: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if self.config.position_embedding == "alibi":
-            biases["alibi_slopes"] = jnp.asarray(alibi_slopes(self.config.num_attention_heads))
+            heads, parallel = self.config.num_attention_heads, self.parallel
+            if parallel is None:
+                biases["alibi_slopes"] = jnp.asarray(alibi_slopes(heads))
+            else:
+                slopes = jnp.asarray(alibi_slopes(heads * parallel.parts("heads")))
+                biases["alibi_slopes"] = jax.lax.dynamic_slice_in_dim(slopes, parallel.first("heads", heads), heads)
         return biases
 
     def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
