@@ -1,0 +1,111 @@
+"""The engine on CUDA: through the kernels and XLA's command buffers, what the CPU's tests promise holds too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine.program import Bucket
+from jattn.engine.sampler import Sampler, SamplingKind
+from jattn.models import Decoder
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_chaos import CONFIGS, chaos
+from tests.engine.test_engine import GREEDY, prompts_of, run
+
+pytestmark = pytest.mark.gpu
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "implementation": "triton"}
+FILTERS: dict[str, Any] = {
+    "top_k": 5,
+    "top_p": 0.7,
+    "min_p": 0.1,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "logit_bias": {3: 2.0},
+    "logprobs": 2,
+}
+
+
+def config_of(**changes: Any) -> EngineConfig:
+    sizes: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return EngineConfig(**(sizes | changes))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Decoder:
+    return tiny_decoder(**SIZES)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    # XLA's float32 products on a GPU are rounded to 10 bits otherwise, and a near tie may go either way.
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_service_in_chaos_answers_as_a_lone_run_does(config, kernels, seed) -> None:
+    engine = chaos(config, kernels, seed, num_requests=23)
+
+    assert engine._owner.device.pool.generation > 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"steps_in_flight": 1}, {"max_num_batched_tokens": 16}, {"num_scheduler_steps": 4}, {"num_blocks": 70}],
+    ids=str,
+)
+def test_paged_generation_equals_running_the_whole_sequence_again(changes, kernels, seed) -> None:
+    prompts = prompts_of(seed, 90, 33, 90, 5, 61)
+    prompts[2][:64] = prompts[0][:64]
+    engine = Engine(kernels, config_of(**changes))
+
+    said = run(engine, prompts)
+
+    for prompt, tokens in zip(prompts, said, strict=True):
+        logits = kernels.forward_dense(jnp.asarray([prompt + tokens]))[0]
+        assert tokens == jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
+
+
+def test_nothing_compiles_after_the_warm_up_for_any_mixture_of_parameters(kernels, seed) -> None:
+    choose = random.Random(seed)
+    engine = Engine(kernels, config_of())
+    engine.warmup()
+    compiled = engine.num_compilations
+
+    for index in range(6):
+        chosen = {name: FILTERS[name] for name in choose.sample(sorted(FILTERS), 3)}
+        run(engine, prompts_of(seed + index, 30, 7, 12), SamplingParams(seed=index, max_tokens=6, **chosen))
+
+    assert engine.num_compilations == compiled
+
+
+def test_a_step_of_64_rows_multiplies_with_cublas() -> None:
+    decoder = tiny_decoder(**SIZES | {"hidden_size": 256, "head_dim": 64, "dtype": "bfloat16"})
+    engine = Engine(decoder, config_of(max_num_seqs=64))
+
+    program: Any = engine._owner.device.runner.programs(Bucket(64, 64, 1, Sampler(SamplingKind.PLAIN)))
+
+    assert "__cublas" in program.as_text()
+    assert "gemm_fusion" not in program.as_text()
+
+
+def test_weights_given_to_a_running_engine_are_used_from_the_next_request_on(kernels, seed) -> None:
+    other = tiny_decoder(**SIZES)
+    nnx.update(other, jax.tree.map(lambda leaf: leaf * 1.25, nnx.state(other)))
+    engine = Engine(kernels, config_of())
+    prompts = prompts_of(seed, 20, 9)
+    run(engine, prompts)
+    compiled = engine.num_compilations
+
+    engine.update_weights(other)
+
+    assert run(engine, prompts) == run(Engine(other, config_of()), prompts, GREEDY)
+    assert engine.num_compilations == compiled
