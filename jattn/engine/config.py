@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.sharding import Mesh
+
 from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
 
@@ -15,6 +17,7 @@ __all__ = ["MAX_SIZE", "EngineConfig"]
 MAX_SIZE = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
 _MAX_SPECULATIVE_TOKENS = 64
+_MOST_DEVICES = 1 << 16
 # What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
 _SIZES = {
     "block_size": MAX_SIZE,
@@ -37,7 +40,7 @@ class EngineConfig:
         max_model_len: tokens of one sequence at most; the model's own limit if None.
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
             full length, as far as `kv_cache_bytes` goes.
-        kv_cache_bytes: memory that the pool may take when `num_blocks` is None.
+        kv_cache_bytes: memory that the pool may take on each device when `num_blocks` is None.
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
             while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
@@ -59,6 +62,12 @@ class EngineConfig:
             before brought: steps_in_flight and num_scheduler_steps become 1.
         prompt_lookup_max: tokens that a guess goes by at most.
         prompt_lookup_min: the same at least.
+        tensor_parallel_size: devices over which the model and its cache are cut.
+        data_parallel_size: copies of the model, each on devices and with a pool and a batch of its own; all sizes here
+            are those of one. A request goes to the copy that has most of its prompt cached, unless that one has much
+            more to do than another.
+        mesh: the devices, with an axis "tp" and, for copies, one "dp"; the sizes above then follow from it. None for
+            the first of `jax.devices()`.
         seed: of requests that bring none of their own.
         max_logprobs: tokens whose log-probabilities a request may ask for at each place.
         logits_processors: pure JAX functions by name, for requests that call them by
@@ -89,6 +98,9 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    mesh: Mesh | None = None
     seed: int = 0
     max_logprobs: int = 20
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
@@ -131,8 +143,28 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
             )
+        self._check_mesh()
         check_int("seed", self.seed, 0, (1 << 32) - 1)
         check_int("max_logprobs", self.max_logprobs, 0, 1 << 10)
         named = {} if self.logits_processors is None else self.logits_processors
         if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
             raise InvalidInput(f"logits_processors is {shown(named)}; it must map names to functions, or be None.")
+
+    def _check_mesh(self) -> None:
+        sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
+        for name in sizes.values():
+            check_int(name, getattr(self, name), 1, _MOST_DEVICES)
+        if self.mesh is None:
+            return
+        axes = dict(self.mesh.shape) if isinstance(self.mesh, Mesh) else {}
+        if "tp" not in axes or not axes.keys() <= sizes.keys():
+            found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(self.mesh)
+            raise InvalidInput(
+                f"mesh has the axes {found}; an engine's has 'tp' and may have 'dp', as in jax.make_mesh((1, 2), "
+                "('dp', 'tp'))."
+            )
+        for axis, name in sizes.items():
+            size = axes.get(axis, 1)
+            if getattr(self, name) not in (1, size):
+                raise InvalidInput(f"{name} is {getattr(self, name)}; axis {axis!r} of the mesh has {size} devices.")
+            object.__setattr__(self, name, size)

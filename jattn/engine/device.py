@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
+from jattn.engine.placement import Placement
 from jattn.engine.runner import ModelRunner
 from jattn.models import PagedModel
 from jattn.ops.choose import choose
@@ -41,16 +43,26 @@ def open_device(
     model: PagedModel,
     config: EngineConfig,
     *,
+    mesh: Mesh | None = None,
     max_model_len: int,
     kv_cache_dtype: str | None,
     model_fingerprint: bytes,
 ) -> tuple[Device, CacheConfig, PoolPlan]:
     """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
 
+    Args:
+        model: whole, or cut over the mesh.
+        config: sizes.
+        mesh: the devices of this replica; None for JAX's default device.
+        max_model_len: tokens of one sequence at most.
+        kv_cache_dtype: of the cache, None for the model's.
+        model_fingerprint: of the weights, in prefix keys.
+
     Raises:
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
+    placement, model = Placement.of(model, mesh)
     shape = model.paged_spec
     if kv_cache_dtype not in (None, shape.dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
@@ -61,7 +73,8 @@ def open_device(
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
-    plan = _plan(config, spec, num_layers=shape.num_layers, max_model_len=max_model_len)
+    parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
+    plan = _plan(config, spec, parts, num_layers=shape.num_layers, max_model_len=max_model_len)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -74,19 +87,20 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks)
+    pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks, device=placement.cache_sharding(spec))
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    runner = ModelRunner(model, pool, config, max_blocks=max_blocks, ragged=ragged)
+    runner = ModelRunner(model, pool, config, placement, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
     return Device(pool, host, runner, in_turns=config.batch_invariant or not ragged), cache_config, plan
 
 
 def _plan(
-    config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, *, num_layers: int, max_model_len: int
+    config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, parts: int, *, num_layers: int, max_model_len: int
 ) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
-        plan = plan_pool(spec, num_layers=num_layers, num_bytes=config.kv_cache_bytes, min_tokens=max_model_len)
+        num_bytes = config.kv_cache_bytes * parts
+        plan = plan_pool(spec, num_layers=num_layers, num_bytes=num_bytes, min_tokens=max_model_len)
         enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
         return replace(plan, num_blocks=min(plan.num_blocks, enough, most))
     if config.num_blocks > most:

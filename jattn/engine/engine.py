@@ -16,6 +16,7 @@ from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
 from jattn.engine.owner import Owner
 from jattn.engine.params import SamplingParams
+from jattn.engine.placement import replica_meshes
 from jattn.engine.progress import progress
 from jattn.engine.request import Request
 from jattn.load import TextTokenizer
@@ -83,6 +84,7 @@ class Engine(contextlib.AbstractContextManager):
         device, cache_config, self._plan = open_device(
             model,
             config,
+            mesh=replica_meshes(config)[0],
             max_model_len=self._intake.max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             model_fingerprint=model_fingerprint,

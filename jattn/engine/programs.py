@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket, jitted_step
 from jattn.engine.sampler import SamplingKind
 from jattn.engine.tables import SamplerState
@@ -35,6 +36,7 @@ class Programs:
     Args:
         weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
+        placement: the devices.
         state_of: shapes of what a full step's sampler has, by the number of its sequences.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
@@ -48,6 +50,7 @@ class Programs:
         self,
         weights: Weights,
         pool: KVPool,
+        placement: Placement,
         state_of: Callable[[int], SamplerState],
         *,
         max_num_seqs: int,
@@ -56,11 +59,12 @@ class Programs:
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
+        self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         layer = jax.ShapeDtypeStruct(pool.spec.shape(pool.num_blocks), pool.spec.dtype, sharding=pool.sharding)
         self._operands = (
             (layer,) * pool.num_layers,
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
-            jax.ShapeDtypeStruct((max_num_seqs,), jnp.int32),
+            self._on_all((max_num_seqs,)),
         )
         self._state_of = state_of
         operands = tuple(jax.tree.leaves((self._operands, state_of(max_num_seqs))))
@@ -69,7 +73,8 @@ class Programs:
         self._has_cublas = is_wide and any(
             device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
         )
-        self._step, self._compiled = _shared(weights.graph, weights.treedef, operands, max_blocks)
+        split = placement.cache_spec(pool.spec), weights.specs
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, placement, *split, operands, max_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,7 +107,7 @@ class Programs:
         self._timed(compile_all)
 
     def _lowered(self, bucket: Bucket) -> Any:
-        buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks).num_elements,), jnp.int32)
+        buffer = self._on_all((bucket.layout(self._max_blocks).num_elements,))
         is_plain = bucket.sampler.kind is SamplingKind.PLAIN
         state = SamplerState(None, None) if is_plain else self._state_of(bucket.num_seqs)
         return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
@@ -122,5 +127,13 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=8)
-def _shared(graph: Any, treedef: Any, operands: tuple[Any, ...], max_blocks: int) -> tuple[Any, _Compiled]:
-    return jitted_step(graph, treedef), {}
+def _shared(
+    graph: Any,
+    treedef: Any,
+    placement: Placement,
+    cache_spec: Any,
+    leaf_specs: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    max_blocks: int,
+) -> tuple[Any, _Compiled]:
+    return jitted_step(graph, treedef, placement, cache_spec, leaf_specs), {}

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jattn.engine.cascade import Cascade
 from jattn.engine.config import EngineConfig
+from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket, jitted_prompt_logprobs
 from jattn.engine.programs import Programs
 from jattn.engine.results import PromptPart, StepResult
@@ -45,6 +45,7 @@ class ModelRunner:
         model: its leaves are captured now.
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
+        placement: the devices.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
 
@@ -53,8 +54,18 @@ class ModelRunner:
         weights: what they are run with.
     """
 
-    def __init__(self, model: PagedModel, pool: KVPool, config: EngineConfig, *, max_blocks: int, ragged: bool) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        pool: KVPool,
+        config: EngineConfig,
+        placement: Placement,
+        *,
+        max_blocks: int,
+        ragged: bool,
+    ) -> None:
         self._pool = pool
+        self._placement = placement
         self._max_blocks = max_blocks
         window = model.paged_spec.sliding_window
         self._window_left = None if window is None else window - 1
@@ -75,12 +86,15 @@ class ModelRunner:
             max_model_len=max_blocks * config.block_size,
             vocab_size=self._vocab_size,
             processors=tuple(processors),
+            placement=placement,
         )
         self.forget()
         self.weights = Weights(cast(nnx.Module, model))
-        self._prompt_logprobs = jitted_prompt_logprobs(self.weights.graph, self.weights.treedef)
+        self._prompt_logprobs = jitted_prompt_logprobs(
+            self.weights.graph, self.weights.treedef, placement, self.weights.specs
+        )
         self.programs = Programs(
-            self.weights, pool, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
+            self.weights, pool, placement, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
@@ -132,7 +146,7 @@ class ModelRunner:
     def forget(self) -> None:
         """Drops what it knows of earlier steps: their tokens and their tables."""
         with jax.transfer_guard_host_to_device("allow"):
-            self._last_tokens = jnp.zeros(self._config.max_num_seqs, jnp.int32)
+            self._last_tokens = self._placement.put(np.zeros(self._config.max_num_seqs, np.int32))
         self._tables = BlockTableCache()
         self._slots.forget()
 

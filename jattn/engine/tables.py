@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.engine.params import LIMITS
+from jattn.engine.placement import Placement
 from jattn.engine.request import RequestState
 from torch_core.checks import INT32_MAX
 
@@ -87,15 +89,24 @@ class Slots:
         max_model_len: tokens of one.
         vocab_size: of the model.
         processors: names of the engine's logits processors, in order.
+        placement: the devices.
 
     Attributes:
         tables: the device's arrays, one row more than there are slots: the neutral one. The step that samples returns
             them with the sampled tokens added.
     """
 
-    def __init__(self, num_slots: int, *, max_model_len: int, vocab_size: int, processors: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        processors: tuple[str, ...],
+        placement: Placement,
+    ) -> None:
         self._num_slots = num_slots
-        self._processors = processors
+        self._processors, self._placement = processors, placement
         self._neutral = SlotTables.neutral(
             max_model_len=max_model_len, vocab_size=vocab_size, num_processors=len(processors)
         )
@@ -108,8 +119,7 @@ class Slots:
         if self._tables is None:
             rows = self._num_slots + 1
             # Committed, as what a step returns is: jit would compile `_load` for each of the two.
-            place = next(iter(jnp.zeros(()).devices()))
-            self._tables = SlotTables(*(jax.device_put(np.stack([each] * rows), place) for each in self._neutral))
+            self._tables = SlotTables(*(self._placement.put(np.stack([each] * rows)) for each in self._neutral))
         return self._tables
 
     @tables.setter
@@ -119,8 +129,9 @@ class Slots:
     def shapes(self, num_rows: int) -> SamplerState:
         """Returns the shapes of a full step's state, for a step of so many sequences."""
         rows = self._num_slots + 1
-        tables = SlotTables(*(jax.ShapeDtypeStruct((rows, *each.shape), each.dtype) for each in self._neutral))
-        return SamplerState(tables, jax.ShapeDtypeStruct((num_rows, len(self._neutral.allowed)), jnp.int32))
+        shape = functools.partial(jax.ShapeDtypeStruct, sharding=self._placement.whole)
+        tables = SlotTables(*(shape((rows, *each.shape), each.dtype) for each in self._neutral))
+        return SamplerState(tables, shape((num_rows, len(self._neutral.allowed)), jnp.int32))
 
     def warmup(self, numbers_of_rows: Iterable[int]) -> None:
         """Compiles and uploads what requests with tables would otherwise wait for."""
@@ -146,7 +157,7 @@ class Slots:
                 masks[row] = mask
             return masks
         if num_rows not in self._no_masks:
-            self._no_masks[num_rows] = jnp.asarray(np.full(shape, -1, np.int32))
+            self._no_masks[num_rows] = self._placement.put(np.full(shape, -1, np.int32))
         return self._no_masks[num_rows]
 
     def of(self, request: Request) -> int:

@@ -8,7 +8,7 @@ from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_spe
 from jattn.models.paged_model import PagedModel, PagedSpec
 from jattn.models.parts import LatentConfig, MoEConfig
 from jattn.models.rope_scaling import RopeScaling
-from jattn.models.sharding import check_mesh, decoder_of, parameter_shards, shard_model
+from jattn.models.sharding import ParameterShards, decoder_of, parameter_shards, shard_model
 from jattn.models.tensor_parallel import TensorParallel
 
 __all__ = [
@@ -19,9 +19,9 @@ __all__ = [
     "ModelConfig",
     "PagedModel",
     "PagedSpec",
+    "ParameterShards",
     "RopeScaling",
     "TensorParallel",
-    "check_mesh",
     "decoder_of",
     "logical_axes",
     "parameter_shards",

@@ -100,7 +100,7 @@ def spec_of(axes: Sequence[str | None], rules: Mapping[str, str | None] = DEFAUL
 
 
 def partition_specs(model: nnx.Module | nnx.State, rules: Mapping[str, str | None] = DEFAULT_RULES) -> Any:
-    """Returns the PartitionSpec of every parameter, a state of the same tree: for training along Auto axes.
+    """Returns a state of the same tree with a PartitionSpec for every parameter: for training along Auto axes.
 
     A parameter is laid out as on one device, only cut: XLA moves activations where a cut does not fit what is done with
     them (a product that makes queries, keys and values at once). For generation see `jattn.models.shard_model`.
@@ -113,8 +113,7 @@ def partition_specs(model: nnx.Module | nnx.State, rules: Mapping[str, str | Non
         InvalidInput: the rules lack an axis.
     """
     flat = nnx.to_flat_state(nnx.state(model) if isinstance(model, nnx.Module) else model)
-    specs = [
-        (path, spec_of(logical_axes(path, variable.ndim), rules))
-        for path, variable in zip(flat.paths, flat.leaves, strict=True)
-    ]
-    return nnx.from_flat_state(specs)
+    pairs: Any = zip(flat.paths, flat.leaves, strict=True)
+    return nnx.from_flat_state(
+        [(path, leaf.replace(spec_of(logical_axes(path, leaf.ndim), rules))) for path, leaf in pairs]
+    )

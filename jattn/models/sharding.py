@@ -81,7 +81,7 @@ class ParameterShards:
             mesh: the devices.
         """
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             if self.axis is None:
                 return np.array(read(None, np.arange(0)), dtype)
             places = np.arange(self.shape[self.axis]) if self.order is None else self.order
@@ -163,14 +163,16 @@ def decoder_of(
     graph, state = nnx.split(
         nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation, parallel=parallel))
     )
-    filled = [(path, variable.replace(values[path])) for path, variable in nnx.to_flat_state(state)]
+    flat: Any = nnx.to_flat_state(state)
+    filled = [(path, variable.replace(values[path])) for path, variable in flat]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def whole_arrays(model: Decoder | nnx.State) -> dict[ParameterPath, jax.Array]:
     """Returns a decoder's parameters by their paths."""
     flat = nnx.to_flat_state(nnx.state(model) if isinstance(model, nnx.Module) else model)
-    return {path: nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
+    paths: Any = flat.paths
+    return {path: nnx.as_pure(leaf) for path, leaf in zip(paths, flat.leaves, strict=True)}
 
 
 class _Cutter:
