@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
     generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
     _add_implementation(generate)
+    generate.add_argument(
+        "--speculative-config", metavar="JSON", help='guess tokens: {"model": DIR, "num_speculative_tokens": 4}'
+    )
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
     generate.set_defaults(run=_generate)
 
@@ -114,7 +117,7 @@ _DEFAULT_PROMPT = "The for statement is used to"
 
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.engine import LLM, EngineConfig, SamplingParams
+    from jattn.engine import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 
     prompts = arguments.prompt or [_DEFAULT_PROMPT]
     params = [
@@ -127,7 +130,11 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         )
         for index in range(len(prompts))
     ]
-    config = EngineConfig(max_num_seqs=max(8, min(len(prompts), 64)))
+    speculative = arguments.speculative_config
+    config = EngineConfig(
+        max_num_seqs=max(8, min(len(prompts), 64)),
+        speculative_config=speculative and SpeculativeConfig.from_json(speculative),
+    )
     llm = LLM(arguments.model, dtype=arguments.dtype, implementation=arguments.implementation, config=config)
     started = time.monotonic()
     results: dict[int, Any] = {}

@@ -16,13 +16,21 @@ from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
-from torch_core.calls import backward_of
+from torch_core.attention.backward.plan import backward_plan
+from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
+from torch_core.run import array_spec
+from torch_core.run.launch import device_limits, run_operation
 
 __all__ = ["main", "run"]
 
 
 def run(
-    *, lengths: Sequence[int] = LENGTHS, head_size: int = 128, both: bool = False, others: bool = False
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    head_size: int = 128,
+    both: bool = False,
+    others: bool = False,
+    dropout: float = 0.0,
 ) -> BenchReport:
     """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads, bfloat16.
 
@@ -31,15 +39,19 @@ def run(
         head_size: elements of a head.
         both: forward and backward together, as a training step has them.
         others: measure cuDNN and FlashAttention-2 too.
+        dropout: measure what weights that go at this rate cost in torch too, if it is above 0.
 
     Raises:
         Unsupported: torch or JAX has no CUDA device.
     """
     session = Session("backward")
     columns: dict[str, Column] = {
-        OURS: in_graph(lambda batch: _ours(batch, both)),
+        OURS: in_graph(lambda batch: _ours(dense_call(batch), both, ops.run)),
+        f"{OURS} portable": in_graph(lambda batch: _ours(dense_call(batch), both, _portable)),
         f"{OURS} in JAX": lambda batches: _in_jax(batches[0], both, _attend),
     }
+    if dropout:
+        columns[f"{OURS} dropout"] = in_graph(lambda batch: _ours(_dropping(batch, dropout), both, ops.run))
     if others:
         columns["cuDNN in JAX"] = lambda batches: _in_jax(batches[0], both, _cudnn)
         columns["cuDNN SDPA"] = lambda batches: _sdpa("cudnn", batches[0], both)
@@ -59,10 +71,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--peers", action="store_true", help="cuDNN and FlashAttention-2 of JAX and torch too")
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
     parser.add_argument("--both", action="store_true", help="forward and backward together")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="with weights dropped too (0)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    report = run(head_size=options.head_size, both=options.both, others=options.peers)
+    report = run(head_size=options.head_size, both=options.both, others=options.peers, dropout=options.dropout)
     print(report.table())
     for peer in report.columns:
         if not peer.startswith(OURS):
@@ -71,8 +84,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ours(batch: Any, both: bool) -> Callable[[], Any]:
-    call, d_out = dense_call(batch), torch.randn_like(batch.query)
+def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs the backward kernels for every GPU, whatever the plan of the call would be."""
+    plan = backward_plan(call.map(array_spec), device_limits(call.query.device))
+    return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
+
+
+def _dropping(batch: Any, rate: float) -> DenseCall[torch.Tensor]:
+    call = dense_call(batch)
+    seeds = torch.randint(-(1 << 31), 1 << 31, (call.num_seqs, call.num_heads, 2), device="cuda", dtype=torch.int32)
+    return dataclasses.replace(call, dropout_rate=rate, dropout_seeds=seeds)
+
+
+def _ours(
+    call: DenseCall[torch.Tensor], both: bool, backward: Callable[[DenseBackwardCall[torch.Tensor]], Any]
+) -> Callable[[], Any]:
+    d_out = torch.randn_like(call.query)
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         results = ops.run(dataclasses.replace(call, with_lse=True))
@@ -82,7 +109,7 @@ def _ours(batch: Any, both: bool) -> Callable[[], Any]:
 
     def step() -> Any:
         out, lse = forward() if both else kept
-        return ops.run(backward_of(call, out=out, lse=lse, d_out=d_out))
+        return backward(backward_of(call, out=out, lse=lse, d_out=d_out))
 
     return step
 

@@ -7,6 +7,7 @@ from jattn.engine.llm import LLM, generate
 from jattn.engine.logprobs import Logprob
 from jattn.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput
+from jattn.engine.speculation import SpeculationStats, SpeculativeConfig
 from jattn.engine.stream import TextDelta, TextStream
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "SpeculationStats",
+    "SpeculativeConfig",
     "StructuredOutputsParams",
     "TextDelta",
     "TextStream",

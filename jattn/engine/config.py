@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jattn.engine.speculation import SpeculativeConfig
 from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
 
@@ -16,7 +17,6 @@ __all__ = ["MAX_SIZE", "EngineConfig"]
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
-_MAX_SPECULATIVE_TOKENS = 64
 _MOST_DEVICES = 1 << 16
 # What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
 _SIZES = {
@@ -57,11 +57,9 @@ class EngineConfig:
         enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode:
             None where that should be faster on a GPU, True wherever blocks are shared, False never. Not with
             batch_invariant, nor with masks that depend on the distance to the prefix (windows, ALiBi).
-        num_speculative_tokens: tokens of a request that are guessed from what it said before (n-grams) and verified in
-            one step; 0 for none. The tokens are those of no speculation, sampled ones too. Guesses need what the step
-            before brought: steps_in_flight and num_scheduler_steps become 1.
-        prompt_lookup_max: tokens that a guess goes by at most.
-        prompt_lookup_min: the same at least.
+        speculative_config: tokens are guessed, by n-grams or by a draft model, and verified in one step: a
+            `SpeculativeConfig` or a mapping of its fields; None for no guesses. The tokens are those of no
+            speculation. Guesses need what the step before brought: steps_in_flight and num_scheduler_steps become 1.
         tensor_parallel_size: devices over which the model and its cache are cut.
         data_parallel_size: copies of the model, each on devices and with a pool and a batch of its own; all sizes here
             are those of one. A request goes to the copy that has most of its prompt cached, unless that one has much
@@ -95,9 +93,7 @@ class EngineConfig:
     scrub_on_free: bool = False
     batch_invariant: bool = False
     enable_cascade_attention: bool | None = None
-    num_speculative_tokens: int = 0
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     mesh: Mesh | None = None
@@ -127,9 +123,7 @@ class EngineConfig:
                 f"num_scheduler_steps is {self.num_scheduler_steps}; it must not be above max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
             )
-        check_int("num_speculative_tokens", self.num_speculative_tokens, 0, _MAX_SPECULATIVE_TOKENS)
-        check_int("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_SIZE)
-        check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, MAX_SIZE)
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         if self.num_speculative_tokens >= self.max_num_batched_tokens:
             raise InvalidInput(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be below max_num_batched_tokens "
@@ -149,6 +143,12 @@ class EngineConfig:
         named = {} if self.logits_processors is None else self.logits_processors
         if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
             raise InvalidInput(f"logits_processors is {shown(named)}; it must map names to functions, or be None.")
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens of a request that are guessed at once; 0 without speculation."""
+        speculative = SpeculativeConfig.of(self.speculative_config)
+        return 0 if speculative is None else speculative.num_speculative_tokens
 
     def _check_mesh(self) -> None:
         sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}

@@ -9,8 +9,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
+from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.placement import Placement
 from jattn.engine.runner import ModelRunner
+from jattn.engine.speculation import SpeculationCounts
 from jattn.models import PagedModel
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
@@ -20,6 +22,8 @@ from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["Device", "open_device"]
+
+CacheSpec = KVCacheSpec | LatentCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,14 @@ class Device:
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
+        speculation: how guesses went.
     """
 
     pool: KVPool
     host: HostBlocks | None
     runner: ModelRunner
     in_turns: bool
+    speculation: SpeculationCounts
 
 
 def open_device(
@@ -63,6 +69,9 @@ def open_device(
         Unsupported: the model's implementation of attention cannot run here.
     """
     placement, model = Placement.of(model, mesh)
+    model = with_draft(model, config, max_model_len)
+    if isinstance(model, WithDraft):
+        model = WithDraft(model.base, Placement.of(model.draft, mesh)[1])
     shape = model.paged_spec
     if kv_cache_dtype not in (None, shape.dtype):
         raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
@@ -73,13 +82,20 @@ def open_device(
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
+    further, sliding_window = [], shape.sliding_window
+    if isinstance(model, WithDraft):
+        draft = model.draft.paged_spec
+        further = [draft.cache_spec(config.block_size)] * draft.num_layers
+        # Blocks that the draft still sees are not given back.
+        if sliding_window is not None:
+            sliding_window = draft.sliding_window and max(sliding_window, draft.sliding_window)
     parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
-    plan = _plan(config, spec, parts, num_layers=shape.num_layers, max_model_len=max_model_len)
+    plan = _plan(config, spec, shape.num_layers, further, parts, max_model_len=max_model_len)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        sliding_window=shape.sliding_window,
+        sliding_window=sliding_window,
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
@@ -87,20 +103,33 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(spec, num_layers=shape.num_layers, num_blocks=plan.num_blocks, device=placement.cache_sharding(spec))
+    pool = KVPool(
+        spec,
+        num_layers=shape.num_layers,
+        num_blocks=plan.num_blocks,
+        device=placement.cache_sharding(spec),
+        further=further,
+    )
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     runner = ModelRunner(model, pool, config, placement, max_blocks=max_blocks, ragged=ragged)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
-    return Device(pool, host, runner, in_turns=config.batch_invariant or not ragged), cache_config, plan
+    in_turns = config.batch_invariant or not ragged
+    device = Device(pool, host, runner, in_turns, SpeculationCounts(config.num_speculative_tokens))
+    return device, cache_config, plan
 
 
 def _plan(
-    config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, parts: int, *, num_layers: int, max_model_len: int
+    config: EngineConfig, spec: CacheSpec, num_layers: int, further: list[CacheSpec], parts: int, *, max_model_len: int
 ) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
-        num_bytes = config.kv_cache_bytes * parts
-        plan = plan_pool(spec, num_layers=num_layers, num_bytes=num_bytes, min_tokens=max_model_len)
+        plan = plan_pool(
+            spec,
+            num_layers=num_layers,
+            num_bytes=config.kv_cache_bytes * parts,
+            min_tokens=max_model_len,
+            further=further,
+        )
         enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
         return replace(plan, num_blocks=min(plan.num_blocks, enough, most))
     if config.num_blocks > most:
@@ -108,4 +137,4 @@ def _plan(
             f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most {most}, because "
             "slots are int32."
         )
-    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks)
+    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks, further=tuple(further))

@@ -19,6 +19,7 @@ from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
 from jattn.engine.progress import progress
 from jattn.engine.request import Request
+from jattn.engine.speculation import SpeculationStats
 from jattn.load import TextTokenizer
 from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
@@ -166,6 +167,10 @@ class Engine(contextlib.AbstractContextManager):
             return work.cache.stats()
 
         return self._locked(look)
+
+    def speculation_stats(self) -> SpeculationStats:
+        """Returns how guessing went since the engine was built; see `EngineConfig.speculative_config`."""
+        return self._locked(lambda: self._owner.device.speculation.stats())
 
     def add(
         self,

@@ -186,6 +186,7 @@ def generate(
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     implementation: str | None = None,
+    config: EngineConfig | None = None,
 ) -> list[RequestOutput]:
     """Generates text from one or more prompts with a model; greedy unless a temperature is given.
 
@@ -196,6 +197,7 @@ def generate(
         prompts: a string, a list of token ids, or a list of either.
         max_tokens, temperature, top_k, top_p, seed, stop: as in `SamplingParams`.
         implementation: of the attention ops, when `model` is a folder or None.
+        config: of the engine, where `model` is no `LLM`.
 
     Example:
         >>> output = generate(None, "The list", max_tokens=4)[0]
@@ -206,5 +208,5 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=stop
     )
     if not isinstance(model, LLM):
-        model = LLM(model, implementation=implementation)
+        model = LLM(model, implementation=implementation, config=config)
     return model.generate(prompts, params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jattn.engine.draft import WithDraft
 from jattn.engine.logprobs import Logprobs, token_logprobs
 from jattn.engine.placement import Placement
 from jattn.engine.sampler import Rows, Sampler, SamplingKind, VocabShards
@@ -29,7 +30,7 @@ PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot
 KVCaches = tuple[jax.Array, ...]
 Fields = dict[str, jax.Array]
 # Merged where it is called: nnx lets a module change (a random stream counts) at its own level of tracing only.
-Model = Callable[[], PagedModel]
+Model = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Sampled(NamedTuple):
     """What a step brings.
 
     Attributes:
-        tokens: int32[num_samples, max_num_seqs], a column for each row.
+        tokens: int32[num_samples, max_num_seqs], a column for each row; -1 behind a wrong guess.
         logprobs: of the tokens, the same leading axes; None of a plain step, and so are the hidden states.
         hidden: [tokens, ...], where the step was one.
     """
@@ -167,10 +168,12 @@ def _step(
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
-        if bucket.num_steps == 1:
-            sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, state, bucket)
-        else:
+        if bucket.num_steps > 1:
             sampled, state, kv_caches = _decoded(model, kv_caches, token_ids, fields, state, bucket)
+        elif bucket.num_guesses:
+            sampled, state, kv_caches = _verified(model, kv_caches, token_ids, fields, state, bucket)
+        else:
+            sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, state, bucket)
     tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled.tokens)
     return (sampled._replace(tokens=tokens), tokens[-1], state), kv_caches
 
@@ -207,6 +210,41 @@ def _decoded(
     return sampled, state, kv_caches
 
 
+def _verified(
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+) -> tuple[Sampled, SamplerState, KVCaches]:
+    """Samples behind each token of the rows, guesses among them, and keeps what follows right guesses alone."""
+    first = fields["query_start_loc"][:-1]
+    num_slots = jnp.diff(fields["query_start_loc"])
+    places = jnp.arange(1, bucket.num_samples, dtype=jnp.int32)[:, None]
+    is_guess = places < num_slots
+    if isinstance(model(), WithDraft):
+        guesses, kv_caches = _drafted(model, kv_caches, token_ids[first], fields, state, bucket)
+        token_ids = token_ids.at[jnp.where(is_guess, first + places, token_ids.size)].set(guesses, mode="drop")
+    sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, state, bucket)
+    # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
+    # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
+    is_right = is_guess & (sampled.tokens[:-1] == token_ids[jnp.minimum(first + places, token_ids.size - 1)])
+    tokens = sampled.tokens.at[1:].set(jnp.where(jnp.cumprod(is_right, axis=0) > 0, sampled.tokens[1:], -1))
+    return sampled._replace(tokens=tokens), state, kv_caches
+
+
+def _drafted(
+    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+) -> tuple[jax.Array, KVCaches]:
+    """Returns int32[num_guesses, num_seqs], what the draft model says behind each row's first token, and all caches."""
+    count = bucket.num_guesses
+    sampler = replace(bucket.sampler, num_logprobs=0)
+    alone = replace(
+        bucket, num_tokens=bucket.num_seqs * count, max_query_len=1, sampler=sampler, num_steps=count, num_guesses=0
+    )
+    # Who has a slot has no guesses.
+    fields = fields | {"slot": jnp.full_like(fields["slot"], state.neutral_slot)}
+    own, drafts = model().split(kv_caches)
+    sampled, _, drafts = _decoded(lambda: model().draft, drafts, token_ids, fields, state, alone)
+    return sampled.tokens, (*own, *drafts)
+
+
 def _sampled(
     model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
 ) -> tuple[Sampled, SamplerState, KVCaches]:
@@ -221,8 +259,6 @@ def _sampled(
     merged = model()
     hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
-    # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
-    # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
     count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
     first = fields["query_start_loc"][:-1] if bucket.num_guesses else last_rows
@@ -240,7 +276,7 @@ def _sampled(
         slots=slots.reshape(-1),
         shards=shards,
     )
-    by_place = lambda array: jnp.moveaxis(array.reshape(-1, count, *array.shape[1:]), 1, 0)  # noqa: E731
+    by_place = lambda array: array.reshape(bucket.num_seqs, count, *array.shape[1:]).swapaxes(0, 1)  # noqa: E731
     sampled = Sampled(
         by_place(tokens),
         jax.tree.map(by_place, logprobs),

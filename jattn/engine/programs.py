@@ -60,9 +60,11 @@ class Programs:
         self.compile_seconds = 0.0
         self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
-        layer = jax.ShapeDtypeStruct(pool.spec.shape(pool.num_blocks), pool.spec.dtype, sharding=pool.sharding)
         self._operands = (
-            (layer,) * pool.num_layers,
+            tuple(
+                jax.ShapeDtypeStruct(spec.shape(pool.num_blocks), spec.dtype, sharding=pool.sharding)
+                for spec in pool.specs
+            ),
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
             self._on_all((max_num_seqs,)),
         )

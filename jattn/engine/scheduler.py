@@ -9,8 +9,9 @@ from itertools import chain
 from operator import attrgetter
 
 from jattn.engine.config import EngineConfig
-from jattn.engine.ngram import NGramGuesses
+from jattn.engine.guesses import guesses_of
 from jattn.engine.request import Request, RequestState
+from jattn.engine.speculation import SpeculativeConfig
 from torch_core.cache import CacheManager, CommittedStep
 from torch_core.errors import OutOfBlocks
 
@@ -30,7 +31,7 @@ class ScheduledRow:
         num_new_tokens: tokens to compute.
         num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
             where the step decodes several in a row, or verifies guesses.
-        guesses: new tokens behind the first one that nobody has sampled yet.
+        guesses: new tokens behind the first one that nobody has sampled yet; zeros where a draft model says them.
     """
 
     request: Request
@@ -92,7 +93,7 @@ class Scheduler:
         self._swapped: set[str] = set()
         self._move_blocks = move_blocks
         self._prefilled_last = False
-        self._guesses = NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
+        self._guesses = guesses_of(SpeculativeConfig.of(config.speculative_config))
         self._prompts: dict[str, int] = {}
         self._first_of: dict[int, Request] = {}
 

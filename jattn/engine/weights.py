@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jattn.engine.draft import WithDraft
 from jattn.models import Decoder, ParameterShards, TensorParallel, parameter_shards
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
@@ -21,7 +22,7 @@ class Weights:
     """The variables of a module, captured when this is made.
 
     Args:
-        model: whose.
+        model: whose. Of one beside a draft model those of the model itself can be others later.
 
     Attributes:
         graph, treedef: with `leaves` these make the module again.
@@ -36,11 +37,17 @@ class Weights:
         self.specs = tuple(getattr(leaf.sharding, "spec", PartitionSpec()) for leaf in self.leaves)
         self._parallel: TensorParallel | None = getattr(model, "parallel", None)
         self._shards: dict[str, ParameterShards] = {}
-        if isinstance(model, Decoder) and model.parallel is not None:
-            shards = parameter_shards(model.config, model.parallel)
+        base = model.base if isinstance(model, WithDraft) else model
+        if isinstance(base, Decoder) and base.parallel is not None:
+            shards = parameter_shards(base.config, base.parallel)
             self._shards = {_name(path): each for path, each in shards.items()}
         numbered = nnx.to_flat_state(jax.tree.unflatten(self.treedef, range(len(found))))
-        variables: dict[str, Any] = dict(zip(map(_name, numbered.paths), numbered.leaves, strict=True))
+        prefix = "base." if isinstance(model, WithDraft) else ""
+        variables: dict[str, Any] = {
+            name.removeprefix(prefix): leaf
+            for name, leaf in zip(map(_name, numbered.paths), numbered.leaves, strict=True)
+            if name.startswith(prefix)
+        }
         self._places = {name: variable.get_value() for name, variable in variables.items()}
         self._needed = {name for name, variable in variables.items() if isinstance(variable, nnx.Param)}
 

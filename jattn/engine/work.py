@@ -134,7 +134,7 @@ class Work:
         now = time.monotonic()
         ended = []
         answers = [
-            (index, row, _accepted(sampled[: row.num_samples], row.guesses))
+            (index, row, [token for token in sampled[: row.num_samples] if token >= 0])
             for index, (row, sampled) in enumerate(zip(step.rows, result.tokens.T.tolist(), strict=False))
             if row.num_samples and row.request.finish_reason is None
         ]
@@ -144,6 +144,8 @@ class Work:
             self.cache.retire(step.committed.step_id, cuts)
         for index, row, new in answers:
             request = row.request
+            if row.guesses:
+                self._device.speculation.add(len(row.guesses), len(new) - 1)
             request.num_pending_tokens -= row.num_samples
             request.num_computed_tokens -= row.num_samples - len(new)
             new = _until_stop(new, request.eos_token_ids)
@@ -166,14 +168,6 @@ def _own_transfers() -> Iterator[None]:
     """Lets uploads of metadata and downloads of tokens pass the user's transfer guards, which look for his own."""
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield
-
-
-def _accepted(tokens: list[int], guesses: tuple[int, ...]) -> list[int]:
-    """Returns the tokens up to the first one that was guessed wrong: what follows it follows from the guess."""
-    if not guesses:
-        return tokens
-    wrong = (index for index, (token, guess) in enumerate(zip(tokens, guesses, strict=False)) if token != guess)
-    return tokens[: next(wrong, len(tokens) - 1) + 1]
 
 
 def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:

@@ -40,14 +40,13 @@ class HostBlocks:
 
     def __init__(self, pool: KVPool, num_host_blocks: int) -> None:
         check_int("num_host_blocks", num_host_blocks, 1)
-        needed, memory = pool.num_layers * num_host_blocks * pool.spec.bytes_per_block, host_memory()
+        needed, memory = num_host_blocks * (pool.num_bytes // pool.num_blocks), host_memory()
         if needed > memory:
             raise InvalidInput(
                 f"num_host_blocks is {num_host_blocks}; they need {needed:,} bytes and this machine has {memory:,}."
             )
         self._pool = pool
-        shape = (num_host_blocks, *pool.spec.shape(1)[1:])
-        self._storage = [np.zeros(shape, jnp.dtype(pool.spec.dtype)) for _ in range(pool.num_layers)]
+        self._storage = [np.zeros(spec.shape(num_host_blocks), jnp.dtype(spec.dtype)) for spec in pool.specs]
 
     @property
     def num_bytes(self) -> int:

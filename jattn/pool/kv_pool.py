@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge import to_jax, to_torch
 from jattn.pool import programs
+from jattn.pool.checks import check_donation, checked_split
 from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
@@ -53,7 +54,8 @@ class KVPool:
 
     Args:
         spec: the layout of one layer: keys and values, or latents.
-        num_layers: arrays to allocate.
+        num_layers: arrays to allocate of it.
+        further: layouts of further layers, behind those and in blocks of as many tokens: a draft model's.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
             `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool
@@ -78,22 +80,29 @@ class KVPool:
         *,
         num_layers: int,
         num_blocks: int,
+        further: Sequence[KVCacheSpec | LatentCacheSpec] = (),
         device: jax.Device | jax.sharding.Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
         _arrays: tuple[jax.Array, ...] = (),
     ) -> None:
         check_int("num_layers", num_layers, 1)
         check_int("num_blocks", num_blocks, 2)
-        self._spec = spec
-        self._num_layers = num_layers
+        self._specs = (*[spec] * num_layers, *further)
+        for index, each in enumerate(further):
+            if each.block_size != spec.block_size:
+                raise InvalidInput(
+                    f"further[{index}] has block_size {each.block_size} and spec {spec.block_size}; they must be equal."
+                )
         self._num_blocks = num_blocks
-        self._shape, self._dtype = spec.shape(num_blocks), jnp.dtype(spec.dtype)
+        self._layers = [(each.shape(num_blocks), jnp.dtype(each.dtype)) for each in self._specs]
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
         self._generation = 1
         # What a torch-owned pool was made from; its memory is torch's and must not be freed under JAX.
         self._owners: tuple[torch.Tensor, ...] = ()
         sharding = device if isinstance(device, jax.sharding.Sharding) else None
-        self._sharding = None if sharding is None else _checked_split(sharding, self._shape)
+        self._sharding = None
+        if sharding is not None:
+            self._sharding, *_ = [checked_split(sharding, shape) for shape, _ in self._layers]
         if not _arrays:
             parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
             for each in (device,) if sharding is None else sharding.addressable_devices:
@@ -102,13 +111,18 @@ class KVPool:
 
     @property
     def spec(self) -> KVCacheSpec | LatentCacheSpec:
-        """The layout of one layer."""
-        return self._spec
+        """The layout of the first layer."""
+        return self._specs[0]
+
+    @property
+    def specs(self) -> tuple[KVCacheSpec | LatentCacheSpec, ...]:
+        """The layout of each layer."""
+        return self._specs
 
     @property
     def num_layers(self) -> int:
         """Number of cache arrays."""
-        return self._num_layers
+        return len(self._specs)
 
     @property
     def num_blocks(self) -> int:
@@ -118,7 +132,7 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays together."""
-        return self._num_layers * self._num_blocks * self._spec.bytes_per_block
+        return self._num_blocks * sum(spec.bytes_per_block for spec in self._specs)
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding | None:
@@ -176,16 +190,14 @@ class KVPool:
                 and of a higher generation; the cause is chained.
         """
         self._refuse_live_views()
-        _check_donation()
+        check_donation()
         before = self._arrays
         if not before:
             raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
         with self.guard():
             result, after = step(before, *args)
             after = tuple(after)
-            fits = len(after) == self._num_layers and all(
-                array.shape == self._shape and array.dtype == self._dtype and self._is_placed(array) for array in after
-            )
+            fits = [(array.shape, array.dtype) for array in after] == self._layers and all(map(self._is_placed, after))
         consumed = [array.is_deleted() for array in before]
         if not fits:
             split = () if self._sharding is None else (self._sharding.spec,)
@@ -194,10 +206,9 @@ class KVPool:
             if any(consumed):
                 self.renew()
                 fate = f"was allocated anew, generation {self._generation}: compute every sequence again"
-            raise InvalidInput(
-                f"the step returned kv_caches of {found}; it must return {self._num_layers} arrays of "
-                f"{' '.join(map(str, (self._shape, self._spec.dtype, *split)))}. The pool {fate}."
-            )
+            kinds = Counter(" ".join(map(str, (shape, dtype, *split))) for shape, dtype in self._layers)
+            wanted = " and ".join(f"{count} arrays of {kind}" for kind, count in kinds.items())
+            raise InvalidInput(f"the step returned kv_caches of {found}; it must return {wanted}. The pool {fate}.")
         if not all(consumed):
             fate = "still holds what it held"
             if any(consumed):
@@ -315,18 +326,17 @@ class KVPool:
         """
         ids = np.asarray(blocks, np.int32)
         self._check_blocks("blocks", ids)
-        found = [(layer.shape, layer.dtype.name) for layer in contents]
-        if found != [((len(ids), *self._spec.shape(1)[1:]), self._spec.dtype)] * self._num_layers:
+        found = [(layer.shape, layer.dtype) for layer in contents]
+        if found != [((len(ids), *shape[1:]), dtype) for shape, dtype in self._layers]:
             raise InvalidInput(
-                f"contents are {found}; {self._num_layers} arrays of {(len(ids), *self._spec.shape(1)[1:])} "
-                f"{self._spec.dtype} are required."
+                f"contents are {[(shape, dtype.name) for shape, dtype in found]}; {self.num_layers} arrays of "
+                f"{(len(ids), *self._shape[1:])} {self.spec.dtype} are required."
             )
         padded = programs.pad_blocks(ids)
-        padding = ((0, len(padded) - len(ids)), *((0, 0),) * (len(self._shape) - 1))
         place = self._arrays[0].sharding
         if self._sharding is not None:
             place = NamedSharding(self._sharding.mesh, PartitionSpec(None, *self._sharding.spec[1:]))
-        new = jax.device_put([np.pad(layer, padding) for layer in contents], place)
+        new = jax.device_put([_padded(layer, len(padded)) for layer in contents], place)
         self.run(self._on_parts(programs.write_blocks), padded, new)
 
     def as_torch(self) -> tuple[torch.Tensor, ...]:
@@ -402,7 +412,7 @@ class KVPool:
         with jax.transfer_guard_host_to_device("allow"):
             # Committed from the first: once something committed is written to it, jit would compile all again.
             device = next(iter(jnp.zeros(()).devices())) if self._device is None else self._device
-            return tuple(jnp.zeros(self._shape, self._dtype, device=device) for _ in range(self._num_layers))
+            return tuple(jnp.zeros(shape, dtype, device=device) for shape, dtype in self._layers)
 
     def _shards(self) -> list[jax.Array]:
         if self._sharding is None:
@@ -411,6 +421,10 @@ class KVPool:
 
     def _first_device(self) -> Any:
         return next(iter(self._arrays[0].devices()))
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self._layers[0][0]
 
     @property
     def _blocks_of_a_part(self) -> int:
@@ -446,34 +460,5 @@ class KVPool:
             )
 
 
-def _checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:
-    with contextlib.suppress(ValueError):
-        local = sharding.shard_shape(shape)
-        whole = local if len(shape) == 3 else (shape[0], *local[1:3], shape[3], *local[4:])
-        if isinstance(sharding, NamedSharding) and whole == shape:
-            return sharding
-    if len(shape) == 3:
-        raise InvalidInput(
-            f"device is {sharding}; all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
-            "which every device has all of it."
-        )
-    raise InvalidInput(
-        f"device is {sharding}; a pool of {shape[0]} blocks and {shape[3]} key/value heads takes a NamedSharding that "
-        "splits axes 0 and 3 alone, blocks and heads, into equal parts: NamedSharding(mesh, PartitionSpec('dp', None, "
-        "None, 'tp'))."
-    )
-
-
-def _check_donation() -> None:
-    config: Any = jax.config
-    settings = {
-        "jax_disable_jit": config.jax_disable_jit,
-        "jax_debug_nans": config.jax_debug_nans,
-        "jax_debug_infs": config.jax_debug_infs,
-    }
-    if any(settings.values()):
-        on = " and ".join(name for name, value in settings.items() if value)
-        raise Unsupported(
-            f"{on} is on: JAX donates no buffer then, and a step would copy the whole pool. Switch it off around the "
-            "step, as in: with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False)."
-        )
+def _padded(blocks: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(blocks, ((0, count - len(blocks)), *((0, 0),) * (blocks.ndim - 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class PoolPlan:
         spec: one layer's cache.
         num_layers: cache arrays.
         num_blocks: blocks of each, the null block included.
+        further: layouts of the layers behind those; see `KVPool`.
 
     Example:
         >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
@@ -35,6 +37,7 @@ class PoolPlan:
     spec: KVCacheSpec | LatentCacheSpec
     num_layers: int
     num_blocks: int
+    further: tuple[KVCacheSpec | LatentCacheSpec, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -44,11 +47,12 @@ class PoolPlan:
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers together."""
-        return self.num_layers * self.num_blocks * self.spec.bytes_per_block
+        return self.num_blocks * _bytes_per_block(self.spec, self.num_layers, self.further)
 
     def __str__(self) -> str:
+        num_layers = self.num_layers + len(self.further)
         return (
-            f"{self.num_blocks:,} blocks of {self.spec.block_size} tokens in {self.num_layers} layers: room for "
+            f"{self.num_blocks:,} blocks of {self.spec.block_size} tokens in {num_layers} layers: room for "
             f"{self.num_tokens:,} tokens, {self.num_bytes / 2**30:.3f} GiB"
         )
 
@@ -60,6 +64,7 @@ def plan_pool(
     num_bytes: int | None = None,
     memory_fraction: float | None = None,
     min_tokens: int = 1,
+    further: Sequence[KVCacheSpec | LatentCacheSpec] = (),
     device: Any = None,
 ) -> PoolPlan:
     """Plans the largest pool within a budget; allocates nothing.
@@ -71,6 +76,7 @@ def plan_pool(
         memory_fraction: the share, above 0 and at most 1, of the memory that JAX may use on `device` and that is free
             now. JAX itself takes a part of the device only; see XLA_CLIENT_MEM_FRACTION.
         min_tokens: tokens of one sequence that must fit.
+        further: layouts of the layers behind those; see `KVPool`.
         device: JAX's default device if None.
 
     Raises:
@@ -90,14 +96,14 @@ def plan_pool(
     if num_bytes is None:
         num_bytes = int(_free_bytes(_device(device)) * (memory_fraction or 0))
     needed = -(-min_tokens // spec.block_size) + 1
-    per_block = num_layers * spec.bytes_per_block
+    per_block = _bytes_per_block(spec, num_layers, further)
     num_blocks = num_bytes // per_block
     if num_blocks < needed:
         raise InvalidInput(
             f"the budget of {num_bytes:,} bytes holds {num_blocks} blocks; a sequence of {min_tokens:,} tokens needs "
             f"{needed - 1} and the null block ({needed * per_block:,} bytes). Raise the budget, or lower min_tokens."
         )
-    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=num_blocks)
+    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=num_blocks, further=tuple(further))
 
 
 def check_room(num_bytes: int, device: Any = None) -> None:
@@ -128,6 +134,12 @@ def check_room(num_bytes: int, device: Any = None) -> None:
 def host_memory() -> int:
     """Returns the bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _bytes_per_block(
+    spec: KVCacheSpec | LatentCacheSpec, num_layers: int, further: Sequence[KVCacheSpec | LatentCacheSpec]
+) -> int:
+    return num_layers * spec.bytes_per_block + sum(each.bytes_per_block for each in further)
 
 
 def _device(device: Any) -> Any:

@@ -23,7 +23,7 @@ class _State:
         self._llm = llm
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        stats = self._llm.llm.engine.cache_stats()
+        stats, speculation = self._llm.llm.engine.cache_stats(), self._llm.llm.engine.speculation_stats()
         usable = stats.num_blocks - stats.null
         for name, text, value in (
             ("jattn_unfinished_samples", "Samples that wait or run.", self._llm.num_unfinished),
@@ -31,6 +31,9 @@ class _State:
             ("jattn_prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.queried_tokens),
             ("jattn_prefix_cache_hit_tokens", "Prompt tokens found there.", stats.hit_tokens),
             ("jattn_preemptions", "Requests whose blocks were taken away.", stats.preemptions),
+            ("jattn_spec_decode_num_drafts", "Times that tokens were guessed.", speculation.num_drafts),
+            ("jattn_spec_decode_num_draft_tokens", "Tokens guessed.", speculation.num_draft_tokens),
+            ("jattn_spec_decode_num_accepted_tokens", "Guesses that came true.", speculation.num_accepted_tokens),
             ("jattn_programs", "Programs compiled so far.", len(self._llm.llm.engine.programs)),
         ):
             yield GaugeMetricFamily(name, text, value=value)

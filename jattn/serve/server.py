@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from jattn.engine import LLM, EngineConfig
+from jattn.engine import LLM, EngineConfig, SpeculativeConfig
 from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
 from jattn.load.folder import read_given
 from jattn.serve.app import ServeConfig, create_app
@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
+    parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache (1 GiB)")
     arguments = parser.parse_args(argv)
@@ -58,11 +59,13 @@ def main(argv: Sequence[str]) -> int:
         chat_template=template,
         default_sampling=None if arguments.ignore_generation_config else load_generation_defaults(folder).sampling,
     )
+    speculative = arguments.speculative_config
     engine = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_cache_bytes=arguments.kv_cache_bytes,
+        speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
     llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
     if not arguments.no_warmup:

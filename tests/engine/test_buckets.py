@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jattn.engine import EngineConfig, SamplingParams
+from jattn.engine import EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket
 from jattn.engine.request import Request, RequestMetrics
 from jattn.engine.runner import ModelRunner
@@ -32,8 +33,9 @@ KINDS = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 4, 1.0))
 def runner(ragged: bool, invariant: bool, guesses: int) -> tuple[ModelRunner, frozenset[Bucket]]:
     model = tiny_decoder()
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
-    config = EngineConfig(**SIZES, batch_invariant=invariant, num_speculative_tokens=guesses)
-    made = ModelRunner(model, pool, config, max_blocks=8, ragged=ragged)
+    speculative = SpeculativeConfig(num_speculative_tokens=guesses) if guesses else None
+    config = EngineConfig(**SIZES, batch_invariant=invariant, speculative_config=speculative)
+    made = ModelRunner(model, pool, config, Placement(), max_blocks=8, ragged=ragged)
     return made, frozenset(made._all_buckets())
 
 
@@ -42,6 +44,14 @@ def row_of(num_new: int, kind: int, num_samples: int, guesses: int = 0) -> Sched
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request("r", (1,), params, np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0))
     return ScheduledRow(request, 0, num_new, num_samples, (1,) * guesses)
+
+
+def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
+    model = tiny_decoder()
+    pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
+    made = ModelRunner(model, pool, EngineConfig(**SIZES, max_logprobs=0), Placement(), max_blocks=8, ragged=True)
+
+    made.programs._lowered(made._decode_bucket(1, made._full, 1))
 
 
 @pytest.mark.parametrize("guesses", [0, 3])

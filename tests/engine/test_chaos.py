@@ -8,6 +8,7 @@ import pytest
 
 from jattn.engine import Engine, EngineConfig
 from jattn.models import Decoder
+from tests.engine.conftest import tiny_decoder
 from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -18,7 +19,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "shared prefixes": {"batch_invariant": False, "enable_cascade_attention": True},
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
-    "speculation": {"num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    "draft model": {},
+    "speculation": {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "swap without overlap": {"num_host_blocks": 8, "steps_in_flight": 1},
     "scrub": {"scrub_on_free": True},
     "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
@@ -28,7 +30,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
     lone = Engine(decoder, EngineConfig(**SIZES))
-    engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
+    changes = CONFIGS[config]
+    if config == "draft model":
+        changes = {"speculative_config": {"num_speculative_tokens": 2, "model": tiny_decoder(num_hidden_layers=1)}}
+    engine = Engine(decoder, EngineConfig(**(SIZES | changes)))
     service = Service(engine, lone, seed, temperature=0.7)
     while service.added < num_requests:
         for _ in range(60):

@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "swap": {"num_host_blocks": 12, "enable_prefix_caching": False},
     "scrub": {"scrub_on_free": True},
     "no overlap": {"steps_in_flight": 1},
-    "speculation": {"num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    "speculation": {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "prompts beside decoding": {"batch_invariant": False},
     "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True},
 }

@@ -227,7 +227,9 @@ def test_speculation_changes_no_token_and_no_logprob(llm, seed) -> None:
     guessing = LLM(
         llm.model,
         tokenizer=llm.tokenizer,
-        config=dataclasses.replace(CONFIG, max_num_seqs=2, num_speculative_tokens=2, prompt_lookup_min=1),
+        config=dataclasses.replace(
+            CONFIG, max_num_seqs=2, speculative_config={"num_speculative_tokens": 2, "prompt_lookup_min": 1}
+        ),
     )
     # Repeated, so that something is guessed.
     prompts = [[choose.randrange(257) for _ in range(4)] * 4 for _ in range(8)]

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
-from jattn.engine.ngram import NGramGuesses
+from jattn.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.engine.guesses import NGramGuesses
 from jattn.engine.request import Request, RequestMetrics
-from jattn.engine.work import _accepted
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_weights import other_decoder
 from torch_core.errors import InvalidInput
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+NGRAMS = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1)
 SAMPLED = SamplingParams(temperature=0.7, max_tokens=24, ignore_eos=True, seed=3)
 
 
@@ -28,7 +28,7 @@ def plain() -> Engine:
 
 @pytest.fixture(scope="module")
 def guessing() -> Engine:
-    return Engine(other_decoder(), EngineConfig(**SIZES, num_speculative_tokens=3, prompt_lookup_min=1))
+    return Engine(other_decoder(), EngineConfig(**SIZES, speculative_config=NGRAMS))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_no_speculation(plain, guessing, temperature, seed) 
 def test_a_text_that_repeats_itself_takes_fewer_steps_than_it_has_tokens(decoder, seed) -> None:
     # An untrained model with tied embeddings says its last token again and again.
     (prompt,) = prompts_of(seed, 5)
-    engine = Engine(decoder, EngineConfig(**SIZES, num_speculative_tokens=3))
+    engine = Engine(decoder, EngineConfig(**SIZES, speculative_config={"num_speculative_tokens": 3}))
 
     ((*tokens,),) = run(engine, [prompt], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
 
@@ -64,26 +64,11 @@ def test_a_stop_token_among_accepted_guesses_ends_the_request_there(plain, guess
 def test_in_a_pool_too_small_for_all_the_tokens_are_the_same(plain, seed) -> None:
     prompts = prompts_of(seed, 20, 2, 9, 14)
     params = SamplingParams(temperature=0.7, max_tokens=12, ignore_eos=True, seed=3)
-    small = Engine(other_decoder(), EngineConfig(**SIZES, num_blocks=12, num_speculative_tokens=3, prompt_lookup_min=1))
+    small = Engine(other_decoder(), EngineConfig(**SIZES, num_blocks=12, speculative_config=NGRAMS))
 
     assert run(small, prompts, params) == run(plain, prompts, params)
     assert small.cache_stats().preemptions > 0
     assert small.cache_stats().used == 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "guesses", "accepted"),
-    [
-        ([5], (), [5]),
-        ([5, 6, 7, 8], (), [5, 6, 7, 8]),
-        ([5, 6, 7], (5, 6), [5, 6, 7]),
-        ([5, 6, 7], (5, 9), [5, 6]),
-        ([5, 6, 7], (9, 6), [5]),
-        ([], (), []),
-    ],
-)
-def test_tokens_stand_up_to_the_first_wrong_guess_and_the_right_one_in_its_place(tokens, guesses, accepted) -> None:
-    assert _accepted(tokens, guesses) == accepted
 
 
 def request_of(tokens: list[int]) -> Request:
@@ -114,28 +99,59 @@ def test_guesses_follow_the_output_too() -> None:
 
 
 def test_speculation_reads_each_step_before_it_guesses_the_next() -> None:
-    config = EngineConfig(num_speculative_tokens=2, steps_in_flight=2, num_scheduler_steps=4)
+    config = EngineConfig(speculative_config=NGRAMS, steps_in_flight=2, num_scheduler_steps=4)
 
     assert (config.steps_in_flight, config.num_scheduler_steps) == (1, 1)
 
 
+def test_a_command_line_gives_it_as_json() -> None:
+    assert SpeculativeConfig.from_json('{"num_speculative_tokens": 3, "prompt_lookup_min": 1}') == NGRAMS
+    with pytest.raises(InvalidInput, match=r"speculative_config is 'no', which is no JSON: "):
+        SpeculativeConfig.from_json("no")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("config", "message"),
     [
-        ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65; it must be from 0 to 64."),
-        ({"prompt_lookup_max": 1}, "prompt_lookup_max is 1; it must be from 2 to 2147483647."),
-        ({"prompt_lookup_min": 0}, "prompt_lookup_min is 0; it must be from 1 to 2147483647."),
+        ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65; it must be from 1 to 64."),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be from 1 to 64."),
         (
-            {"num_speculative_tokens": 8, "max_num_batched_tokens": 8},
+            {"num_speculative_tokens": 2, "prompt_lookup_max": 1},
+            "prompt_lookup_max is 1; it must be from 2 to 2147483647.",
+        ),
+        (
+            {"num_speculative_tokens": 2, "prompt_lookup_min": 0},
+            "prompt_lookup_min is 0; it must be from 1 to 2147483647.",
+        ),
+        (
+            {"num_speculative_tokens": 8},
             (
                 "num_speculative_tokens is 8; it must be below max_num_batched_tokens (8), the tokens that a sequence "
                 "may get in one step."
             ),
         ),
+        (
+            {"num_speculative_tokens": 2, "model": 3},
+            "model is 3; it must be a folder, a PagedModel, or None for n-grams.",
+        ),
+        (
+            {"num_speculative_tokens": 2, "method": "eagle"},
+            (
+                "method is 'eagle' and model is None; 'draft_model' needs a model, 'ngram' has none, and there is no "
+                "other."
+            ),
+        ),
+        (
+            {"k": 2},
+            (
+                "speculative_config is {'k': 2}; it must be a SpeculativeConfig, or a mapping with "
+                "num_speculative_tokens and nothing else but model, method, prompt_lookup_max, prompt_lookup_min."
+            ),
+        ),
     ],
 )
-def test_sizes_out_of_range_are_named(arguments, message) -> None:
+def test_what_cannot_be_is_named(config, message) -> None:
     with pytest.raises(InvalidInput) as error:
-        EngineConfig(**arguments)
+        EngineConfig(speculative_config=config, max_num_batched_tokens=8)
 
     assert str(error.value) == message

@@ -1,22 +1,27 @@
 """Runs each attention kernel on a few shapes; meant for compute-sanitizer, which reports any bad access.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
+
+Names of groups (forward, backward, dropout, latent) after it run those alone.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tests.support.attention_cases import AttentionCase, dense_case, paged_case
+from tests.support.attention_cases import AttentionCase, dense_case, paged_case, with_dropout
 from tests.support.backward_cases import backward_call
+from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
 from torch_core.specs import AttentionSpec
 
-__all__ = ["shapes", "tall_shapes"]
+__all__ = ["backward_shapes", "dropout_shapes", "latent_shapes", "shapes"]
 
 _LENGTHS = (
     ([1, 17, 300], [1, 1, 1]),
@@ -55,6 +60,31 @@ def shapes() -> list[AttentionCase]:
     return cases + _long_shapes()
 
 
+def backward_shapes() -> list[AttentionCase]:
+    """Returns the dense problems, and one for the Hopper kernel with keys that nobody sees."""
+    window = {**_long_sizes(128, 260), "query_lens": [300, 1, 0, 130]}
+    return [case for case in shapes() if not case.paged] + [dense_case(1, key_lens=[700, 60, 0, 130], **window)]
+
+
+def dropout_shapes() -> list[AttentionCase]:
+    """Returns dense problems that drop weights, for each size of tile."""
+    sizes = [_long_sizes(64, None), _long_sizes(128, 100), _long_sizes(256, None)]
+    sizes.append({**_long_sizes(80, None), "dtype": "float32"})
+    cases = [dense_case(1, key_lens=[333, 60, 0, 130], **size) for size in sizes]
+    long = replace(cases[1], limits={**cases[1].limits, "max_query_len": 8192})
+    return [with_dropout(case, 0.2) for case in (*cases, long)]
+
+
+def latent_shapes() -> list[LatentCase]:
+    """Returns problems of DeepSeek's sizes for the portable and the Hopper kernel, in one chunk and in many."""
+    sizes: dict[str, Any] = {"kv_lora_rank": 512, "rope_dim": 64, "dtype": "bfloat16", "padding_tokens": 3}
+    cases = [
+        latent_case(1, seq_lens=[1500, 1, 0, 70], query_lens=[2, 1, 0, 2], num_heads=heads, block_size=block, **sizes)
+        for heads, block in ((9, 7), (16, 64), (63, 48), (128, 64))
+    ]
+    return [*cases, latent_case(1, seq_lens=[333], query_lens=[8], num_heads=16, cache_dtype="float8_e4m3fn", **sizes)]
+
+
 def _long_shapes() -> list[AttentionCase]:
     """Problems for the Hopper kernel, where the device is one: ragged ends, windows, empty sequences, padding."""
     cases = []
@@ -66,10 +96,10 @@ def _long_shapes() -> list[AttentionCase]:
     for head_size, window in ((64, None), (128, 100)):
         sizes = {**_long_sizes(head_size, window), "dtype": "float8_e4m3fn"}
         cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
-    return cases + tall_shapes() + packed_shapes()
+    return cases + _tall_shapes() + _packed_shapes()
 
 
-def packed_shapes() -> list[AttentionCase]:
+def _packed_shapes() -> list[AttentionCase]:
     """Returns the problems for the Hopper kernel's tile of heads side by side: short queries over more keys."""
     cases = []
     for head_size, window in ((64, None), (128, 100)):
@@ -81,7 +111,7 @@ def packed_shapes() -> list[AttentionCase]:
     return cases
 
 
-def tall_shapes() -> list[AttentionCase]:
+def _tall_shapes() -> list[AttentionCase]:
     """Returns the problems for the Hopper kernel's tile of three warpgroups: the same, but stated to be longer."""
     cases = []
     for head_size, window in ((64, None), (64, 100), (128, None)):
@@ -103,14 +133,25 @@ def _long_sizes(head_size: int, window: int | None) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Runs every shape once and waits for the device."""
-    for case in shapes():
-        case.run(paged_attention_with_lse if case.paged else attention_with_lse, device="cuda")
-        if not case.paged:
-            ops.run(backward_call(case, ops.run, "cuda", with_d_lse=True))
+def main(groups: Sequence[str]) -> None:
+    """Runs every shape of the groups once, of all groups where none is named, and waits for the device."""
+    for name in groups or _GROUPS:
+        for case in _GROUPS[name]():
+            _run(case, differentiate=name in ("backward", "dropout"))
     torch.cuda.synchronize()
 
 
+def _run(case: AttentionCase, *, differentiate: bool) -> None:
+    if isinstance(case, LatentCase):
+        case.run(ops.mla_attention_with_lse, "cuda")
+    elif differentiate:
+        ops.run(backward_call(case, ops.run, "cuda", with_d_lse=True))
+    else:
+        case.run(paged_attention_with_lse if case.paged else attention_with_lse, "cuda")
+
+
+_GROUPS = {"forward": shapes, "backward": backward_shapes, "dropout": dropout_shapes, "latent": latent_shapes}
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

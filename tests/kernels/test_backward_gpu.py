@@ -13,7 +13,7 @@ import torch
 import jattn.ops
 from jattn.bridge import to_jax
 from tests.ops.runner import keywords
-from tests.support.backward_cases import assert_gradients_match, backward_call, wide_backward_case
+from tests.support.backward_cases import assert_poisoned_match, backward_call, poisoned, wide_backward_case
 from torch_core import ops
 
 pytestmark = pytest.mark.gpu
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("seed", range(300))
 def test_gradients_of_a_wide_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
-    call = backward_call(wide_backward_case(seed), ops.run, "cuda", with_d_lse=bool(seed // 3 % 2))
-    found = ops.run(call)
-    assert_gradients_match(call.map(torch.Tensor.cpu), {name: x.cpu() for name, x in found.items()}, f"case {seed}")
+    case = wide_backward_case(seed)
+    call = backward_call(poisoned(case), ops.run, "cuda", with_d_lse=bool(seed // 3 % 2))
+    assert_poisoned_match(case, call, ops.run(call))
 
 
 @pytest.mark.parametrize("seed", range(6))

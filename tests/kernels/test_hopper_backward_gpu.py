@@ -14,7 +14,7 @@ import jattn.ops
 from jattn.bridge import to_jax
 from tests.ops.runner import keywords
 from tests.support.attention_cases import AttentionCase, dense_case
-from tests.support.backward_cases import assert_gradients_match, backward_call
+from tests.support.backward_cases import assert_poisoned_match, backward_call, poisoned
 from torch_core import ops
 from torch_core.calls import DenseBackwardCall
 from torch_core.planner import plan_call
@@ -30,12 +30,6 @@ def _call(case: AttentionCase, *, with_d_lse: bool = False) -> DenseBackwardCall
     plan = plan_call(call.map(array_spec), device_limits(torch.device("cuda", 0)))
     assert "hopper_backward_kernel" in [launch.name for launch in plan.launches]
     return call
-
-
-def _check(case: AttentionCase, *, with_d_lse: bool = False) -> None:
-    call = _call(case, with_d_lse=with_d_lse)
-    found = {name: x.cpu() for name, x in ops.run(call).items()}
-    assert_gradients_match(call.map(torch.Tensor.cpu), found, f"case {case.seed}")
 
 
 def _random_case(seed: int) -> AttentionCase:
@@ -66,9 +60,31 @@ def _random_case(seed: int) -> AttentionCase:
     return dense_case(seed, key_lens=key_lens, query_lens=query_lens, **sizes)
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(300))
 def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
-    _check(_random_case(seed), with_d_lse=bool(seed % 2))
+    case = _random_case(seed)
+    call = _call(poisoned(case), with_d_lse=bool(seed % 2))
+    assert_poisoned_match(case, call, ops.run(call))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(("queries", "keys"), [(300, 700), (700, 300)], ids=["keys", "queries"])
+def test_rows_that_see_or_are_seen_by_nobody_may_hold_nan(queries: int, keys: int, head_size: int, seed: int) -> None:
+    spec = AttentionSpec(scale=0.1, window_left=260)
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16"}
+    case = dense_case(seed, key_lens=[keys, 100], query_lens=[queries, 100], spec=spec, **sizes)
+    clean = _call(case)
+    blind = clean.lse.isinf()[..., None]
+    assert blind.any() == (queries > keys)
+    hidden = _call(poisoned(case))
+    call = hidden.with_arrays(
+        {name: getattr(hidden, name).masked_fill(blind, torch.nan) for name in ("query", "d_out")}
+    )
+    assert call.key.isnan().any() == (keys > queries)
+
+    found, expected = ops.run(call), ops.run(clean)
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

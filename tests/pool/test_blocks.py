@@ -17,9 +17,12 @@ SPEC = KVCacheSpec(num_kv_heads=1, head_size=4, block_size=2, dtype="float32")
 LATENTS = LatentCacheSpec(kv_lora_rank=3, rope_dim=1, block_size=2, dtype="float32")
 
 
-@pytest.fixture(params=[SPEC, LATENTS], ids=["keys and values", "latents"])
+@pytest.fixture(
+    params=[[SPEC, SPEC], [LATENTS, LATENTS], [SPEC, LATENTS]], ids=["keys and values", "latents", "of two sizes"]
+)
 def pool(request: pytest.FixtureRequest) -> KVPool:
-    pool = KVPool(request.param, num_layers=2, num_blocks=8)
+    first, *further = request.param
+    pool = KVPool(first, num_layers=1, num_blocks=8, further=further)
     for layer, view in enumerate(pool.as_torch()):
         view.add_(torch.arange(8).reshape(8, *(1,) * (view.ndim - 1)) + 100 * layer)
     return pool
@@ -101,7 +104,7 @@ def test_contents_of_another_shape_are_refused(pool) -> None:
 
 
 def test_host_memory_tells_its_size(pool) -> None:
-    assert HostBlocks(pool, 3).num_bytes == 3 * pool.num_layers * pool.spec.bytes_per_block
+    assert HostBlocks(pool, 3).num_bytes == 3 * sum(spec.bytes_per_block for spec in pool.specs)
 
 
 def test_host_memory_needs_a_positive_size(pool) -> None:

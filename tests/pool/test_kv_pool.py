@@ -72,6 +72,22 @@ def test_a_new_pool_is_zero_and_tells_its_sizes() -> None:
     assert values(pool) == [0, 0, 0]
 
 
+def test_layers_of_other_sizes_lie_behind_the_first_ones_in_blocks_of_as_many_tokens() -> None:
+    pool = make_pool(further=[KVCacheSpec(num_kv_heads=1, head_size=8, block_size=4, dtype="float16")])
+    assert pool.num_bytes == 2 * 4 * int(np.prod(SHAPE)) + 2 * 8 * 2 * 4 * 8
+    assert pool.num_layers == 3
+    assert pool.run(add_step, 3.0) == 6
+    assert values(pool) == [3, 3, 3]
+    with pytest.raises(InvalidInput) as error:
+        pool.run(donated(lambda caches: (0, caches[:2])))
+    assert "it must return 2 arrays of (8, 2, 4, 2, 4) float32 and 1 arrays of (8, 2, 4, 1, 8) float16" in str(
+        error.value
+    )
+    with pytest.raises(InvalidInput) as error:
+        make_pool(further=[KVCacheSpec(num_kv_heads=2, head_size=4, block_size=8, dtype="float32")])
+    assert str(error.value) == "further[0] has block_size 8 and spec 4; they must be equal."
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"])
 def test_every_cache_dtype_can_be_pooled_viewed_and_copied(dtype: str) -> None:
     pool = KVPool(KVCacheSpec(num_kv_heads=1, head_size=4, block_size=4, dtype=dtype), num_layers=1, num_blocks=4)

@@ -24,6 +24,15 @@ def test_the_plan_is_the_largest_pool_within_the_budget() -> None:
     assert str(plan) == "10 blocks of 16 tokens in 3 layers: room for 144 tokens, 0.000 GiB"
 
 
+def test_layers_of_other_sizes_count_in_the_budget() -> None:
+    small = KVCacheSpec(num_kv_heads=1, head_size=32, block_size=16, dtype="float32")
+
+    plan = plan_pool(SPEC, num_layers=3, num_bytes=35 * LAYER_BLOCK, further=[small])
+
+    assert (plan.num_blocks, plan.num_bytes) == (10, 35 * LAYER_BLOCK)
+    assert "in 4 layers" in str(plan)
+
+
 class Device:
     """A device that reports its memory, as CUDA devices do."""
 

@@ -9,12 +9,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.attention_cases import AttentionCase, assert_as_exact, dense_case, random_dense_case
+from tests.support.attention_cases import (
+    AttentionCase,
+    assert_as_exact,
+    assert_matches_reference,
+    dense_case,
+    random_dense_case,
+    to_torch,
+)
 from tests.support.kernel_cases import wide_case
 from torch_core import reference
 from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
+from torch_core.reference.masks import visible_keys
 
-__all__ = ["assert_gradients_match", "backward_call", "random_backward_case", "wide_backward_case"]
+__all__ = [
+    "assert_gradients_match",
+    "assert_poisoned_match",
+    "backward_call",
+    "poisoned",
+    "random_backward_case",
+    "wide_backward_case",
+]
 
 
 def backward_call(
@@ -30,6 +45,26 @@ def backward_call(
     for gradient in (d_out, d_lse):
         gradient[real:] = torch.nan
     return backward_of(call, out=results["out"], lse=results["lse"], d_out=d_out, d_lse=d_lse if with_d_lse else None)
+
+
+def poisoned(case: AttentionCase) -> AttentionCase:
+    """Returns a dense case with NaN in keys and values that no query sees; its results are those of the case itself."""
+    operands = {name: case.operands[name].copy() for name in ("key", "value")}
+    queries, keys = (np.diff(case.operands[name]).tolist() for name in ("query_start_loc", "key_start_loc"))
+    for first, query_len, key_len in zip(case.operands["key_start_loc"], queries, keys, strict=False):
+        hidden = ~visible_keys(query_len, key_len, spec=case.spec).any(0).numpy()
+        for array in operands.values():
+            array[first : first + key_len][hidden] = np.nan
+    return replace(case, operands={**case.operands, **operands})
+
+
+def assert_poisoned_match(
+    case: AttentionCase, call: DenseBackwardCall[torch.Tensor], found: dict[str, torch.Tensor]
+) -> None:
+    """Fails unless results and gradients of the `poisoned` form of a case are as exact as those of the case must be."""
+    assert_matches_reference(case, call.out, call.lse)
+    clean = call.map(torch.Tensor.cpu).with_arrays({name: to_torch(case.operands[name]) for name in ("key", "value")})
+    assert_gradients_match(clean, {name: x.cpu() for name, x in found.items()}, f"case {case.seed}")
 
 
 def assert_gradients_match(call: DenseBackwardCall[torch.Tensor], found: dict[str, torch.Tensor], what: str) -> None:

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from torch_core.attention.backward_hopper.work import BLOCK_N
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import zero_outside
@@ -17,15 +18,17 @@ __all__ = ["load_tiles"]
 def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
     """One warp: copies the tile of keys and values, and then every tile of queries and output gradients that sees it.
 
-    Rows that the sequence does not own are zeroed: what is multiplied with them is 0, but 0 * NaN is NaN.
+    Rows that the sequence does not own, keys that none of its queries sees and queries that see no key are zeroed: what
+    is multiplied with them is 0, but 0 * NaN is NaN.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    unseen = item.lowest - item.tile * BLOCK_N
     phase = _load(
-        tensors.value, item.first_key, item.kv_head * SHAPE.VALUE_STRIDE, item.keys, rings.value.tiles.index(0),
+        tensors.value, item.first_key, item.kv_head * SHAPE.VALUE_STRIDE, unseen, item.keys, rings.value.tiles.index(0),
         rings.value.full.index(0), rings.raw, gl.to_tensor(0), 0,
     )  # fmt: skip
     phase = _load(
-        tensors.key, item.first_key, item.kv_head * SHAPE.KEY_STRIDE, item.keys, rings.key.tiles.index(0),
+        tensors.key, item.first_key, item.kv_head * SHAPE.KEY_STRIDE, unseen, item.keys, rings.key.tiles.index(0),
         rings.key.full.index(0), rings.raw, phase, 0,
     )  # fmt: skip
     for step in range((item.end - item.start) * SHAPE.GROUP):
@@ -33,38 +36,40 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
         head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
         row = item.first_query + tile * BLOCK_M
         live = item.queries - tile * BLOCK_M
+        # The first query that sees the sequence's first key.
+        blind = item.first - (item.tile * BLOCK_N + tile * BLOCK_M)
         slot, slot_phase = ring_slot(rings.query, step)
         full = rings.query.full.index(slot)
         mbarrier.wait(rings.query.empty.index(slot), slot_phase ^ 1)
         phase = _load(
-            tensors.query, row, head * SHAPE.QUERY_STRIDE, live, rings.query.tiles.index(slot), full, rings.raw, phase,
-            2 * BLOCK_M * 4,
+            tensors.query, row, head * SHAPE.QUERY_STRIDE, blind, live, rings.query.tiles.index(slot), full, rings.raw,
+            phase, 2 * BLOCK_M * 4,
         )  # fmt: skip
         place = head * query_tiles + item.first_tile + tile
         async_load(tensors.row_stats, [place * 2 * BLOCK_M], full, rings.stats.index(slot))
         slot, slot_phase = ring_slot(rings.d_out, step)
         mbarrier.wait(rings.d_out.empty.index(slot), slot_phase ^ 1)
         phase = _load(
-            tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, live, rings.d_out.tiles.index(slot),
+            tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, blind, live, rings.d_out.tiles.index(slot),
             rings.d_out.full.index(slot), rings.raw, phase, 0,
         )  # fmt: skip
 
 
 @gluon.jit
-def _load(array, row, column, live, tile, full, raw, phase, MORE: gl.constexpr):
-    """Starts the copy of a tile of which `live` rows count, where MORE bytes for the barrier `full` come besides.
+def _load(array, row, column, low, high, tile, full, raw, phase, MORE: gl.constexpr):
+    """Starts the copy of a tile whose rows [low, high) count, where MORE bytes for the barrier `full` come besides.
 
     Returns:
         the phase of the barrier `raw` afterwards.
     """
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
-    if live < ROWS:
+    if (low > 0) | (high < ROWS):
         mbarrier.expect(raw, ROWS * COLUMNS * 2)
         async_load(array, [row, column], raw, tile)
         mbarrier.wait(raw, phase)
         phase ^= 1
-        zero_outside(tile, 0, live, ROWS, COLUMNS)
+        zero_outside(tile, low, high, ROWS, COLUMNS)
         fence_async_shared()
         if MORE:
             mbarrier.expect(full, MORE)

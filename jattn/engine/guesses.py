@@ -1,4 +1,4 @@
-"""Guesses at a request's next tokens: what followed the last few tokens where they stood before."""
+"""Guesses at a request's next tokens: what followed the last few where they stood before, or a draft model's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from array import array
 from itertools import cycle, islice
 
 from jattn.engine.request import Request
+from jattn.engine.speculation import SpeculativeConfig
 
-__all__ = ["NGramGuesses"]
+__all__ = ["DraftGuesses", "NGramGuesses", "guesses_of"]
 
 _BYTES = array("i").itemsize
+
+
+def guesses_of(config: SpeculativeConfig | None) -> NGramGuesses | DraftGuesses:
+    """Returns who guesses; without speculation nobody asks."""
+    if config is None or config.model is not None:
+        return DraftGuesses()
+    return NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
 
 
 class NGramGuesses:
@@ -45,6 +53,18 @@ class NGramGuesses:
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a request."""
         self._histories.pop(request_id, None)
+
+
+class DraftGuesses:
+    """Asks for guesses of a draft model, which says them on the device; see `NGramGuesses`."""
+
+    def guess(self, request: Request, count: int) -> tuple[int, ...]:
+        """Returns as many zeros as guesses are wanted, whose place the draft's tokens take."""
+        # Where the device must know a request's tokens, it would have to know the guesses, too.
+        return () if request.needs_slot else (0,) * count
+
+    def forget(self, request_id: str) -> None:
+        """Has nothing to drop."""
 
 
 def _last_place(text: bytes, piece: bytes, end: int) -> int:

@@ -1,0 +1,56 @@
+"""What a pool refuses: splits over a mesh that it cannot have, and settings of JAX under which it would be copied."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from torch_core.errors import InvalidInput, Unsupported
+
+__all__ = ["check_donation", "checked_split"]
+
+
+def check_donation() -> None:
+    """Refuses settings of JAX under which nothing is donated.
+
+    Raises:
+        Unsupported: one is on; the message names it.
+    """
+    config: Any = jax.config
+    settings = {
+        "jax_disable_jit": config.jax_disable_jit,
+        "jax_debug_nans": config.jax_debug_nans,
+        "jax_debug_infs": config.jax_debug_infs,
+    }
+    if any(settings.values()):
+        on = " and ".join(name for name, value in settings.items() if value)
+        raise Unsupported(
+            f"{on} is on: JAX donates no buffer then, and a step would copy the whole pool. Switch it off around the "
+            "step, as in: with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False)."
+        )
+
+
+def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Returns how cache arrays of a shape are spread over a mesh.
+
+    Raises:
+        InvalidInput: a split that no pool has.
+    """
+    with contextlib.suppress(ValueError):
+        local = sharding.shard_shape(shape)
+        whole = local if len(shape) == 3 else (shape[0], *local[1:3], shape[3], *local[4:])
+        if isinstance(sharding, NamedSharding) and whole == shape:
+            return sharding
+    if len(shape) == 3:
+        raise InvalidInput(
+            f"device is {sharding}; all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
+            "which every device has all of it."
+        )
+    raise InvalidInput(
+        f"device is {sharding}; a pool of {shape[0]} blocks and {shape[3]} key/value heads takes a NamedSharding that "
+        "splits axes 0 and 3 alone, blocks and heads, into equal parts: NamedSharding(mesh, PartitionSpec('dp', None, "
+        "None, 'tp'))."
+    )
