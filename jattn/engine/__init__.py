@@ -6,6 +6,7 @@ from jattn.engine.engine import Engine
 from jattn.engine.llm import LLM, generate
 from jattn.engine.logprobs import Logprob
 from jattn.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jattn.engine.replicas import DataParallelEngine, open_engine
 from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput
 from jattn.engine.speculation import SpeculationStats, SpeculativeConfig
 from jattn.engine.stream import TextDelta, TextStream
@@ -13,6 +14,7 @@ from jattn.engine.stream import TextDelta, TextStream
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "DataParallelEngine",
     "Engine",
     "EngineConfig",
     "Logprob",
@@ -28,4 +30,5 @@ __all__ = [
     "TextStream",
     "TokenDelta",
     "generate",
+    "open_engine",
 ]

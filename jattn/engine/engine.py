@@ -81,11 +81,17 @@ class Engine(contextlib.AbstractContextManager):
     ) -> None:
         config = EngineConfig() if config is None else config
         _check_types(model, config)
+        mesh, *others = replica_meshes(config)
+        if others:
+            raise InvalidInput(
+                f"data_parallel_size is {config.data_parallel_size}; an Engine is one copy. jattn.engine.open_engine "
+                "gives a DataParallelEngine, and LLM has one."
+            )
         self._intake = Intake(model.paged_spec, config, tokenizer)
         device, cache_config, self._plan = open_device(
             model,
             config,
-            mesh=replica_meshes(config)[0],
+            mesh=mesh,
             max_model_len=self._intake.max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             model_fingerprint=model_fingerprint,
@@ -136,6 +142,25 @@ class Engine(contextlib.AbstractContextManager):
         self.settle()
         return len(self._owner.requests)
 
+    @property
+    def num_added(self) -> int:
+        """Samples that were ever added, and the number of the next one's seed and id."""
+        return self._owner.num_added
+
+    @property
+    def load(self) -> int:
+        """Tokens of all unfinished requests, generated ones as many as there can be."""
+        requests = list(self._owner.requests.values())
+        return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+
+    def request_of(self, request_id: str) -> Request | None:
+        """Returns the unfinished request of an id, if there is one."""
+        return self._owner.requests.get(request_id)
+
+    def runs_for(self, outbox: Outbox) -> bool:
+        """Returns whether a request of an outbox is unfinished."""
+        return any(request.outbox is outbox for request in list(self._owner.requests.values()))
+
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compiles every program that any traffic can need, several at once; afterwards nothing compiles any more.
 
@@ -182,6 +207,7 @@ class Engine(contextlib.AbstractContextManager):
         salt: bytes | None = None,
         priority: int = 0,
         outbox: Outbox | None = None,
+        first_number: int = 0,
     ) -> Request:
         """Queues a request; nothing runs until `step` or `wait`.
 
@@ -194,6 +220,7 @@ class Engine(contextlib.AbstractContextManager):
             priority: the lower, the earlier, where requests wait or are preempted. One level is worth 64 arrivals: no
                 more later requests than that overtake it for each, so that none waits forever.
             outbox: where its tokens are announced, for a caller that reads them with `wait`; None for those of `step`.
+            first_number: `num_added` begins there if it is less; for engines that number their requests together.
 
         Raises:
             InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, a bad salt or outbox.
@@ -207,6 +234,7 @@ class Engine(contextlib.AbstractContextManager):
 
         def queue() -> Request:
             work = self._owner.begin()
+            self._owner.num_added = max(self._owner.num_added, first_number)
             try:
                 samples = self._intake.requests(
                     prompt_token_ids,
@@ -264,6 +292,14 @@ class Engine(contextlib.AbstractContextManager):
             InvalidInput: the engine is closed.
         """
         return self._advance(self._outbox, look_first=False)[0]
+
+    def advance(self) -> None:
+        """Does what `step` does and leaves what came in the outboxes.
+
+        Raises:
+            PoolLost, InvalidInput: as `step`.
+        """
+        self._locked(self._owner.advance)
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps until something came for the requests of an outbox, and returns it.

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
-from jattn.engine.engine import Engine
 from jattn.engine.params import SamplingParams
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
+from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
 from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_model
@@ -76,7 +76,7 @@ class LLM(contextlib.AbstractContextManager):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model: PagedModel = served
         self.tokenizer = tokenizer
-        self.engine = Engine(served, config, tokenizer=tokenizer)
+        self.engine: AnyEngine = open_engine(served, config, tokenizer=tokenizer)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""
