@@ -62,6 +62,7 @@ def assert_poisoned_match(
     case: AttentionCase, call: DenseBackwardCall[torch.Tensor], found: dict[str, torch.Tensor]
 ) -> None:
     """Fails unless results and gradients of the `poisoned` form of a case are as exact as those of the case must be."""
+    assert call.out is not None
     assert_matches_reference(case, call.out, call.lse)
     clean = call.map(torch.Tensor.cpu).with_arrays({name: to_torch(case.operands[name]) for name in ("key", "value")})
     assert_gradients_match(clean, {name: x.cpu() for name, x in found.items()}, f"case {case.seed}")
