@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jattn.arguments import add_device_arguments, device_settings
 from torch_core.errors import InvalidInput, JattnError, Unsupported
 
 __all__ = ["main"]
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--speculative-config", metavar="JSON", help='guess tokens: {"model": DIR, "num_speculative_tokens": 4}'
     )
+    add_device_arguments(generate)
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
     generate.set_defaults(run=_generate)
 
@@ -133,6 +135,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
     speculative = arguments.speculative_config
     config = EngineConfig(
         max_num_seqs=max(8, min(len(prompts), 64)),
+        **device_settings(arguments),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
     llm = LLM(arguments.model, dtype=arguments.dtype, implementation=arguments.implementation, config=config)

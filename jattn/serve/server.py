@@ -8,6 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
+from jattn.arguments import add_device_arguments, device_settings
 from jattn.engine import LLM, EngineConfig, SpeculativeConfig
 from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
 from jattn.load.folder import read_given
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
     parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
-    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache (1 GiB)")
+    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache on each device (1 GiB)")
+    add_device_arguments(parser)
     arguments = parser.parse_args(argv)
     keys = () if arguments.api_key_file is None else tuple(read_given("api_key_file", arguments.api_key_file).split())
     if arguments.api_key_file is not None and not keys:
@@ -65,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_cache_bytes=arguments.kv_cache_bytes,
+        **device_settings(arguments),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
     llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
