@@ -14,6 +14,7 @@ from tqdm import tqdm
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.params import SamplingParams
+from jattn.engine.placement import replica_meshes
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
 from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
@@ -42,7 +43,7 @@ class LLM(contextlib.AbstractContextManager):
         config: the engine's sizes.
 
     Attributes:
-        model: the module.
+        model: the module, cut over the engine's mesh if it was loaded for one.
         tokenizer: its tokenizer, or None.
         engine: runs the requests; its statistics and programs are there.
 
@@ -70,7 +71,10 @@ class LLM(contextlib.AbstractContextManager):
                 raise InvalidInput("dtype and implementation belong to the module that was passed; build it with them.")
         else:
             folder: Any = embedded_model_folder() if model is None else model
-            model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation)
+            meshes = replica_meshes(EngineConfig() if config is None else config)
+            # Copies are made from a whole model.
+            mesh = meshes[0] if len(meshes) == 1 else None
+            model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation, mesh=mesh)
         served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
@@ -22,10 +25,10 @@ from jattn.load.config import family_of, parse_config, render_config
 from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
 from jattn.load.plan import ParameterPlan, plan_parameters
-from jattn.load.safetensors_file import STORED_DTYPES
+from jattn.load.safetensors_file import STORED_DTYPES, SafetensorsFile
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
-from jattn.load.weights import check_weights, find_weights, read_parameter
-from jattn.models import Decoder, ModelConfig
+from jattn.load.weights import check_weights, find_weights, read_parameter, read_places
+from jattn.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import QUERY_DTYPES
@@ -45,6 +48,8 @@ def load_model(
     implementation: str | None = None,
     with_tokenizer: bool = True,
     max_model_len: int | None = None,
+    mesh: Mesh | None = None,
+    parallel: TensorParallel | None = None,
     progress: bool = False,
 ) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
     """Loads a Hugging Face folder of any family in `jattn.load.known_families()`.
@@ -66,13 +71,15 @@ def load_model(
         with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
         max_model_len: the longest sequence that will be computed, where it is shorter than the model's own. Models
             with "longrope" have other frequencies where this is not above the context of their first training.
+        mesh: whose axis "tp" (or that of `parallel`) cuts the model; each device's part alone is read, into its memory.
+        parallel: how to cut; see `jattn.models.shard_model`.
         progress: show a bar on stderr.
 
     Returns:
-        The model on JAX's default device, its config (with the dtype in use) and its tokenizer.
+        The model, on JAX's default device or cut over the mesh, its config (with the dtype in use) and its tokenizer.
 
     Raises:
-        InvalidInput: a file is missing, broken or contradicts another.
+        InvalidInput: a file is missing, broken or contradicts another, or a model that cannot be cut so.
         Unsupported: a valid model that this build does not serve.
     """
     path = check_folder(folder)
@@ -98,12 +105,17 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
-    on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
+    if mesh is not None:
+        parallel = tensor_parallel_of(mesh, parallel)
+        read = _reader_of_parts(tensors, config, mesh, parallel)
+    else:
+        on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
+        read = functools.partial(read_parameter, tensors, dtype=jnp.dtype(dtype), on_host=on_host)
     values = {
-        parameter.path: read_parameter(tensors, parameter, jnp.dtype(dtype), on_host=on_host)
+        parameter.path: read(parameter)
         for parameter in track(plan, "Loading", console=Console(stderr=True), disable=not progress)
     }
-    return _build(config, values, implementation), config, tokenizer
+    return decoder_of(config, values, implementation, parallel), config, tokenizer
 
 
 def save_model(
@@ -161,12 +173,16 @@ def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
         raise InvalidInput(f"generation_config.json: {error}") from None
 
 
-def _build(config: ModelConfig, values: dict[Any, jax.Array], implementation: str | None) -> Decoder:
-    """Makes the model around the given parameters, without ever initialising random ones."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation))
-    graph, state = nnx.split(abstract)
-    filled = [(path, variable.replace(values[path])) for path, variable in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+def _reader_of_parts(
+    tensors: dict[str, SafetensorsFile], config: ModelConfig, mesh: Mesh, parallel: TensorParallel
+) -> Callable[[ParameterPlan], jax.Array]:
+    shards = parameter_shards(config, parallel)
+
+    def read(parameter: ParameterPlan) -> jax.Array:
+        dtype = jnp.dtype(jnp.float32 if parameter.is_float32 else config.dtype)
+        return shards[parameter.path].loaded(functools.partial(read_places, tensors, parameter), dtype, mesh)
+
+    return read
 
 
 def _pieces(parameter: ParameterPlan, value: np.ndarray) -> list[tuple[str, np.ndarray]]:

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.load.folder import member, read_json, read_text
-from jattn.load.plan import ParameterPlan
+from jattn.load.plan import ParameterPlan, TensorPlan
 from jattn.load.quantized import dequantized, parts_of
 from jattn.load.safetensors_file import SafetensorsFile, open_safetensors, read_tensor
 from torch_core.errors import InvalidInput
 
-__all__ = ["check_weights", "find_weights", "read_parameter"]
+__all__ = ["check_weights", "find_weights", "read_parameter", "read_places"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -117,6 +117,55 @@ def read_parameter(
         value = value[..., parameter.order]
     # A copy of its own on a host: a view of the file would change with the file.
     return jnp.array(value, dtype) if on_host else value
+
+
+def read_places(
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, axis: int | None, places: np.ndarray
+) -> np.ndarray:
+    """Returns some places of one parameter along an axis, in numpy; of the files no more than these are read.
+
+    Quantised tensors are the exception: what is needed of one is taken from the whole.
+
+    Args:
+        tensors: of `find_weights`.
+        parameter: of `plan_parameters`.
+        axis: of the parameter; None for all of it.
+        places: along the axis.
+    """
+    size = len(parameter.pieces) // max(parameter.num_stacked, 1)
+    groups = [parameter.pieces[first : first + size] for first in range(0, len(parameter.pieces), size)]
+    if parameter.num_stacked and axis == 0:
+        groups, axis = [groups[place] for place in places], None
+    found = [_joined(tensors, parameter, group, axis, places) for group in groups]
+    return np.stack(found) if parameter.num_stacked else found[0]
+
+
+def _joined(
+    tensors: dict[str, SafetensorsFile],
+    parameter: ParameterPlan,
+    pieces: tuple[TensorPlan, ...],
+    axis: int | None,
+    places: np.ndarray,
+) -> np.ndarray:
+    blocks, last = [], len(parameter.shape) - 1
+    for piece in pieces:
+        parts = parts_of(piece, tensors)
+        read = lambda name: read_tensor(tensors[name], name)  # noqa: E731
+        block = read(piece.name) if len(parts) == 1 else dequantized(piece, read, parts, np)
+        blocks.append(block.T if parameter.transposed else block)
+    if axis != last:
+        # An axis of stacked experts stands before those of a block.
+        inner = None if axis is None else axis - bool(parameter.num_stacked)
+        joined = np.concatenate([block if inner is None else block.take(places, inner) for block in blocks], -1)
+        return joined if parameter.order is None else joined[..., parameter.order]
+    columns = places if parameter.order is None else parameter.order[places]
+    found = np.empty((*blocks[0].shape[:-1], len(columns)), blocks[0].dtype)
+    first = 0
+    for block in blocks:
+        here = (columns >= first) & (columns < first + block.shape[-1])
+        found[..., here] = block[..., columns[here] - first]
+        first += block.shape[-1]
+    return found
 
 
 def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:

@@ -8,7 +8,7 @@ from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_spe
 from jattn.models.paged_model import PagedModel, PagedSpec
 from jattn.models.parts import LatentConfig, MoEConfig
 from jattn.models.rope_scaling import RopeScaling
-from jattn.models.sharding import ParameterShards, decoder_of, parameter_shards, shard_model
+from jattn.models.sharding import ParameterShards, decoder_of, parameter_shards, shard_model, tensor_parallel_of
 from jattn.models.tensor_parallel import TensorParallel
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "parameter_shards",
     "partition_specs",
     "shard_model",
+    "tensor_parallel_of",
 ]

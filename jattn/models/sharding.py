@@ -21,7 +21,7 @@ from jattn.models.tensor_parallel import TensorParallel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["ParameterShards", "check_mesh", "decoder_of", "parameter_shards", "shard_model", "whole_arrays"]
+__all__ = ["ParameterShards", "decoder_of", "parameter_shards", "shard_model", "tensor_parallel_of"]
 
 #: In the place of an element that a device has and the parameter has not: 0.
 _NONE = -1
@@ -93,18 +93,21 @@ class ParameterShards:
         return jax.make_array_from_callback(self.cut_shape, NamedSharding(mesh, self.spec), part)
 
 
-def check_mesh(mesh: Mesh, axis: str) -> int:
-    """Returns the devices of a mesh along an axis.
+def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> TensorParallel:
+    """Returns how a decoder is cut over a mesh: as asked, or over its axis "tp" by Megatron's rules.
 
     Raises:
-        InvalidInput: it has no such axis.
+        InvalidInput: the mesh has no such axis, or has it in another size.
     """
+    axis = "tp" if parallel is None else parallel.axis
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:
-        found = ", ".join(f"{name} ({size})" for name, size in getattr(mesh, "shape", {}).items())
-        raise InvalidInput(
-            f"mesh has no axis {axis!r}; it has {found or shown(mesh)}. Name it: jax.make_mesh(..., ({axis!r},))."
-        )
-    return mesh.shape[axis]
+        axes = getattr(mesh, "shape", {})
+        found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(mesh)
+        raise InvalidInput(f"mesh has no axis {axis!r}; it has {found}. Name it: jax.make_mesh(..., ({axis!r},)).")
+    size = mesh.shape[axis]
+    if parallel is not None and parallel.size != size:
+        raise InvalidInput(f"tensor_parallel.size is {parallel.size}; mesh axis {axis!r} has {size} devices.")
+    return TensorParallel(size=size) if parallel is None else parallel
 
 
 def parameter_shards(config: ModelConfig, parallel: TensorParallel) -> dict[ParameterPath, ParameterShards]:
@@ -143,12 +146,9 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
     """
     if model.parallel is not None:
         raise InvalidInput(f"model is cut already, over {model.parallel.size} devices; give the whole one.")
-    size = check_mesh(mesh, "tp" if parallel is None else parallel.axis)
-    parallel = TensorParallel(size=size) if parallel is None else parallel
-    if parallel.size != size:
-        raise InvalidInput(f"tensor_parallel.size is {parallel.size}; mesh axis {parallel.axis!r} has {size} devices.")
+    parallel = tensor_parallel_of(mesh, parallel)
     shards = parameter_shards(model.config, parallel)
-    whole = whole_arrays(model)
+    whole = _arrays(model)
     values = {path: each.placed(whole[path], mesh) for path, each in shards.items()}
     return decoder_of(model.config, values, model.implementation, parallel)
 
@@ -168,9 +168,9 @@ def decoder_of(
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def whole_arrays(model: Decoder | nnx.State) -> dict[ParameterPath, jax.Array]:
+def _arrays(model: Decoder) -> dict[ParameterPath, jax.Array]:
     """Returns a decoder's parameters by their paths."""
-    flat = nnx.to_flat_state(nnx.state(model) if isinstance(model, nnx.Module) else model)
+    flat = nnx.to_flat_state(nnx.state(model))
     paths: Any = flat.paths
     return {path: nnx.as_pure(leaf) for path, leaf in zip(paths, flat.leaves, strict=True)}
 
