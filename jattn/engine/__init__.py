@@ -6,6 +6,7 @@ from jattn.engine.engine import Engine
 from jattn.engine.llm import LLM, generate
 from jattn.engine.logprobs import Logprob
 from jattn.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jattn.engine.processes import join
 from jattn.engine.replicas import DataParallelEngine, open_engine
 from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput
 from jattn.engine.speculation import SpeculationStats, SpeculativeConfig
@@ -30,5 +31,6 @@ __all__ = [
     "TextStream",
     "TokenDelta",
     "generate",
+    "join",
     "open_engine",
 ]

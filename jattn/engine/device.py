@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -11,12 +12,13 @@ from jax.sharding import Mesh
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.placement import Placement
+from jattn.engine.processes import Channel, shared_channel
 from jattn.engine.runner import ModelRunner
 from jattn.engine.speculation import SpeculationCounts
 from jattn.models import PagedModel
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
-from torch_core.cache import CacheConfig
+from torch_core.cache import CacheConfig, CommittedStep
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
@@ -35,6 +37,7 @@ class Device:
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
+        channel: to the other processes that have parts of the same model; None where all is here.
         speculation: how guesses went.
     """
 
@@ -43,6 +46,65 @@ class Device:
     runner: ModelRunner
     in_turns: bool
     speculation: SpeculationCounts
+    channel: Channel | None = None
+
+    def prepare(self, step: CommittedStep) -> None:
+        """Executes what a committed step does to whole blocks; see `KVPool.prepare`."""
+        if step.blocks_to_scrub or step.copies:
+            copies = [tuple(copy[:2]) for copy in step.copies]
+            self._announce("moves", list(step.blocks_to_scrub), copies)
+        self.pool.prepare(step, self.host)
+
+    def forget(self) -> None:
+        """Drops what the runner knows of earlier steps."""
+        self._announce("forget")
+        self.runner.forget()
+
+    def renew(self) -> None:
+        """Allocates the pool anew."""
+        self._announce("renew")
+        self.pool.renew()
+
+    def lend(self) -> None:
+        """Gives the pool's memory back until `renew`."""
+        self._announce("lend")
+        self.pool.close()
+
+    def close(self) -> None:
+        """Gives the pool's memory back for good."""
+        self._announce("close")
+        self.pool.close()
+
+    def warmup(self, report: Callable[[int, int, str], None]) -> None:
+        """Compiles every program; see `ModelRunner.warmup`."""
+        self._announce("warmup")
+        self.runner.warmup(report)
+
+    def follow(self) -> None:
+        """Does what the first process does to its devices, until that closes its engine."""
+        if self.channel is None:
+            return
+        while True:
+            what, *arguments = self.channel.receive()
+            if what == "moves":
+                self.pool.scrub_blocks(arguments[0])
+                self.pool.copy_blocks(arguments[1])
+            elif what == "forget":
+                self.runner.forget()
+            elif what == "renew":
+                self.pool.renew()
+            elif what == "warmup":
+                self.runner.warmup(lambda *_: None)
+            elif what in ("lend", "close"):
+                self.pool.close()
+                if what == "close":
+                    return
+            else:
+                self.runner.follow(what, *arguments)
+
+    def _announce(self, what: str, *arguments: object) -> None:
+        if self.channel is not None:
+            self.channel.send(what, *arguments)
 
 
 def open_device(
@@ -111,10 +173,13 @@ def open_device(
         further=further,
     )
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    runner = ModelRunner(model, pool, config, placement, max_blocks=max_blocks, ragged=ragged)
+    channel = shared_channel(mesh, config, {"model": (shape, spec, plan.num_blocks)})
+    announce: Any = (lambda *_: None) if channel is None else channel.send
+    runner = ModelRunner(model, pool, config, placement, max_blocks=max_blocks, ragged=ragged, announce=announce)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
     in_turns = config.batch_invariant or not ragged
-    device = Device(pool, host, runner, in_turns, SpeculationCounts(config.num_speculative_tokens))
+    counts = SpeculationCounts(config.num_speculative_tokens)
+    device = Device(pool, host, runner, in_turns, counts, channel)
     return device, cache_config, plan
 
 

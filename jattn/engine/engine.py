@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import jax
 from flax import nnx
 
 from jattn.engine.config import EngineConfig
@@ -175,7 +176,7 @@ class Engine(contextlib.AbstractContextManager):
 
         def warm() -> None:
             with progress(report) as tell:
-                self._owner.device.runner.warmup(tell)
+                self._owner.device.warmup(tell)
 
         self._locked(warm)
 
@@ -231,6 +232,9 @@ class Engine(contextlib.AbstractContextManager):
             The request; with n above 1 the first sample, whose `samples` are all of them, each with an id of its own.
         """
         outbox = self._outbox if outbox is None else _checked(outbox)
+
+        if self._owner.device.channel is not None and jax.process_index():
+            raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
 
         def queue() -> Request:
             work = self._owner.begin()
@@ -354,9 +358,12 @@ class Engine(contextlib.AbstractContextManager):
             InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and its path is named; or the
                 engine is closed. Nothing has changed.
             PoolLost: as `step`, while requests are finished; the weights are the old ones.
+            Unsupported: an engine of several processes.
         """
         if unfinished not in ("restart", "finish"):
             raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+        if self._owner.device.channel is not None:
+            raise Unsupported("update_weights over several processes is not there yet; build the engine anew.")
         leaves = self._owner.device.runner.weights.fitting(state)
         remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
         while any(request.finish_reason is None for request in remaining):
@@ -385,6 +392,13 @@ class Engine(contextlib.AbstractContextManager):
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
         self._owner.abandoned.append(_checked(outbox))
+
+    def follow(self) -> bool:
+        """Does what the engine of process 0 does, until that is closed; returns whether there was one to follow."""
+        if self._owner.device.channel is None or not jax.process_index():
+            return False
+        self._owner.device.follow()
+        return True
 
     def settle(self) -> None:
         """Does now what interrupts and `abandon` left to the next call; a closed engine has nothing left."""

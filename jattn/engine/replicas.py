@@ -214,6 +214,10 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         for engine in self.engines:
             engine.abandon(outbox)
 
+    def follow(self) -> bool:
+        """Returns False: the devices of all copies are of this process."""
+        return False
+
     def settle(self) -> None:
         """Does now what interrupts and `abandon` left to the next call."""
         with self._turn():

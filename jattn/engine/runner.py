@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -13,12 +13,13 @@ from flax import nnx
 from jattn.engine.cascade import Cascade
 from jattn.engine.config import EngineConfig
 from jattn.engine.placement import Placement
-from jattn.engine.program import Bucket, jitted_prompt_logprobs
+from jattn.engine.processes import Announce
+from jattn.engine.program import Bucket, Sampled, jitted_prompt_logprobs
 from jattn.engine.programs import Programs
 from jattn.engine.results import PromptPart, StepResult
 from jattn.engine.sampler import Sampler, SamplingKind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
-from jattn.engine.tables import SamplerState, Slots
+from jattn.engine.tables import SamplerState, Slots, SlotTables
 from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
@@ -48,6 +49,7 @@ class ModelRunner:
         placement: the devices.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
+        announce: told of what follows before it is done.
 
     Attributes:
         programs: what was compiled.
@@ -63,8 +65,10 @@ class ModelRunner:
         *,
         max_blocks: int,
         ragged: bool,
+        announce: Announce = lambda *_: None,
     ) -> None:
         self._pool = pool
+        self._announce = announce
         self._placement = placement
         self._max_blocks = max_blocks
         window = model.paged_spec.sliding_window
@@ -87,7 +91,9 @@ class ModelRunner:
             vocab_size=self._vocab_size,
             processors=tuple(processors),
             placement=placement,
+            announce=announce,
         )
+        self._hidden: Any = None
         self.forget()
         self.weights = Weights(cast(nnx.Module, model))
         self._prompt_logprobs = jitted_prompt_logprobs(
@@ -124,13 +130,37 @@ class ModelRunner:
             state = self._sampler_state(step.rows, layout, buffer)
         if bucket.num_pieces and self._cascade is not None:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
+        masks = state.masks if isinstance(state.masks, np.ndarray) else None
+        self._announce("step", replace(bucket, sampler=bucket.sampler.kind), buffer, masks)
+        sampled = self._run(bucket, state, buffer)
+        return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
+
+    def follow(self, what: str, *arguments: Any) -> None:
+        """Does what the runner of the first process does, and announced: see `jattn.engine.processes`."""
+        getattr(self, f"_follow_{what}")(*arguments)
+
+    def _follow_step(self, bucket: Bucket, buffer: np.ndarray, masks: np.ndarray | None) -> None:
+        is_full = bucket.sampler is SamplingKind.FULL
+        bucket = replace(bucket, sampler=self._full if is_full else self._plain)
+        state = SamplerState(None, None)
+        if is_full:
+            state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
+        self._hidden = self._run(bucket, state, buffer).hidden
+
+    def _follow_slot(self, slot: int, row: SlotTables) -> None:
+        self._slots.load(slot, row)
+
+    def _follow_prompt(self, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> None:
+        self._prompt_logprobs(self.weights.leaves, self._hidden, rows, token_ids, num_logprobs=num_logprobs)
+
+    def _run(self, bucket: Bucket, state: SamplerState, buffer: np.ndarray) -> Sampled:
         # Compiled behind the pool's checks of JAX's settings.
         sampled, self._last_tokens, state = self._pool.run(
             lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, state, buffer
         )
         if state.tables is not None:
             self._slots.tables = state.tables
-        return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
+        return sampled
 
     def warmup(self, report: Callable[[int, int, str], None]) -> None:
         """Compiles every program that a step can need; see `Programs.compile`."""
@@ -176,13 +206,11 @@ class ModelRunner:
             if hidden is not None and wanted is not None:
                 for start in range(row.start, end, _PROMPT_LOGPROBS):
                     places = np.minimum(np.arange(start, start + _PROMPT_LOGPROBS), end - 1)
-                    found = self._prompt_logprobs(
-                        self.weights.leaves,
-                        hidden,
-                        (first + places - row.start).astype(np.int32),
-                        np.asarray(prompt, np.int32)[places + 1],
-                        num_logprobs=self._vocab_size if wanted < 0 else self._full.num_logprobs,
-                    )
+                    at = (first + places - row.start).astype(np.int32)
+                    token_ids = np.asarray(prompt, np.int32)[places + 1]
+                    count = self._vocab_size if wanted < 0 else self._full.num_logprobs
+                    self._announce("prompt", at, token_ids, count)
+                    found = self._prompt_logprobs(self.weights.leaves, hidden, at, token_ids, num_logprobs=count)
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
         return parts

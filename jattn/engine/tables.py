@@ -12,6 +12,7 @@ import numpy as np
 
 from jattn.engine.params import LIMITS
 from jattn.engine.placement import Placement
+from jattn.engine.processes import Announce
 from jattn.engine.request import RequestState
 from torch_core.checks import INT32_MAX
 
@@ -90,6 +91,7 @@ class Slots:
         vocab_size: of the model.
         processors: names of the engine's logits processors, in order.
         placement: the devices.
+        announce: told of a request's tables before they are uploaded.
 
     Attributes:
         tables: the device's arrays, one row more than there are slots: the neutral one. The step that samples returns
@@ -104,7 +106,9 @@ class Slots:
         vocab_size: int,
         processors: tuple[str, ...],
         placement: Placement,
+        announce: Announce = lambda *_: None,
     ) -> None:
+        self._announce = announce
         self._num_slots = num_slots
         self._processors, self._placement = processors, placement
         self._neutral = SlotTables.neutral(
@@ -135,7 +139,7 @@ class Slots:
 
     def warmup(self, numbers_of_rows: Iterable[int]) -> None:
         """Compiles and uploads what requests with tables would otherwise wait for."""
-        self.tables = _load(self.tables, self.neutral, self._neutral)
+        self.load(self.neutral, self._neutral)
         for num_rows in numbers_of_rows:
             self.masks(num_rows, ())
 
@@ -166,9 +170,15 @@ class Slots:
         if slot is None:
             self._slot_of = {each: slot for each, slot in self._slot_of.items() if each.state is RequestState.RUNNING}
             slot = next(iter(set(range(self._num_slots)).difference(self._slot_of.values())))
-            self.tables = _load(self.tables, slot, self._row(request))
+            row = self._row(request)
+            self._announce("slot", slot, row)
+            self.load(slot, row)
             self._slot_of[request] = slot
         return slot
+
+    def load(self, slot: int, row: SlotTables) -> None:
+        """Uploads the tables of a slot."""
+        self.tables = _load(self.tables, slot, row)
 
     def _row(self, request: Request) -> SlotTables:
         params = request.params

@@ -29,7 +29,7 @@ class _BlockMover:
     cache: CacheManager
 
     def __call__(self, step: CommittedStep) -> None:
-        self.device.pool.prepare(step, self.device.host)
+        self.device.prepare(step)
         self.cache.retire(step.step_id)
 
 
@@ -59,7 +59,7 @@ class Work:
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._has_residue = False
         self.generation = device.pool.generation
-        device.runner.forget()
+        device.forget()
 
     def finish(self, request: Request, reason: str) -> None:
         """Ends a request; tokens of it that are still on the device are dropped."""
@@ -116,7 +116,7 @@ class Work:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        self._device.pool.prepare(step.committed, self._device.host)
+        self._device.prepare(step.committed)
         result = self._device.runner.dispatch(step)
         for index, row in enumerate(step.rows):
             if row.num_samples:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from jattn.arguments import add_device_arguments, device_settings
+from jattn.arguments import add_device_arguments, device_settings, join_processes
 from jattn.engine import LLM, EngineConfig, SpeculativeConfig
 from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
 from jattn.load.folder import read_given
@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache on each device (1 GiB)")
     add_device_arguments(parser)
     arguments = parser.parse_args(argv)
+    join_processes(arguments)
     keys = () if arguments.api_key_file is None else tuple(read_given("api_key_file", arguments.api_key_file).split())
     if arguments.api_key_file is not None and not keys:
         raise InvalidInput(f"api_key_file {arguments.api_key_file!r} has no keys.")
@@ -71,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
     llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
+    if llm.engine.follow():
+        return 0
     if not arguments.no_warmup:
         llm.engine.warmup()
     # uvicorn stops to listen at SIGTERM and SIGINT, and waits for the answers that run.

@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.run",
     },
     "jattn.table": set(),
-    "jattn.arguments": set(),
+    "jattn.arguments": {"jattn.engine"},
     "jattn.metadata": {"torch_core.metadata"},
     "jattn.ops": {"jattn.bridge", "jattn.metadata", "torch_core.calls"},
     "jattn.parallel": {"jattn.ops", "torch_core.calls", "torch_core.metadata", "torch_core.context_parallel"},
