@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_core.errors import InvalidInput
-from torch_core.metadata import CommonAttentionMetadata, SequenceRowLike, build_common_metadata
+from torch_core.metadata import CommonAttentionMetadata, EncoderRow, SequenceRowLike, build_common_metadata
 
-__all__ = ["AttentionMetadata", "PrefixGroups"]
+__all__ = ["AttentionMetadata", "CrossMetadata", "PrefixGroups"]
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +37,20 @@ class PrefixGroups:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CrossMetadata:
+    """Where cross attention finds the keys and values of each sequence's encoder input.
+
+    Attributes:
+        block_tables: int32[num_seqs, max_encoder_blocks].
+        seq_lens: int32[num_seqs]; encoder tokens of each sequence, 0 for padding.
+    """
+
+    block_tables: jax.Array
+    seq_lens: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """What the attention ops of one step need to know about its batch.
 
@@ -51,6 +65,7 @@ class AttentionMetadata:
         slot_mapping: int32[num_tokens]; `block * block_size + offset` for each new token, -1 for padding.
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
         groups: sequences that share prefixes; None to attend each on its own.
+        cross: what cross attention reads; None for a model without.
     """
 
     block_tables: jax.Array
@@ -59,6 +74,7 @@ class AttentionMetadata:
     slot_mapping: jax.Array
     max_query_len: int = field(metadata={"static": True})
     groups: PrefixGroups | None = None
+    cross: CrossMetadata | None = None
 
     @classmethod
     def build(
@@ -71,6 +87,7 @@ class AttentionMetadata:
         num_tokens: int | None = None,
         max_blocks: int | None = None,
         max_query_len: int | None = None,
+        encoder_rows: Sequence[EncoderRow] | None = None,
     ) -> AttentionMetadata:
         """Builds a step's metadata from what each sequence does, checks every value on the host, and uploads it.
 
@@ -80,6 +97,7 @@ class AttentionMetadata:
             num_blocks: blocks of the pool, the null block 0 included.
             num_seqs, num_tokens, max_blocks: padded sizes, so that steps share a program; just enough when None.
             max_query_len: a static bound to keep; the longest row's new tokens when None.
+            encoder_rows: blocks and length of each sequence's encoder input, for cross attention.
 
         Raises:
             InvalidInput: a block id, a length or a shared block is wrong; the message names the row.
@@ -101,6 +119,7 @@ class AttentionMetadata:
                 num_tokens=num_tokens,
                 max_blocks=max_blocks,
                 max_query_len=max_query_len,
+                encoder_rows=encoder_rows,
             )
         )
 
@@ -178,7 +197,11 @@ class AttentionMetadata:
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
         arrays = jax.device_put({name: getattr(common, name) for name in _arrays()})
-        return cls(**arrays, max_query_len=common.max_query_len)
+        cross = None
+        if (encoder := common.encoder) is not None:
+            tables, seq_lens = jax.device_put((encoder.cross_block_tables, encoder.encoder_seq_lens))
+            cross = CrossMetadata(block_tables=tables, seq_lens=seq_lens)
+        return cls(**arrays, max_query_len=common.max_query_len, cross=cross)
 
     def positions(self, num_tokens: int) -> jax.Array:
         """Returns int32[num_tokens], where each new token stands in its sequence; that of padding means nothing.
@@ -197,4 +220,4 @@ class AttentionMetadata:
 
 
 def _arrays() -> list[str]:
-    return [each.name for each in fields(AttentionMetadata) if each.name not in ("max_query_len", "groups")]
+    return [each.name for each in fields(AttentionMetadata) if each.name not in ("max_query_len", "groups", "cross")]

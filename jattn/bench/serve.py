@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jattn.bench.serve_picture import check_matplotlib, save_picture
 from jattn.engine import LLM, EngineConfig
 from jattn.serve import AsyncLLM
 from torch_core.errors import InvalidInput, Unsupported
@@ -24,6 +26,9 @@ from torch_core.errors import InvalidInput, Unsupported
 __all__ = ["ServeRow", "main", "run"]
 
 _PERCENTILES = (50, 90, 99)
+_WATCH_SECONDS = 0.1
+# Ours, and vLLM's.
+_POOL_USAGE = re.compile(r"^(?:jattn_kv_cache_usage|vllm:kv_cache_usage_perc)(?:{.*})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class ServeRow:
         itl_ms: between two events with text; several tokens may come in one.
         e2e_ms: from the arrival to the last token.
         goodput: completed requests a second within both goals; None without goals.
+        pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, where it was
+            watched.
     """
 
     rate: float
@@ -53,6 +60,7 @@ class ServeRow:
     itl_ms: dict[str, float]
     e2e_ms: dict[str, float]
     goodput: float | None
+    pool_usage: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -78,6 +86,7 @@ def run(
     ttft_goal_ms: float | None = None,
     tpot_goal_ms: float | None = None,
     seed: int = 0,
+    watch_pool: bool = False,
 ) -> list[ServeRow]:
     """Measures a server that runs at `url`, or one of this process with a model folder.
 
@@ -92,6 +101,7 @@ def run(
         max_num_seqs, max_num_batched_tokens: of the own server.
         ttft_goal_ms, tpot_goal_ms: what counts as good.
         seed: of prompts and arrivals.
+        watch_pool: ask the server for its metrics meanwhile, ten times a second.
 
     Raises:
         InvalidInput: sizes out of range.
@@ -124,8 +134,8 @@ def run(
                 for _ in range(num_requests)
             ]
             gaps = [0.0 if math.isinf(rate) else random_numbers.expovariate(rate) for _ in bodies]
-            timelines = asyncio.run(_send(address, api_key, bodies, np.cumsum(gaps).tolist()))
-            rows.append(_row(rate, timelines, ttft_goal_ms, tpot_goal_ms))
+            timelines, usage = asyncio.run(_send(address, api_key, bodies, np.cumsum(gaps).tolist(), watch_pool))
+            rows.append(dataclasses.replace(_row(rate, timelines, ttft_goal_ms, tpot_goal_ms), pool_usage=usage))
     return rows[1:]
 
 
@@ -146,9 +156,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tpot-goal-ms", type=float)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--png", metavar="FILE", help="draw throughput against latency, and the pool's use over time")
     arguments = vars(parser.parse_args(argv))
-    as_json = arguments.pop("json")
-    rows = run(**arguments)
+    as_json, png = arguments.pop("json"), arguments.pop("png")
+    if png is not None:
+        check_matplotlib()
+    rows = run(**arguments, watch_pool=png is not None)
+    if png is not None:
+        save_picture(rows, png)
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
@@ -177,18 +192,38 @@ def _own_server(model: str | None, config: EngineConfig) -> Any:
     return background.BackgroundServer(AsyncLLM(llm), app.ServeConfig(model_name="bench", max_unfinished=1 << 20))
 
 
-async def _send(url: str, api_key: str | None, bodies: list[dict[str, Any]], arrivals: list[float]) -> list[_Timeline]:
+async def _send(
+    url: str, api_key: str | None, bodies: list[dict[str, Any]], arrivals: list[float], watch_pool: bool
+) -> tuple[list[_Timeline], list[tuple[float, float]]]:
     try:
         httpx = importlib.import_module("httpx")
     except ImportError:
         raise Unsupported("jattn bench serve needs httpx, which is not installed; pip install httpx.") from None
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    usage: list[tuple[float, float]] = []
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits) as client:
         start = time.perf_counter()
-        return await asyncio.gather(
+        ended = asyncio.Event()
+        watching = asyncio.ensure_future(_watch_pool(client, start + arrivals[0], usage, ended)) if watch_pool else None
+        timelines = await asyncio.gather(
             *(_ask(client, body, start + arrival) for body, arrival in zip(bodies, arrivals, strict=True))
         )
+        ended.set()
+        if watching is not None:
+            await watching
+    return timelines, usage
+
+
+async def _watch_pool(client: Any, start: float, usage: list[tuple[float, float]], ended: asyncio.Event) -> None:
+    # A server that does not answer fails the requests, which are counted.
+    with contextlib.suppress(Exception):
+        while not ended.is_set():
+            text = (await client.get("/metrics")).text
+            if found := _POOL_USAGE.search(text):
+                usage.append((time.perf_counter() - start, float(found[1])))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _WATCH_SECONDS)
 
 
 async def _ask(client: Any, body: dict[str, Any], arrival: float) -> _Timeline:

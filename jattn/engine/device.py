@@ -37,6 +37,7 @@ class Device:
         host: memory for swapped blocks, if the engine has any.
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
+        pads_rows: a step costs by its longest row times its rows.
         channel: to the other processes that have parts of the same model; None where all is here.
         speculation: how guesses went.
     """
@@ -45,6 +46,7 @@ class Device:
     host: HostBlocks | None
     runner: ModelRunner
     in_turns: bool
+    pads_rows: bool
     speculation: SpeculationCounts
     channel: Channel | None = None
 
@@ -152,7 +154,9 @@ def open_device(
         if sliding_window is not None:
             sliding_window = draft.sliding_window and max(sliding_window, draft.sliding_window)
     parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
-    plan = _plan(config, spec, shape.num_layers, further, parts, max_model_len=max_model_len)
+    num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
+    longest = max_model_len + num_encoder_blocks * config.block_size
+    plan = _plan(config, spec, shape.num_layers, further, parts, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -161,7 +165,7 @@ def open_device(
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
-        max_blocks_per_seq=max_blocks,
+        max_blocks_per_seq=max_blocks + num_encoder_blocks,
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
@@ -177,9 +181,16 @@ def open_device(
     announce: Any = (lambda *_: None) if channel is None else channel.send
     runner = ModelRunner(model, pool, config, placement, max_blocks=max_blocks, ragged=ragged, announce=announce)
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
-    in_turns = config.batch_invariant or not ragged
-    counts = SpeculationCounts(config.num_speculative_tokens)
-    device = Device(pool, host, runner, in_turns, counts, channel)
+    device = Device(
+        pool,
+        host,
+        runner,
+        in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
+        # A batch-invariant step costs what the largest one does, whatever is in it.
+        pads_rows=not (config.batch_invariant or ragged),
+        speculation=SpeculationCounts(config.num_speculative_tokens),
+        channel=channel,
+    )
     return device, cache_config, plan
 
 

@@ -88,6 +88,10 @@ def _check(draft: object, base: PagedSpec, max_model_len: int) -> None:
     spec = getattr(draft, "paged_spec", None)
     if not isinstance(spec, PagedSpec):
         raise InvalidInput(f"the draft model is a {type(draft).__name__}; it must be a jattn.models.PagedModel.")
+    if base.max_encoder_len or spec.max_encoder_len:
+        raise InvalidInput(
+            "a draft model cannot guess beside an encoder, whose output one of the two does not see; use n-grams."
+        )
     if spec.vocab_size != base.vocab_size:
         raise InvalidInput(
             f"the draft model has a vocabulary of {spec.vocab_size} and the model one of {base.vocab_size}; their "

@@ -213,7 +213,7 @@ class Engine(contextlib.AbstractContextManager):
         """Queues a request; nothing runs until `step` or `wait`.
 
         Args:
-            prompt_token_ids: at least one token id below the model's vocab_size.
+            prompt_token_ids: at least one token id below the model's vocab_size; the encoder's input if it has one.
             params: how to sample; the defaults of `SamplingParams` if None.
             request_id: unique among unfinished requests and not beginning with "#"; "#" and a number if None.
             prompt: the prompt's text, for the result.

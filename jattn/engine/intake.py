@@ -17,7 +17,7 @@ from jattn.engine.sampler import Rows, is_plain, needs_slot
 from jattn.load import TextTokenizer
 from jattn.models import PagedSpec
 from torch_core.checks import check_int, shown
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
 __all__ = ["AUTOMATIC", "Intake"]
 
@@ -52,6 +52,8 @@ class Intake:
             raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {longest} tokens at most.")
         self.max_model_len = longest if max_model_len is None else max_model_len
         self._vocab_size = model.vocab_size
+        self._max_encoder_len = model.max_encoder_len
+        self._decoder_start = () if model.decoder_start_token_id is None else (model.decoder_start_token_id,)
         self._eos_token_ids = frozenset(model.eos_token_ids)
         self._config = config
         self._tokenizer = tokenizer
@@ -95,7 +97,12 @@ class Intake:
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput(f"salt must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None.")
         if (keep := params.truncate_prompt_tokens) is not None:
-            tokens = tokens[-min(keep if keep > 0 else self.max_model_len, self.max_model_len - 1) :]
+            longest = self._max_encoder_len or self.max_model_len - 1
+            tokens = tokens[-min(keep if keep > 0 else longest, longest) :]
+        encoder_tokens, num_slots = (), 0
+        if self._decoder_start:
+            encoder_tokens, num_slots = tokens, self._encoder_slots(request_id, tokens, params)
+            tokens = self._decoder_start
         max_tokens = max(self.max_model_len - len(tokens), 1) if params.max_tokens is None else params.max_tokens
         total = len(tokens) + max_tokens
         if total > self.max_model_len:
@@ -131,6 +138,8 @@ class Intake:
                 salt=salt,
                 order=number + index + priority * _ARRIVALS_OF_A_PRIORITY,
                 outbox=outbox,
+                encoder_token_ids=encoder_tokens,
+                num_encoder_slots=num_slots,
             )
             for index in range(params.n)
         )
@@ -138,6 +147,31 @@ class Intake:
             sample.samples = samples
         samples[0].followers += samples[1:]
         return samples
+
+    def _encoder_slots(self, request_id: str, tokens: tuple[int, ...], params: SamplingParams) -> int:
+        """Returns the slots of an encoder's input in whole blocks.
+
+        Raises:
+            RequestTooLong: the model does not take it, or a step.
+            Unsupported: probabilities of a prompt that nothing predicts.
+        """
+        if params.prompt_logprobs is not None:
+            raise Unsupported(
+                "prompt_logprobs is given; the prompt is read by this model's encoder, which predicts none of it."
+            )
+        if len(tokens) > self._max_encoder_len:
+            raise RequestTooLong(
+                f"the prompt of {request_id!r} has {len(tokens)} tokens; the model's encoder was made for "
+                f"{self._max_encoder_len}. Shorten it."
+            )
+        block_size, most = self._config.block_size, self._config.max_num_batched_tokens
+        num_slots = -(-len(tokens) // block_size) * block_size
+        if num_slots > most:
+            raise RequestTooLong(
+                f"the prompt of {request_id!r} takes {num_slots} slots; an encoder reads it in one step, and "
+                f"max_num_batched_tokens is {most}. Shorten it or raise EngineConfig(max_num_batched_tokens=...)."
+            )
+        return num_slots
 
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks what depends on the model and the engine."""

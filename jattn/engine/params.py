@@ -82,8 +82,12 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise InvalidInput(f"{name} is {shown(getattr(self, name))}; it must be text.")
+        if self.json_object is not None:
+            check_bool("json_object", self.json_object)
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice, _MAX_CHOICES))
+            if not self.choice:
+                raise InvalidInput("choice is empty; give at least one string.")
 
     def constraints(self) -> dict[str, Any]:
         """Returns the fields of which one is given, by name."""
@@ -201,9 +205,9 @@ class SamplingParams:
 
     def _check_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _strings("stop", () if stop is None else stop, _MAX_STOP_STRINGS))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words or (), LIMITS.bad_words // 2))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _strings("stop", stop, _MAX_STOP_STRINGS))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, LIMITS.bad_words // 2))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -229,7 +233,12 @@ def _as_float(name: str, value: object) -> float:
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
     try:
+        if isinstance(values, (str, bytes, Mapping)):
+            # They would pass as sequences of what is in them.
+            raise TypeError
         return tuple(values)
     except TypeError:
         raise InvalidInput(f"{name} is {shown(values)}; it must be a sequence.") from None

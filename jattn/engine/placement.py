@@ -75,7 +75,7 @@ class Placement:
                 )
             return cls(), model
         size = mesh.shape["tp"]
-        if parallel is None and isinstance(model, Decoder):
+        if parallel is None and isinstance(model, Decoder) and size > 1:
             model = cast(PagedModel, shard_model(model, mesh))
         elif parallel is None and size == 1:
             graph, state = nnx.split(cast(nnx.Module, model))

@@ -17,9 +17,9 @@ from jattn.engine.logprobs import Logprobs, token_logprobs
 from jattn.engine.placement import Placement
 from jattn.engine.sampler import Rows, Sampler, SamplingKind, VocabShards
 from jattn.engine.tables import SamplerState
-from jattn.metadata import AttentionMetadata, PrefixGroups
-from jattn.models import PagedModel, TensorParallel
-from torch_core.metadata import PackedLayout, metadata_layout
+from jattn.metadata import AttentionMetadata, CrossMetadata, PrefixGroups
+from jattn.models import EncoderModel, PagedModel, TensorParallel
+from torch_core.metadata import PackedLayout, encoder_layout, metadata_layout
 from torch_core.specs import PAD_SLOT_ID
 
 __all__ = ["PER_SEQUENCE", "Bucket", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
@@ -30,6 +30,7 @@ PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot
 KVCaches = tuple[jax.Array, ...]
 Fields = dict[str, jax.Array]
 # Merged where it is called: nnx lets a module change (a random stream counts) at its own level of tracing only.
+# `encode` is asked of models with an encoder alone, what a draft has of models with one.
 Model = Callable[[], Any]
 
 
@@ -46,6 +47,8 @@ class Bucket:
         num_guesses: tokens behind the first one of a sequence that are verified at most.
         num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
         piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
+        num_encoder_blocks: blocks of an encoder's input at most; 0 without an encoder.
+        encodes: the tokens are inputs of the encoder; nothing is sampled.
     """
 
     num_seqs: int
@@ -56,6 +59,8 @@ class Bucket:
     num_guesses: int = 0
     num_pieces: int = 0
     piece_tokens: int = 0
+    num_encoder_blocks: int = 0
+    encodes: bool = False
 
     @property
     def num_inputs(self) -> int:
@@ -69,16 +74,17 @@ class Bucket:
 
     def layout(self, max_blocks: int) -> PackedLayout:
         """Returns where the arrays of a step lie in the one buffer that is uploaded."""
-        return _layout(self.num_seqs, self.num_inputs, self.num_tokens, max_blocks, self.num_pieces)
+        sizes = (self.num_seqs, self.num_inputs, self.num_tokens)
+        if self.encodes:
+            return _layout(*sizes, self.num_encoder_blocks, 0, 0)
+        return _layout(*sizes, max_blocks, self.num_pieces, self.num_encoder_blocks)
 
     def __str__(self) -> str:
         steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
         steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
         steps += "shared prefixes, " if self.piece_tokens else ""
-        return (
-            f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}"
-            f"{self.sampler.kind.value}"
-        )
+        kind = "encoder" if self.encodes else self.sampler.kind.value
+        return f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}{kind}"
 
 
 class Sampled(NamedTuple):
@@ -96,10 +102,14 @@ class Sampled(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, num_pieces: int) -> PackedLayout:
+def _layout(
+    num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, num_pieces: int, num_encoder_blocks: int
+) -> PackedLayout:
     extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
     if num_pieces:
         extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
+    if num_encoder_blocks:
+        extra += encoder_layout(num_seqs=num_seqs, num_encoder_tokens=0, max_encoder_blocks=num_encoder_blocks)
     return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
 
 
@@ -161,13 +171,17 @@ def _step(
 ) -> tuple[tuple[Sampled, jax.Array, SamplerState], KVCaches]:
     fields = bucket.layout(max_blocks).unpack(buffer)
 
-    def model() -> PagedModel:
+    def model() -> EncoderModel:
         return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
 
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
+        if bucket.encodes:
+            kv_caches = model().encode(token_ids, fields["positions"], kv_caches, _metadata(fields, bucket))
+            # The tokens only say when the step is done.
+            return (Sampled(jnp.zeros((1, last_tokens.size), jnp.int32), None, None), last_tokens, state), kv_caches
         if bucket.num_steps > 1:
             sampled, state, kv_caches = _decoded(model, kv_caches, token_ids, fields, state, bucket)
         elif bucket.num_guesses:
@@ -248,16 +262,8 @@ def _drafted(
 def _sampled(
     model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
 ) -> tuple[Sampled, SamplerState, KVCaches]:
-    metadata = AttentionMetadata(
-        block_tables=fields["block_tables"],
-        seq_lens=fields["seq_lens"],
-        query_start_loc=fields["query_start_loc"],
-        slot_mapping=fields["slot_mapping"],
-        max_query_len=bucket.max_query_len,
-        groups=_groups(fields, bucket),
-    )
     merged = model()
-    hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
+    hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, _metadata(fields, bucket))
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
     count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
@@ -292,6 +298,21 @@ def _logits(model: PagedModel, hidden: jax.Array) -> tuple[jax.Array, VocabShard
     if parallel is None or parallel.parts("vocab") == 1:
         return logits, None
     return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1])
+
+
+def _metadata(fields: Fields, bucket: Bucket) -> AttentionMetadata:
+    cross = None
+    if bucket.num_encoder_blocks and not bucket.encodes:
+        cross = CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
+    return AttentionMetadata(
+        block_tables=fields["block_tables"],
+        seq_lens=fields["seq_lens"],
+        query_start_loc=fields["query_start_loc"],
+        slot_mapping=fields["slot_mapping"],
+        max_query_len=bucket.max_query_len,
+        groups=_groups(fields, bucket),
+        cross=cross,
+    )
 
 
 def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:

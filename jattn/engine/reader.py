@@ -85,7 +85,7 @@ class PromptReader:
         return RequestOutput(
             request.request_id,
             request.prompt,
-            request.prompt_token_ids,
+            request.encoder_token_ids or request.prompt_token_ids,
             completions,
             request.num_cached_tokens,
             request.metrics,

@@ -114,7 +114,7 @@ class Request:
 
     Attributes:
         request_id: unique among the engine's live requests.
-        prompt_token_ids: the prompt.
+        prompt_token_ids: the prompt; of a model with an encoder what its decoder starts with.
         params: how to sample; max_tokens is a number.
         sampling: the same for the device, `Rows.pack`.
         eos_token_ids: tokens that end it.
@@ -125,10 +125,13 @@ class Request:
         index: of the sample among those of its prompt.
         samples: all of them in order, itself included.
         followers: of the first sample, those that wait to fork its prompt's blocks.
+        encoder_token_ids: the encoder's input; empty without an encoder.
+        num_encoder_slots: slots of the cache before the first token's, whole blocks, for what the encoder makes of it.
         salt: only requests of equal salt share cached prefixes; None for the engine's own.
         output_token_ids: generated and seen.
         outbox: where its news go.
-        num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step.
+        num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step; negative while
+            the encoder has not run: the slots that it still has to fill.
         num_pending_tokens: tokens sampled on the device and not seen yet.
         pending_row: where the last dispatched step put its sampled token.
         logprobs: of the generated tokens, if they are wanted; those behind the last token mean nothing.
@@ -162,6 +165,8 @@ class Request:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     samples: tuple[Request, ...] = ()
     followers: list[Request] = field(default_factory=list)
+    encoder_token_ids: tuple[int, ...] = ()
+    num_encoder_slots: int = 0
 
     @property
     def num_known_tokens(self) -> int:
@@ -172,6 +177,12 @@ class Request:
     def num_tokens(self) -> int:
         """All tokens, those still on the device included."""
         return self.num_known_tokens + self.num_pending_tokens
+
+    @property
+    def cached_token_ids(self) -> list[int]:
+        """What the block allocator knows it by: the known tokens, behind the encoder's input and its padding."""
+        padding = self.num_encoder_slots - len(self.encoder_token_ids)
+        return [*self.encoder_token_ids, *[0] * padding, *self.token_ids(0, self.num_known_tokens)]
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -23,7 +23,14 @@ from jattn.engine.tables import SamplerState, Slots, SlotTables
 from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
-from torch_core.metadata import BlockTableCache, Buckets, PackedLayout, build_common_metadata
+from torch_core.metadata import (
+    BlockTableCache,
+    Buckets,
+    EncoderRow,
+    PackedLayout,
+    SequenceRow,
+    build_common_metadata,
+)
 from torch_core.specs import DTYPE_BYTES
 
 __all__ = ["ModelRunner"]
@@ -71,6 +78,7 @@ class ModelRunner:
         self._announce = announce
         self._placement = placement
         self._max_blocks = max_blocks
+        self._num_encoder_blocks = -(-model.paged_spec.max_encoder_len // config.block_size)
         window = model.paged_spec.sliding_window
         self._window_left = None if window is None else window - 1
         self._config = config
@@ -80,7 +88,7 @@ class ModelRunner:
         if not ragged and not config.batch_invariant:
             largest = self._num_tokens.largest
             self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
-        self._cascade = Cascade.of(cast(nnx.Module, model), config)
+        self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config)
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
         self._plain = Sampler(SamplingKind.PLAIN)
@@ -111,15 +119,18 @@ class ModelRunner:
         """
         bucket = self._bucket(step)
         layout = bucket.layout(self._max_blocks)
+        rows, encoder_rows = self._with_encoder(step) if self._num_encoder_blocks else (step.committed.rows, None)
         metadata = build_common_metadata(
-            step.committed.rows,
+            rows,
             block_size=self._pool.spec.block_size,
             num_blocks=self._pool.num_blocks,
             num_seqs=bucket.num_seqs,
             num_tokens=bucket.num_tokens,
-            max_blocks=self._max_blocks,
+            max_blocks=layout["block_tables"].shape[1],
+            encoder_rows=encoder_rows,
             window_left=self._window_left,
-            table_cache=self._tables,
+            # Tables that were cut are other objects in every step.
+            table_cache=None if self._num_encoder_blocks else self._tables,
             layout=layout,
         )
         # Given a layout, the builder packs.
@@ -162,11 +173,27 @@ class ModelRunner:
             self._slots.tables = state.tables
         return sampled
 
+    def _with_encoder(self, step: ScheduledStep) -> tuple[list[SequenceRow], list[EncoderRow] | None]:
+        """Returns the rows of a step without the encoder's slots before them, and those slots; or those alone."""
+        rows: list[SequenceRow] = []
+        encoder_rows: list[EncoderRow] = []
+        for row, committed in zip(step.rows, step.committed.rows, strict=True):
+            request, blocks = row.request, committed.block_ids
+            first = request.num_encoder_slots // self._config.block_size
+            length = len(request.encoder_token_ids)
+            if step.encodes:
+                rows.append(SequenceRow(blocks[:first], 0, length, committed.seq_id))
+            else:
+                rows.append(SequenceRow(blocks[first:], row.start, row.num_new_tokens, committed.seq_id))
+                encoder_rows.append(EncoderRow(blocks[:first], length))
+        return rows, None if step.encodes else encoder_rows
+
     def warmup(self, report: Callable[[int, int, str], None]) -> None:
         """Compiles every program that a step can need; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
-            self.programs.compile(self._all_buckets(), report)
-            self._slots.warmup({1, self._config.max_num_seqs, *self._num_seqs.sizes})
+            buckets = tuple(self._all_buckets())
+            self.programs.compile(buckets, report)
+            self._slots.warmup({bucket.num_seqs for bucket in buckets})
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
@@ -216,6 +243,9 @@ class ModelRunner:
         return parts
 
     def _bucket(self, step: ScheduledStep) -> Bucket:
+        if step.encodes:
+            longest = max(len(row.request.encoder_token_ids) for row in step.rows)
+            return self._encode_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest)
         # A chunk that does not reach its prompt's end samples nothing: whatever it asks for, the least will do.
         asking = [row.request for row in step.rows if row.num_samples or row.request.params.prompt_logprobs is not None]
         sampler = self._plain if all(request.is_plain for request in asking) else self._full
@@ -228,32 +258,55 @@ class ModelRunner:
         pieces = 0 if self._cascade is None else self._cascade.num_pieces(num_seqs)
         guesses = self._config.num_speculative_tokens
         count = num_steps + guesses
-        return Bucket(num_seqs, num_seqs * count, 1 + guesses, sampler, num_steps, guesses, pieces)
+        sizes = (num_seqs, num_seqs * count, 1 + guesses)
+        return Bucket(*sizes, sampler, num_steps, guesses, pieces, num_encoder_blocks=self._num_encoder_blocks)
 
     def _prefill_bucket(self, num_seqs: int, num_tokens: int, longest: int, sampler: Sampler) -> Bucket:
         most = self._config.max_num_seqs
+        blocks = self._num_encoder_blocks
         if self._query_lens is None:
             # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
-            return Bucket(most, num_tokens, num_tokens, sampler)
+            return Bucket(most, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
         if num_seqs == 1:
-            return Bucket(1, num_tokens, num_tokens, sampler)
-        return Bucket(most, num_tokens, min(num_tokens, self._query_lens.pad(longest)), sampler)
+            return Bucket(1, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
+        return next(
+            bucket
+            for bucket in self._padded_buckets(self._query_lens.pad(longest), sampler)
+            if bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
+        )
+
+    def _padded_buckets(self, longest: int, sampler: Sampler) -> Iterator[Bucket]:
+        """Yields those of prompts padded to so many tokens: no step attends more than twice the tokens that it has."""
+        most, smallest = self._config.max_num_seqs, cast(Buckets, self._query_lens).sizes[0]
+        for num_tokens in self._num_tokens.sizes:
+            if num_tokens >= longest:
+                # The largest step takes any number of the shortest prompts; the scheduler sees to the longer ones.
+                takes_all = longest == smallest and num_tokens == self._num_tokens.largest
+                num_seqs = most if takes_all else min(most, 2 * num_tokens // longest)
+                yield Bucket(num_seqs, num_tokens, longest, sampler, num_encoder_blocks=self._num_encoder_blocks)
+
+    def _encode_bucket(self, num_seqs: int, num_tokens: int, longest: int) -> Bucket:
+        return replace(self._prefill_bucket(num_seqs, num_tokens, longest, self._plain), encodes=True)
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for sampler in (self._plain, self._full):
-            for num_tokens in self._num_tokens.sizes:
-                longest = (num_tokens,) if self._query_lens is None else self._query_lens.sizes
-                yield from {
-                    self._prefill_bucket(num_seqs, num_tokens, size, sampler): None
-                    for num_seqs in (1, self._config.max_num_seqs)
-                    for size in longest
-                }
+            for bucket in self._prompt_buckets(sampler):
+                yield bucket
+                if self._num_encoder_blocks and sampler is self._plain:
+                    yield replace(bucket, encodes=True)
             for num_steps in sorted({1, self._config.num_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
                     bucket = self._decode_bucket(num_seqs, sampler, num_steps)
                     yield bucket
                     if bucket.num_pieces and self._cascade is not None:
                         yield replace(bucket, piece_tokens=self._cascade.piece_tokens)
+
+    def _prompt_buckets(self, sampler: Sampler) -> Iterator[Bucket]:
+        for num_tokens in self._num_tokens.sizes:
+            yield self._prefill_bucket(1, num_tokens, num_tokens, sampler)
+        if self._query_lens is not None and self._config.max_num_seqs > 1:
+            for longest in self._query_lens.sizes:
+                yield from self._padded_buckets(longest, sampler)
 
 
 def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
@@ -276,8 +329,11 @@ def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: n
     first = 0
     for row in rows:
         request = row.request
-        new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
-        new += row.guesses
+        if row.encodes:
+            new = list(request.encoder_token_ids)
+        else:
+            new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
+            new += row.guesses
         token_ids[first : first + len(new)] = new
         first += len(new)
     layout["sampling"].of(buffer)[: len(rows)] = [row.request.sampling for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class ScheduledRow:
     num_samples: int
     guesses: tuple[int, ...] = ()
 
+    @property
+    def encodes(self) -> bool:
+        """Whether this is the encoder's input, whose slots are counted up to 0."""
+        return self.start < 0
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
@@ -60,19 +66,27 @@ class ScheduledStep:
         """New tokens of all rows."""
         return sum(row.num_new_tokens for row in self.rows)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether its rows are inputs of the encoder, all of them."""
+        return self.rows[0].encodes
+
 
 class Scheduler:
     """Serves requests by their order, prompts in chunks; preempts the last in order when blocks run out.
 
-    A step holds a token of every running request and, as far as the token budget goes, chunks of prompts. Requests of
-    equal prompts wait until the first of them has computed what they share. Not thread-safe; the engine's work owns it.
+    A step holds a token of every running request and, as far as the token budget goes, chunks of prompts; inputs of an
+    encoder have steps of their own, each whole. Requests of equal prompts wait until the first of them has computed
+    what they share. Not thread-safe; the engine's work owns it.
     What it holds can be made anew from the requests: after an error that is not a refusal it is thrown away.
 
     Args:
         config: sizes of a step.
         cache: the allocator; the scheduler is the only one to plan with it.
         move_blocks: executes and retires a step without rows: a swap.
-        in_turns: prompts and decoding have steps of their own, and take turns where both are wanted.
+        in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
+            with an encoder.
+        pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
     """
 
     def __init__(
@@ -82,9 +96,11 @@ class Scheduler:
         move_blocks: Callable[[CommittedStep], None],
         *,
         in_turns: bool = False,
+        pads_rows: bool = False,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
+        self._pads_rows = pads_rows
         self._cache = cache
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -96,6 +112,7 @@ class Scheduler:
         self._guesses = guesses_of(SpeculativeConfig.of(config.speculative_config))
         self._prompts: dict[str, int] = {}
         self._first_of: dict[int, Request] = {}
+        self._num_torn = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -108,13 +125,16 @@ class Scheduler:
         Raises:
             RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
         """
-        self._cache.check_admission(request.request_id, len(request.prompt_token_ids), request.max_tokens)
+        num_slots = request.num_encoder_slots
+        self._cache.check_admission(request.request_id, num_slots + len(request.prompt_token_ids), request.max_tokens)
         insort(self._waiting, request, key=_order)
-        shared = len(request.prompt_token_ids) // self._config.block_size * self._config.block_size
+        prompt = request.encoder_token_ids or request.prompt_token_ids
+        # What an encoder makes of its input is shared as a whole or not at all.
+        shared = num_slots or len(prompt) // self._config.block_size * self._config.block_size
         # The other samples of a prompt wait for the first one anyway.
         if self._config.enable_prefix_caching and shared >= _WORTH_WAITING and request.index == 0:
             # A hash will do: of two prompts that share one, the second waits for nothing.
-            self._prompts[request.request_id] = hash((request.salt, request.prompt_token_ids[:shared]))
+            self._prompts[request.request_id] = hash((request.salt, prompt[:shared]))
 
     def schedule(self) -> ScheduledStep | None:
         """Takes the blocks of the next step and returns it, or None when nothing can run before a step retires."""
@@ -181,6 +201,7 @@ class Scheduler:
         stats = self._cache.stats()
         room = (stats.free + stats.cached) * self._config.block_size
         rows: list[ScheduledRow] = []
+        longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
             is_new = request.state is not RequestState.RUNNING
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
@@ -193,7 +214,14 @@ class Scheduler:
                 places -= 1
             start = request.num_computed_tokens
             # Forks take over all but the last token, which each sample computes for itself.
-            num_new = min(budget, _remaining(request) - bool(request.followers))
+            num_new = min(budget, _remaining(request) - bool(request.followers)) if start >= 0 else -start
+            # An encoder's input comes whole, and beside others alone.
+            if num_new > budget or (rows and rows[0].encodes != (start < 0)):
+                break
+            longest = max(longest, num_new)
+            if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
+                self._hold_back(request)
+                break
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new
             room -= num_new
@@ -254,22 +282,42 @@ class Scheduler:
             self._move_blocks(self._cache.swap_in(seq_id))
             self._swapped.remove(seq_id)
         elif seq_id in self._to_resume:
-            request.num_computed_tokens = self._cache.resume(seq_id)
+            request.num_computed_tokens = self._whole(request, self._cache.resume(seq_id))
             self._to_resume.remove(seq_id)
         elif seq_id not in self._registered:
-            tokens = request.token_ids(0, request.num_known_tokens)
-            request.num_computed_tokens = self._cache.add(seq_id, tokens, salt=request.salt)
+            # What an encoder makes of a token depends on all others, so blocks are shared by equal inputs alone.
+            found = self._add(request, repr(request.encoder_token_ids) if request.encoder_token_ids else "")
+            request.num_computed_tokens = self._whole(request, found)
             if not request.output_token_ids:
-                request.num_cached_tokens = request.num_computed_tokens
+                request.num_cached_tokens = max(request.num_computed_tokens + len(request.encoder_token_ids), 0)
             self._registered.add(seq_id)
             self._fork(request)
+
+    def _whole(self, request: Request, num_found: int) -> int:
+        """Returns the computed tokens of a request that is registered; of an encoder's input part is as good as none.
+
+        Args:
+            request: just added or resumed.
+            num_found: slots whose contents are cached.
+        """
+        if 0 < num_found < request.num_encoder_slots:
+            self._cache.finish(request.request_id)
+            self._num_torn += 1
+            num_found = self._add(request, f"alone {self._num_torn}")
+        return num_found - request.num_encoder_slots
+
+    def _add(self, request: Request, shared_by: str) -> int:
+        """Tells the cache of a request; blocks are shared where `shared_by` is equal, too. Returns the slots found."""
+        keys = (hashlib.sha256(shared_by.encode()).digest(),) if shared_by else ()
+        return self._cache.add(request.request_id, request.cached_token_ids, salt=request.salt, extra_keys=keys)
 
     def _fork(self, first: Request) -> None:
         """Lets the other samples of a prompt share its blocks once all but its last token is computed or in flight."""
         if first.followers and _remaining(first) == 1:
             for request in first.followers:
                 if request.state is RequestState.WAITING and request.request_id not in self._registered:
-                    request.num_computed_tokens = self._cache.fork(first.request_id, request.request_id)
+                    num_slots = self._cache.fork(first.request_id, request.request_id)
+                    request.num_computed_tokens = num_slots - request.num_encoder_slots
                     request.num_cached_tokens = request.num_computed_tokens
                     self._registered.add(request.request_id)
             first.followers = []

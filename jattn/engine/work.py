@@ -55,7 +55,9 @@ class Work:
         self._device = device
         self.cache = CacheManager(cache_config)
         self._move_blocks = _BlockMover(device, self.cache)
-        self.scheduler = Scheduler(config, self.cache, self._move_blocks, in_turns=device.in_turns)
+        self.scheduler = Scheduler(
+            config, self.cache, self._move_blocks, in_turns=device.in_turns, pads_rows=device.pads_rows
+        )
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._has_residue = False
         self.generation = device.pool.generation

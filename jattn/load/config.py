@@ -21,6 +21,8 @@ __all__ = ["family_of", "parse_config", "render_config"]
 _NAME = "config.json"
 #: Fields that every file sets, under whatever key.
 _REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_value_heads", "head_dim"))
+#: What an encoder does not have.
+_OF_LOGITS = ("decoder_start_token_id", "logits_bias", "logits_scale", "tie_word_embeddings")
 #: How weights may be quantised; they are read as numbers of the model's dtype.
 QUANT_METHODS = ("fp8", "mxfp4")
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
@@ -43,6 +45,9 @@ _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 _IGNORED = (
     "_attn_implementation_autoset",
     "_name_or_path",
+    "_num_labels",
+    "activation_dropout",
+    "add_bias_logits",
     "attention_dropout",
     "attention_probs_dropout_prob",
     "gradient_checkpointing",
@@ -54,28 +59,49 @@ _IGNORED = (
     "bias_dropout_fusion",
     "cache_implementation",
     "chunk_size_feed_forward",
+    "classif_dropout",
     "classifier_dropout",
+    "decoder_layerdrop",
+    "dense_act_fn",
+    "dropout",
+    "dropout_rate",
+    "early_stopping",
     "embd_pdrop",
     "embedding_dropout",
+    "encoder_layerdrop",
     "ep_size",
+    "extra_pos_embeddings",
     "finetuning_task",
+    "force_bos_token_to_be_generated",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
     "hidden_dropout",
     "id2label",
     "initial_context_length",
+    "init_std",
+    "initializer_factor",
     "initializer_range",
     "is_decoder",
+    "is_gated_act",
     "is_llama_config",
     "label2id",
+    "length_penalty",
     "masked_softmax_fusion",
+    "max_length",
     "max_window_layers",
+    "min_length",
     "n_ctx",
+    "no_repeat_ngram_size",
+    "num_beams",
     "num_mtp_layers",
     "num_nextn_predict_layers",
     "offset_alibi",
     "output_attentions",
     "output_hidden_states",
+    "output_past",
     "output_router_logits",
     "pad_token_id",
+    "prefix",
     "pretraining_tp",
     "problem_type",
     "qk_head_dim",
@@ -158,13 +184,15 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         if family.derive is not None:
             options |= family.derive(raw)
         options |= read_rope(raw, family, options["max_position_embeddings"]) | _windows(raw, family)
+        options["dtype"] = _stored_dtype(raw)
+        parts = {part: _popped(options, f"{part}.") for part in ("moe", "latent", "encoder")}
         for part, kind in (("moe", MoEConfig), ("latent", LatentConfig)):
-            own = [name for name in options if name.startswith(f"{part}.")]
-            if own:
-                options[part] = kind(**{name.removeprefix(f"{part}."): options.pop(name) for name in own})
+            if parts[part]:
+                options[part] = kind(**parts[part])
+        if parts["encoder"]:
+            options["encoder"] = _encoder(options, parts["encoder"])
         return ModelConfig(
             **options,
-            dtype=_stored_dtype(raw),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
             architecture=family.architecture,
@@ -313,7 +341,11 @@ def _checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     for alias, key in family.aliases.items():
         if alias in given:
             given.setdefault(key, given.pop(alias))
-    required = [key for key in family.all_keys if set(family.all_keys[key].fields) & {*_REQUIRED_FIELDS}]
+    required = [
+        name
+        for name, key in family.all_keys.items()
+        if {field.removeprefix("encoder.") for field in key.fields} & {*_REQUIRED_FIELDS}
+    ]
     missing = [key for key in required if key not in given and key not in family.defaults]
     if missing:
         raise InvalidInput(f"{_NAME} lacks {', '.join(missing)}.")
@@ -325,6 +357,20 @@ def _checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         elif not callable(default):
             given.setdefault(key, default)
     return given
+
+
+def _popped(options: dict[str, Any], prefix: str) -> dict[str, Any]:
+    own = [name for name in options if name.startswith(prefix)]
+    return {name.removeprefix(prefix): options.pop(name) for name in own}
+
+
+def _encoder(options: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
+    """Returns the config of a decoder's encoder: the same but for its own keys and what is about logits."""
+    shared = {name: value for name, value in options.items() if name not in _OF_LOGITS}
+    try:
+        return ModelConfig(**{**shared, **own, "is_encoder": True})
+    except (InvalidInput, Unsupported) as error:
+        raise type(error)(f"of the encoder, {error}") from None
 
 
 def _derived_head_dim(options: Mapping[str, Any]) -> int:

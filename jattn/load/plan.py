@@ -15,7 +15,7 @@ __all__ = ["ParameterPlan", "TensorPlan", "plan_parameters"]
 
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
-_BARE = ("sinks", "e_score_correction_bias")
+_BARE = ("sinks", "e_score_correction_bias", "final_logits_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +75,34 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
         ((64, 128), ['q_proj', 'k_proj', 'v_proj'])
     """
     family = family_of(config)
-    planner = _Planner(config, family, family.prefix if prefix is None else prefix)
-    return tuple(planner.plan(path, shape) for path, shape in parameter_shapes(config).items())
+    prefix = family.prefix if prefix is None else prefix
+    planners = {"": _Planner(config, family, prefix)}
+    if config.encoder is not None:
+        planners["encoder"] = _Planner(config.encoder, family, prefix, depth=1)
+    return tuple(
+        planners[str(path[0]) if path[0] in planners else ""].plan(path, shape)
+        for path, shape in parameter_shapes(config).items()
+    )
 
 
 class _Planner:
-    def __init__(self, config: ModelConfig, family: Family, prefix: str) -> None:
-        self._config, self._family, self._prefix = config, family, prefix
+    def __init__(self, config: ModelConfig, family: Family, prefix: str, depth: int = 0) -> None:
+        self._config, self._family, self._prefix, self._depth = config, family, prefix, depth
         self._orders = {module: self._order(module) for module in ("self_attn.qkv_proj", "moe.gate_up_proj")}
         if family.rotates_neighbours:
             self._orders |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _halves(config))
 
     def plan(self, path: ParameterPath, shape: tuple[int, ...]) -> ParameterPlan:
-        family, leaf = self._family, path[-1]
-        where, inner = ("", path) if path[0] != "layers" else (str(family.tensor_name("layer")), path[2:])
+        family, leaf, inner = self._family, path[-1], path[self._depth :]
+        where, layer = "", inner[1] if inner[0] == "layers" else None
+        if layer is not None:
+            where, inner = str(family.tensor_name("layer", self._config)), inner[2:]
         module = ".".join(map(str, inner[:-1]))
         if leaf in _BARE:
-            module, suffix = f"{module}.{leaf}", ""
+            module, suffix = ".".join((*filter(None, (module,)), str(leaf))), ""
         else:
             suffix = ".bias" if leaf == "bias" else ".weight"
-        names = family.tensor_name(module)
+        names = family.tensor_name(module, self._config)
         names = (names,) if isinstance(names, str) else names
         transposed = leaf == "kernel" and not (family.in_out and where)
         is_expert = module in _EXPERTS
@@ -110,7 +118,7 @@ class _Planner:
                 for expert in range(shape[0] if is_expert else 1)
                 for name, size in zip(names, sizes, strict=True)
             ]
-        where = where.format(layer=path[1]) if where else where
+        where = where.format(layer=layer)
         planned = tuple(TensorPlan(self._renamed(f"{where}{name}{suffix}"), each) for name, each in pieces)
         return ParameterPlan(path, shape, planned, transposed, self._orders.get(module))
 
@@ -129,8 +137,9 @@ class _Planner:
             return np.arange(2 * config.moe.intermediate_size).reshape(-1, 2).T.ravel()
         heads, size = config.num_attention_heads + 2 * config.num_key_value_heads, config.head_dim
         columns = np.arange(heads * size).reshape(heads, size)
-        if kind == "by_head":
-            return columns.reshape(-1, 3, size).swapaxes(0, 1).ravel()
+        if kind == "by_group":
+            groups = columns.reshape(config.num_key_value_heads, -1, size)
+            return np.concatenate([each.ravel() for each in (groups[:, :-2], groups[:, -2], groups[:, -1])])
         if module == "self_attn.qkv_proj" and self._family.rotates_neighbours:
             rotated = heads - config.num_key_value_heads
             return np.concatenate([columns[:rotated, _halves(config)], columns[rotated:]]).ravel()

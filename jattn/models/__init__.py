@@ -1,11 +1,12 @@
-"""Decoder-only language models in Flax nnx: one decoder whose options a config switches on."""
+"""Language models in Flax nnx: one decoder whose options a config switches on, alone or with an encoder."""
 
 from __future__ import annotations
 
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
+from jattn.models.encoder_decoder import EncoderDecoder
 from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_specs
-from jattn.models.paged_model import PagedModel, PagedSpec
+from jattn.models.paged_model import EncoderModel, PagedModel, PagedSpec
 from jattn.models.parts import LatentConfig, MoEConfig
 from jattn.models.rope_scaling import RopeScaling
 from jattn.models.sharding import ParameterShards, decoder_of, parameter_shards, shard_model, tensor_parallel_of
@@ -14,6 +15,8 @@ from jattn.models.tensor_parallel import TensorParallel
 __all__ = [
     "DEFAULT_RULES",
     "Decoder",
+    "EncoderDecoder",
+    "EncoderModel",
     "LatentConfig",
     "MoEConfig",
     "ModelConfig",

@@ -18,8 +18,9 @@ from jattn.nn import PagedAttention, attention_fn
 
 __all__ = ["Angles", "Attention", "alibi_slopes"]
 
-#: Cosine and sine for a layer that sees everything, and for one with a window.
-Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+#: What attention makes of positions: cosine and sine for a layer that sees everything, and for one with a window; or
+#: the bias of `relative_bias`.
+Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | jax.Array
 
 
 class Attention(nnx.Module):
@@ -66,6 +67,7 @@ class Attention(nnx.Module):
             heads,
             size,
             num_kv_heads=kv_heads,
+            causal=not config.is_encoder,
             scale=config.attention_scale,
             sliding_window=self.window,
             logits_soft_cap=config.attn_logit_softcapping,
@@ -77,25 +79,28 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         query, key, value = self._project(x, angles)
-        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases())
+        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases(angles))
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
 
     def forward_dense(self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache."""
         query, key, value = self._project(x, angles)
-        options = {**self.paged_attention.options, "implementation": None, **self._biases()}
+        options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
         output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
-    def _biases(self) -> dict[str, Any]:
+    def _biases(self, angles: Angles | None) -> dict[str, Any]:
+        config = self.config
         biases: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        if self.config.position_embedding == "alibi":
-            heads, parallel = self.config.num_attention_heads, self.parallel
-            if parallel is None:
-                biases["alibi_slopes"] = jnp.asarray(alibi_slopes(heads))
-            else:
-                slopes = jnp.asarray(alibi_slopes(heads * parallel.parts("heads")))
-                biases["alibi_slopes"] = jax.lax.dynamic_slice_in_dim(slopes, parallel.first("heads", heads), heads)
+        if config.position_embedding == "alibi":
+            heads, parallel = config.num_attention_heads, self.parallel
+            parts = 1 if parallel is None else parallel.parts("heads")
+            slopes = jnp.asarray(alibi_slopes(heads * parts) * config.alibi_scale)
+            if parallel is not None:
+                slopes = jax.lax.dynamic_slice_in_dim(slopes, parallel.first("heads", heads), heads)
+            biases["alibi_slopes"] = slopes
+        if config.position_embedding == "relative":
+            biases["relative_bias"] = angles
         return biases
 
     def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, jax.Array, jax.Array]:

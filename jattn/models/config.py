@@ -31,7 +31,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "qk_norm": (None, "head", "per_head", "all"),
     "parallel_block": (None, "shared_norm", "two_norms"),
     "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai"),
-    "position_embedding": ("rope", "learned", "alibi"),
+    "position_embedding": ("rope", "learned", "alibi", "relative"),
 }
 _FLAGS = (
     "tie_word_embeddings",
@@ -43,8 +43,10 @@ _FLAGS = (
     "embedding_norm",
     "attention_sinks",
     "is_encoder",
+    "final_norm",
+    "logits_bias",
 )
-_SCALARS = ("embedding_multiplier", "residual_multiplier", "logits_scale")
+_SCALARS = ("embedding_multiplier", "residual_multiplier", "logits_scale", "alibi_scale")
 _OPTIONAL_SCALARS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
 #: Options that attention over latents does not have, and their values where they are off.
 _NOT_LATENT = {
@@ -59,7 +61,10 @@ _NOT_LATENT = {
     "is_encoder": False,
     "sliding_window": None,
     "layer_windows": (),
+    "encoder": None,
 }
+#: What an encoder and the decoder that reads it share: one vocabulary, one width, and a cache for both.
+_SHARED_WITH_ENCODER = ("vocab_size", "hidden_size", "num_key_value_heads", "head_dim", "embedding_multiplier", "dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +94,12 @@ class ModelConfig:
         gated_mlp: the activation gates a second projection.
         moe: experts in the place of the feed-forward layer.
         latent: attention over latents in the place of keys and values of each head.
-        position_embedding: "rope", "learned" (added to the embedding) or "alibi" (added to the scores).
+        position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores) or "relative"
+            (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683).
+        position_offset: rows of a learned table before that of the first position.
+        relative_attention_num_buckets: of "relative", in both directions together where tokens see later ones.
+        relative_attention_max_distance: of "relative"; all distances from here on have one bucket.
+        alibi_scale: of ALiBi's slopes.
         rope_theta: base of the rotary frequencies.
         rope_local_theta: base in layers with a window, without scaling; None for the same in all.
         rope_scaling: None for the default frequencies.
@@ -104,7 +114,12 @@ class ModelConfig:
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
         final_logit_softcapping: likewise of the logits.
         attention_sinks: every head has a logit without a value in its softmax.
-        is_encoder: every token sees every other; there is no last norm, no output projection and no cache.
+        is_encoder: every token sees every other; there is no output projection and no cache of its own.
+        final_norm: there is a norm behind the last layer.
+        encoder: what cross attention behind the self-attention of each layer reads: an encoder with the same embedding.
+            None for a model without.
+        decoder_start_token_id: the token that every generation starts with, in a model with an encoder.
+        logits_bias: the logits have a bias.
         tie_word_embeddings: the output projection is the embedding.
         attention_bias: the query, key and value projections have a bias.
         attention_output_bias: the output projection of attention has one.
@@ -147,6 +162,10 @@ class ModelConfig:
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     position_embedding: str = "rope"
+    position_offset: int = 0
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    alibi_scale: float = 1.0
     rope_theta: float = 10000.0
     rope_local_theta: float | None = None
     rope_scaling: RopeScaling | None = None
@@ -162,6 +181,10 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
     is_encoder: bool = False
+    final_norm: bool = True
+    encoder: ModelConfig | None = None
+    decoder_start_token_id: int | None = None
+    logits_bias: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
@@ -198,6 +221,7 @@ class ModelConfig:
         if self.moe is not None and not self.gated_mlp:
             raise Unsupported("gated_mlp is False; experts are gated in this build.")
         self._check_latent()
+        self._check_encoder()
         if self.dtype not in QUERY_DTYPES:
             raise InvalidInput(f"dtype is {self.dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}.")
         self._check_tokens()
@@ -208,6 +232,10 @@ class ModelConfig:
             check_number("rope_local_theta", self.rope_local_theta, 1.0, 1e12)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise InvalidInput(f"rope_scaling is {self.rope_scaling!r}; it must be a RopeScaling or None.")
+        check_int("position_offset", self.position_offset, 0, 1 << 16)
+        buckets = self.relative_attention_num_buckets
+        check_int("relative_attention_num_buckets", buckets, 4, 1 << 16)
+        check_int("relative_attention_max_distance", self.relative_attention_max_distance, buckets, MAX_CONTEXT)
         check_number("partial_rotary_factor", self.partial_rotary_factor, 1e-3, 1.0)
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
             which = "head_dim" if self.partial_rotary_factor == 1 else "head_dim * partial_rotary_factor"
@@ -256,8 +284,31 @@ class ModelConfig:
                     f"rope_scaling.{name} is {getattr(scaling, name)!r}; attention over latents has {value}."
                 )
 
+    def _check_encoder(self) -> None:
+        encoder = self.encoder
+        if encoder is None:
+            return
+        if not isinstance(encoder, ModelConfig) or not encoder.is_encoder:
+            raise InvalidInput(f"encoder is {shown(encoder)}; it must be a ModelConfig with is_encoder, or None.")
+        if self.is_encoder or self.decoder_start_token_id is None:
+            raise InvalidInput(
+                "encoder is given; the model that reads it is no encoder itself and has a decoder_start_token_id."
+            )
+        for name in _SHARED_WITH_ENCODER:
+            if getattr(encoder, name) != getattr(self, name):
+                raise Unsupported(
+                    f"encoder.{name} is {shown(getattr(encoder, name))} and the decoder's {getattr(self, name)}; this "
+                    "build has the same in both."
+                )
+        if self.parallel_block is not None or self.norm_placement not in ("before", "residual"):
+            raise Unsupported(
+                f"parallel_block is {self.parallel_block!r} and norm_placement {self.norm_placement!r}; with an "
+                "encoder this build has None, and 'before' or 'residual'."
+            )
+
     def _check_tokens(self) -> None:
-        named = [("bos_token_id", self.bos_token_id)] if self.bos_token_id is not None else []
+        single = ("bos_token_id", "decoder_start_token_id")
+        named = [(name, getattr(self, name)) for name in single if getattr(self, name) is not None]
         named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
         for name, token in named:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,21 @@ from flax import nnx
 from jattn.metadata import AttentionMetadata
 from jattn.models.attention import Angles, Attention
 from jattn.models.config import ModelConfig
+from jattn.models.cross_attention import CrossAttention
 from jattn.models.experts import SparseMLP
 from jattn.models.latent import LatentAttention
 from jattn.models.layers import INITIALIZER, MLP, linear, norm
 from jattn.models.paged_model import PagedSpec
+from jattn.models.relative import relative_bias
 from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
 from jattn.models.tensor_parallel import TensorParallel
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["Decoder", "DecoderLayer"]
+__all__ = ["Decoder", "DecoderLayer", "Encoded", "checked_dropout"]
+
+#: What an encoder made of each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for all.
+Encoded: TypeAlias = tuple[jax.Array, jax.Array | None]
+_Branch: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class DecoderLayer(nnx.Module):
@@ -44,6 +51,9 @@ class DecoderLayer(nnx.Module):
         attention = Attention if config.latent is None else LatentAttention
         self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation, parallel=parallel)
         self.attention_output_norm = norm(config) if after else None
+        has_encoder = config.encoder is not None
+        self.cross_attn = CrossAttention(config, rngs=rngs, implementation=implementation) if has_encoder else None
+        self.cross_attention_norm = norm(config) if has_encoder else None
         self.post_attention_layernorm = norm(config) if before and config.parallel_block != "shared_norm" else None
         self.is_sparse = config.is_sparse(layer)
         if self.is_sparse:
@@ -58,25 +68,42 @@ class DecoderLayer(nnx.Module):
         """Maps packed tokens `[tokens, hidden]` and this layer's cache to the next ones."""
         normed = _through(self.input_layernorm, x)
         attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
-        return self._added(x, normed, attended, lambda branch: branch), kv_cache
+        cross = None
+        if self.cross_attn is not None:
+            cross = functools.partial(self.cross_attn.forward_paged, kv_cache=kv_cache, metadata=metadata)
+        return self._added(x, normed, attended, lambda branch: branch, cross), kv_cache
 
     def forward_dense(
-        self, x: jax.Array, angles: Angles | None, dropout: nnx.Dropout, lengths: jax.Array | None = None
+        self,
+        x: jax.Array,
+        angles: Angles | None,
+        dropout: nnx.Dropout,
+        lengths: jax.Array | None = None,
+        encoded: Encoded | None = None,
     ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
         normed = _through(self.input_layernorm, x)
-        return self._added(x, normed, self.self_attn.forward_dense(normed, angles, lengths), dropout)
+        attended = self.self_attn.forward_dense(normed, angles, lengths)
+        cross = None
+        if self.cross_attn is not None and encoded is not None:
+            cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
+        return self._added(x, normed, attended, dropout, cross)
 
     def _added(
-        self, x: jax.Array, normed: jax.Array, attended: jax.Array, dropout: Callable[[jax.Array], jax.Array]
+        self, x: jax.Array, normed: jax.Array, attended: jax.Array, dropout: _Branch, cross: _Branch | None
     ) -> jax.Array:
-        """Adds what attention found, and what the feed-forward part makes of it, to the residual stream."""
+        """Adds what attention found, and what the other parts make of it, to the residual stream."""
         attended = self._summed(attended, "heads")
         if self.config.norm_placement == "residual":
             x = _through(self.attention_output_norm, x + dropout(attended))
+            if cross is not None:
+                x = _through(self.cross_attention_norm, x + dropout(cross(x)))
             return _through(self.mlp_output_norm, x + dropout(self._feed_forward(x)))
         kind, scale = self.config.parallel_block, self.config.residual_multiplier
         after_attention = x + _scaled(dropout(_through(self.attention_output_norm, attended)), scale)
+        if cross is not None:
+            seen = _through(self.cross_attention_norm, after_attention)
+            after_attention = after_attention + _scaled(dropout(cross(seen)), scale)
         seen = normed if kind == "shared_norm" else x if kind == "two_norms" else after_attention
         branch = self._feed_forward(_through(self.post_attention_layernorm, seen))
         return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
@@ -98,6 +125,7 @@ class Decoder(nnx.Module):
         config: shapes and options.
         rngs: source of the initial values.
         implementation: of the paged ops: None (the best for the device), "triton", "torch" or "xla".
+        embeds_tokens: False for an encoder whose tokens are embedded by the decoder that reads it.
         parallel: one device's part of a model that is cut over a mesh axis, to be called inside `jax.shard_map`; see
             `jattn.models.shard_model`. None for a whole model.
 
@@ -111,6 +139,7 @@ class Decoder(nnx.Module):
         *,
         rngs: nnx.Rngs,
         implementation: str | None = None,
+        embeds_tokens: bool = True,
         parallel: TensorParallel | None = None,
     ) -> None:
         self.config, self.parallel, self.implementation = config, parallel, implementation
@@ -119,17 +148,19 @@ class Decoder(nnx.Module):
             parallel.check(config)
             vocab_size, local = parallel.vocab(vocab_size), parallel.local(config)
         sizes, options = (vocab_size, config.hidden_size), {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
-        self.embed_tokens = nnx.Embed(*sizes, embedding_init=INITIALIZER, **options)
-        self.position_embedding = (
-            nnx.Embed(config.max_position_embeddings, config.hidden_size, embedding_init=INITIALIZER, **options)
-            if config.position_embedding == "learned"
-            else None
+
+        def table(rows: int, width: int = config.hidden_size) -> Any:
+            return nnx.Embed(rows, width, embedding_init=INITIALIZER, **options) if rows else None
+
+        kind = config.position_embedding
+        self.embed_tokens = table(vocab_size * embeds_tokens)
+        self.position_embedding = table(
+            config.position_offset + config.max_position_embeddings if kind == "learned" else 0
         )
-        self.token_type_embedding = (
-            nnx.Embed(config.token_types, config.hidden_size, embedding_init=INITIALIZER, **options)
-            if config.token_types
-            else None
+        self.relative_attention_bias = table(
+            config.relative_attention_num_buckets if kind == "relative" else 0, config.num_attention_heads
         )
+        self.token_type_embedding = table(config.token_types)
         self.embedding_norm = norm(config) if config.embedding_norm else None
         self.layers = nnx.List(
             [
@@ -137,12 +168,14 @@ class Decoder(nnx.Module):
                 for index in range(config.num_hidden_layers)
             ]
         )
-        if not config.is_encoder:
-            self.norm = norm(config)
+        self.norm = norm(config) if config.final_norm else None
         self.lm_head = (
             None
             if config.tie_word_embeddings or config.is_encoder
             else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
+        )
+        self.final_logits_bias = (
+            nnx.Param(jnp.zeros((1, config.vocab_size), jnp.dtype(config.dtype))) if config.logits_bias else None
         )
 
     @property
@@ -196,14 +229,14 @@ class Decoder(nnx.Module):
         """
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
-        x, angles = self._embedded(token_ids, positions)
+        x, angles = self.embedded(token_ids, positions)
         new_caches: list[jax.Array] = []
         yield x, ()
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, kv_cache = layer(x, angles, kv_cache, metadata)
             new_caches.append(kv_cache)
             yield x, tuple(new_caches)
-        yield self.norm(x), tuple(new_caches)
+        yield _through(self.norm, x), tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows.
@@ -219,6 +252,8 @@ class Decoder(nnx.Module):
             embedding = self.embed_tokens.embedding[...]
             logits = jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
         logits = _scaled(logits, self.config.logits_scale)
+        if self.final_logits_bias is not None:
+            logits = logits + self.final_logits_bias[0]
         cap = self.config.final_logit_softcapping
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         parallel, count = self.parallel, logits.shape[-1]
@@ -240,12 +275,7 @@ class Decoder(nnx.Module):
         Raises:
             InvalidInput: dropout_rate outside [0, 1), or not 0 without a key.
         """
-        if not 0.0 <= dropout_rate < 1.0:
-            raise InvalidInput(f"dropout_rate is {dropout_rate}; it must be at least 0 and less than 1.")
-        if dropout_rate and dropout_key is None:
-            raise InvalidInput(f"dropout_rate is {dropout_rate} but dropout_key is None; pass a jax.random.key.")
-        dropout = nnx.Dropout(dropout_rate, rngs=None if dropout_key is None else nnx.Rngs(dropout=dropout_key))
-        *_, hidden = self.hidden_states(token_ids, dropout)
+        *_, hidden = self.hidden_states(token_ids, checked_dropout(dropout_rate, dropout_key))
         return self.logits(hidden)
 
     def embed(self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean") -> jax.Array:
@@ -273,35 +303,48 @@ class Decoder(nnx.Module):
         return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True)
 
     def hidden_states(
-        self, token_ids: jax.Array, dropout: nnx.Dropout | None = None, lengths: jax.Array | None = None
+        self,
+        token_ids: jax.Array,
+        dropout: nnx.Dropout | None = None,
+        lengths: jax.Array | None = None,
+        encoded: Encoded | None = None,
     ) -> Iterator[jax.Array]:
         """Yields `[batch, tokens, hidden]` behind the embedding, behind each layer, and behind the last norm.
 
         The last is what `logits` takes; the one before it is the last layer's, not normalised yet.
 
         Args:
-            token_ids: int32[batch, tokens]; every row starts at position 0.
+            token_ids: int32[batch, tokens], or their embeddings; every row starts at position 0.
             dropout: of the embedding and of each residual branch; None for off.
             lengths: int32[batch], real tokens of each row; None for all.
+            encoded: what cross attention reads, of a model with an encoder.
         """
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
-        x, angles = self._embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
+        x, angles = self.embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
         x = dropout(x)
         yield x
         for layer in self.layers:
-            x = layer.forward_dense(x, angles, dropout, lengths)
+            x = layer.forward_dense(x, angles, dropout, lengths, encoded)
             yield x
-        yield x if self.config.is_encoder else self.norm(x)
+        yield _through(self.norm, x)
 
-    def _embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Angles | None]:
-        """Returns the embedded tokens, and the rotary angles of their positions if the model has any."""
+    def embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Angles | None]:
+        """Returns the first layer's input, and what attention makes of positions, if anything.
+
+        Args:
+            token_ids: int32[..., tokens], or what the embedding has for them, float[..., tokens, hidden].
+            positions: int32[tokens].
+        """
         config = self.config
-        x = _scaled(self._embed(token_ids), config.embedding_multiplier)
+        is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
+        x = _scaled(token_ids if is_embedded else self._embed(token_ids), config.embedding_multiplier)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
+            x = x + self.position_embedding(positions + config.position_offset)
         if self.token_type_embedding is not None:
             x = x + self.token_type_embedding.embedding[0]
         x = _through(self.embedding_norm, x)
+        if self.relative_attention_bias is not None:
+            return x, relative_bias(self.relative_attention_bias.embedding[...], config)
         if config.position_embedding != "rope" or config.latent is not None:
             return x, None
         factor = attention_factor(config.rope_scaling)
@@ -320,6 +363,19 @@ class Decoder(nnx.Module):
         # All but one of the sum's terms are 0, so that it rounds nothing.
         own = self.embed_tokens(jnp.where(is_own, local, 0))
         return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab")
+
+
+def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
+    """Returns the dropout of a forward pass.
+
+    Raises:
+        InvalidInput: the rate is outside [0, 1), or not 0 without a key.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise InvalidInput(f"dropout_rate is {rate}; it must be at least 0 and less than 1.")
+    if rate and key is None:
+        raise InvalidInput(f"dropout_rate is {rate} but dropout_key is None; pass a jax.random.key.")
+    return nnx.Dropout(rate, rngs=None if key is None else nnx.Rngs(dropout=key))
 
 
 def _through(module: Any, x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["PagedModel", "PagedSpec"]
+__all__ = ["EncoderModel", "PagedModel", "PagedSpec"]
 
 _MOST = (1 << 31) - 1
 
@@ -33,6 +33,9 @@ class PagedSpec:
         sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
             back. None if a layer sees all.
         eos_token_ids: tokens that end a generation.
+        max_encoder_len: tokens of an encoder's input at most, in a model that has an `encode`; 0 without one. A prompt
+            is the encoder's input then, and a generation starts with decoder_start_token_id.
+        decoder_start_token_id: that token; None without an encoder.
 
     Raises:
         InvalidInput: a value out of range.
@@ -52,6 +55,8 @@ class PagedSpec:
     dtype: str = "float32"
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    max_encoder_len: int = 0
+    decoder_start_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_model_len", "num_layers"):
@@ -62,6 +67,14 @@ class PagedSpec:
             raise InvalidInput(f"eos_token_ids is {self.eos_token_ids!r}; it must be a tuple of token ids.")
         for index, token in enumerate(self.eos_token_ids):
             check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
+        check_int("max_encoder_len", self.max_encoder_len, 0, _MOST)
+        if self.max_encoder_len:
+            check_int("decoder_start_token_id", self.decoder_start_token_id, 0, self.vocab_size - 1)
+        elif self.decoder_start_token_id is not None:
+            raise InvalidInput(
+                f"decoder_start_token_id is {self.decoder_start_token_id!r} and max_encoder_len 0; a model without an "
+                "encoder starts with its prompt: leave it None."
+            )
         if self.kv_lora_rank is not None and self.num_kv_heads != 1:
             raise InvalidInput(
                 f"num_kv_heads is {self.num_kv_heads}; with kv_lora_rank it is 1: all heads share a latent."
@@ -80,7 +93,7 @@ class PagedSpec:
 
 
 class PagedModel(Protocol):
-    """A language model that `Engine` and `LLM` serve: any `nnx.Module` with these three.
+    """A language model that `Engine` and `LLM` serve: any `nnx.Module` with these three; `EncoderModel` has one more.
 
     `paged_spec` may be an attribute of the class or of the instance. A linen module comes through a subclass of
     `nnx.bridge.ToNNX` that has it as a class attribute; its own `logits` method is found by name.
@@ -110,4 +123,24 @@ class PagedModel(Protocol):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[rows, vocab_size] for chosen rows of the hidden states."""
+        ...
+
+
+class EncoderModel(PagedModel, Protocol):
+    """A PagedModel that reads its prompts with an encoder first: its `paged_spec` has a `max_encoder_len`.
+
+    Its `__call__` finds the blocks of each sequence's input in `metadata.cross`.
+    """
+
+    def encode(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, ...]:
+        """Runs the encoder over whole inputs, packed into one axis, and writes what cross attention will read.
+
+        Args:
+            token_ids, positions, kv_caches, metadata: as in `PagedModel.__call__`; every sequence starts at 0.
+
+        Returns:
+            The caches, with keys and values of every layer's cross attention in the slots of `metadata`.
+        """
         ...

@@ -18,21 +18,33 @@ _Shapes: TypeAlias = dict[ParameterPath, tuple[int, ...]]
 def parameter_shapes(config: ModelConfig) -> _Shapes:
     """Returns the shape of every parameter by its path; kernels are [in, out], those of experts [experts, in, out]."""
     hidden = config.hidden_size
-    shapes: _Shapes = {("embed_tokens", "embedding"): (config.vocab_size, hidden)}
+    shapes: _Shapes = {("embed_tokens", "embedding"): (config.vocab_size, hidden)} | _stack(config)
+    if config.encoder is not None:
+        shapes |= {("encoder", *path): shape for path, shape in _stack(config.encoder).items()}
+    if not config.tie_word_embeddings and not config.is_encoder:
+        shapes["lm_head", "kernel"] = (hidden, config.vocab_size)
+    if config.logits_bias:
+        shapes["final_logits_bias",] = (1, config.vocab_size)
+    return shapes
+
+
+def _stack(config: ModelConfig) -> _Shapes:
+    """Everything between the embedding of tokens and the output projection."""
+    hidden = config.hidden_size
+    shapes: _Shapes = {}
     if config.position_embedding == "learned":
-        shapes["position_embedding", "embedding"] = (config.max_position_embeddings, hidden)
+        rows = config.position_offset + config.max_position_embeddings
+        shapes["position_embedding", "embedding"] = (rows, hidden)
+    if config.position_embedding == "relative":
+        sizes = (config.relative_attention_num_buckets, config.num_attention_heads)
+        shapes["relative_attention_bias", "embedding"] = sizes
     if config.token_types:
         shapes["token_type_embedding", "embedding"] = (config.token_types, hidden)
     if config.embedding_norm:
         shapes |= _norm(config, "embedding_norm", hidden)
     for index in range(config.num_hidden_layers):
         shapes |= {("layers", index, *path): shape for path, shape in _layer(config, index).items()}
-    if config.is_encoder:
-        return shapes
-    shapes |= _norm(config, "norm", hidden)
-    if not config.tie_word_embeddings:
-        shapes["lm_head", "kernel"] = (hidden, config.vocab_size)
-    return shapes
+    return shapes | _norm(config, "norm", hidden) if config.final_norm else shapes
 
 
 def _layer(config: ModelConfig, index: int) -> _Shapes:
@@ -40,11 +52,14 @@ def _layer(config: ModelConfig, index: int) -> _Shapes:
     names = ("input_layernorm",) * before
     names += ("post_attention_layernorm",) * (before and config.parallel_block != "shared_norm")
     names += ("attention_output_norm", "mlp_output_norm") * after
+    names += ("cross_attention_norm",) * (config.encoder is not None)
     shapes: _Shapes = {}
     for name in names:
         shapes |= _norm(config, name, hidden)
     attention = _attention(config) if config.latent is None else _latent_attention(config, config.latent)
     shapes |= {("self_attn", *path): shape for path, shape in attention.items()}
+    if config.encoder is not None:
+        shapes |= {("cross_attn", *path): shape for path, shape in _cross_attention(config).items()}
     if not config.is_sparse(index):
         feed_forward = _feed_forward(config, config.intermediate_size)
         return shapes | {("mlp", *path): shape for path, shape in feed_forward.items()}
@@ -68,6 +83,13 @@ def _attention(config: ModelConfig) -> _Shapes:
     if config.attention_sinks:
         attention["sinks",] = (config.num_attention_heads,)
     return attention
+
+
+def _cross_attention(config: ModelConfig) -> _Shapes:
+    hidden, use_bias = config.hidden_size, config.attention_bias
+    shapes = _linear("q_proj", hidden, config.query_size, use_bias)
+    shapes |= _linear("kv_proj", hidden, 2 * config.key_value_size, use_bias)
+    return shapes | _linear("o_proj", config.query_size, hidden, config.attention_output_bias)
 
 
 def _latent_attention(config: ModelConfig, latent: LatentConfig) -> _Shapes:

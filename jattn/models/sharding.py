@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
+from jattn.models.encoder_decoder import build_model
 from jattn.models.logical_axes import logical_axes
 from jattn.models.shapes import ParameterPath, parameter_shapes
 from jattn.models.tensor_parallel import TensorParallel
@@ -159,10 +160,10 @@ def decoder_of(
     implementation: str | None,
     parallel: TensorParallel | None = None,
 ) -> Decoder:
-    """Makes a decoder around the given parameters, without ever initialising random ones."""
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), implementation=implementation, parallel=parallel))
-    )
+    """Makes the model of a config around the given parameters, without ever initialising random ones."""
+    options: dict[str, Any] = {"implementation": implementation}
+    make = build_model if parallel is None else functools.partial(Decoder, parallel=parallel)
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0), **options)))
     flat: Any = nnx.to_flat_state(state)
     filled = [(path, variable.replace(values[path])) for path, variable in flat]
     return nnx.merge(graph, nnx.from_flat_state(filled))

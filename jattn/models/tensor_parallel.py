@@ -10,7 +10,7 @@ import jax
 from jattn.models.config import ModelConfig
 from jattn.models.logical_axes import DEFAULT_RULES
 from torch_core.checks import check_int, shown
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["TensorParallel"]
 
@@ -69,7 +69,10 @@ class TensorParallel:
 
         Raises:
             InvalidInput: with the number that does not divide.
+            Unsupported: an encoder-decoder, or T5's positions.
         """
+        if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:
+            raise Unsupported("an encoder-decoder is not cut over devices; give each copy a device of its own.")
         self._check_divides(config, "num_attention_heads", config.num_attention_heads, "heads")
         heads, parts = config.num_key_value_heads, self.parts("heads")
         if heads % parts and parts % heads:

@@ -155,15 +155,7 @@ class PagedAttention(nnx.Module):
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
         if key is not None and value is not None:
-            kv_cache = ops.write_kv_cache(
-                key,
-                value,
-                kv_cache,
-                metadata.slot_mapping,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                implementation=self.implementation,
-            )
+            kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
         output = ops.paged_attention(
             query,
             kv_cache,
@@ -179,3 +171,22 @@ class PagedAttention(nnx.Module):
             **{**self.options, **options},
         )
         return output, kv_cache
+
+    def write(
+        self,
+        key: jax.Array,
+        value: jax.Array,
+        kv_cache: _Cache,
+        slot_mapping: jax.Array,
+        *,
+        k_scale: float | jax.Array | None = None,
+        v_scale: float | jax.Array | None = None,
+    ) -> _Cache:
+        """Returns the cache with these keys and values in it, and attends to nothing: what an encoder leaves behind.
+
+        Args:
+            key, value, kv_cache, k_scale, v_scale: as in a call.
+            slot_mapping: int32[num_tokens], where each token goes; -1 for nowhere.
+        """
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)

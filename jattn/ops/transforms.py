@@ -1,8 +1,8 @@
 """What JAX transformations do with a call that XLA cannot look into: its own derivative, jnp's, or a reasoned refusal.
 
 The rule: an implementation that the caller names is differentiated by itself or not at all. With `implementation=None`
-its own derivative is taken where it has one (`torch_core.calls.SERVES`), and jnp's everywhere else: no gradient that
-"xla" could give ends in an error. Forward derivatives of attention exist under "xla" only.
+its own derivative is taken where it has one (`torch_core.calls.SERVES`), and jnp's everywhere else: no derivative that
+"xla" could give ends in an error. Forward derivatives of attention are jnp's.
 
 Paged attention is differentiated as dense attention over the keys and values that its tables name, gathered for the
 backward pass alone; a write as the scatter that it is. So gradients flow through a cache that new keys are written to,
@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 
 from jattn import bridge
 from jattn.bridge.calls import Runtime
 from jattn.ops import batch, xla
 from jattn.ops.gathered import gathered, gathered_with_pullback
+from jattn.ops.linear import Arrays, linear_map
 from torch_core.calls import (
     AttentionCall,
     Call,
@@ -40,6 +42,7 @@ __all__ = ["RESIDUAL_NAMES", "Way", "transformable"]
 #: Under these names `jax.checkpoint` policies find what the forward pass of dense attention leaves for the backward
 #: one, for example `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`.
 RESIDUAL_NAMES = ("attention_out", "attention_lse")
+_RESULTS = ("out", "lse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,7 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
     def typed(*operands: jax.Array) -> dict[str, jax.Array]:
         # Outside jit the function runs right here; inside, this sees the tracing only.
         with bridge.typed_errors():
-            try:
-                return function(*operands)
-            except TypeError as error:
-                # JAX's own, which names neither the operation nor the way out.
-                if attends and "forward-mode" in str(error):
-                    raise _no_derivative(call, way, "forward") from error
-                raise
+            return function(*operands)
 
     return typed
 
@@ -124,45 +121,74 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
 
 
 def _attention(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
-    @jax.custom_vjp
+    @jax.custom_jvp
     def attend(*operands: jax.Array) -> dict[str, jax.Array]:
         return _opaque(call, names, way)(*operands)
 
-    def forward(*operands: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+    def derive(operands: Arrays, tangents: tuple[Any, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        moving = tuple(name for name, x in zip(names, tangents, strict=True) if not isinstance(x, SymbolicZero))
         found = _opaque(replace(call, with_lse=True), names, way)(*operands)
-        named = {
-            name: checkpoint_name(x, label) for (name, x), label in zip(found.items(), RESIDUAL_NAMES, strict=True)
-        }
-        results = named if call.with_lse else {"out": named["out"]}
-        filled = _filled(call, names, operands)
-        dense = jax.eval_shape(gathered, filled) if isinstance(call, PagedCall) else filled
-        backward = backward_of(dense, **named, d_out=named["out"])
-        try:
-            backward.check()
-            refuse_unserved(backward, way.served_by)
-        except Unsupported:
+        named = zip(_RESULTS, RESIDUAL_NAMES, strict=True)
+        found = {name: checkpoint_name(found[name], label) for name, label in named}
+        results = found if call.with_lse else {"out": found["out"]}
+        missing = _missing_backward(_filled(call, names, operands), found, way)
+
+        def forward(known: Arrays, tangents: Arrays) -> Arrays:
             if not way.chosen:
-                raise
-            return results, (operands, None)
-        return results, (operands, named)
+                raise _no_derivative(call, way, "forward")
+            return jax.jvp(*_in_jnp(_filled(call, names, known[2:]), moving), tangents)[1]
 
-    def backward(residuals: Any, gradients: dict[str, jax.Array]) -> tuple[jax.Array | None, ...]:
-        operands, named = residuals
-        if named is None:
-            floats = {name: x for name, x in zip(names, operands, strict=True) if jnp.issubdtype(x.dtype, jnp.floating)}
-            _, pull = jax.vjp(lambda x: xla.run(_filled(call, names, operands).with_arrays(x)), floats)
-            (found,) = pull(gradients)
-            return tuple(found.get(name) for name in names)
-        dense, pull = _filled(call, names, operands), _by_operand
-        if isinstance(call, PagedCall):
-            dense, pull = gathered_with_pullback(dense)
-        pulled = backward_of(dense, **named, d_out=gradients["out"], d_lse=gradients.get("lse"))
-        arrays = pulled.arrays()
-        found = pull(_opaque(pulled.map(lambda _: None), tuple(arrays), way)(*arrays.values()))
-        return tuple(found.get(name) for name in names)
+        def backward(known: Arrays, gradients: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
+            filled = _filled(call, names, known[2:])
+            given = [jnp.zeros_like(x) if d_x is None else d_x for x, d_x in zip(known, gradients, strict=False)]
+            if missing is None:
+                pulled = _gradients(filled, known, given, way)
+                return tuple(pulled.get(name) for name in moving)
+            if not way.chosen:
+                raise missing
+            evaluate, inputs = _in_jnp(filled, moving)
+            return jax.vjp(evaluate, *inputs)[1](tuple(given))
 
-    attend.defvjp(forward, backward)
+        residuals = (*(x for name, x in found.items() if name not in results), *operands)
+        moved = tuple(x for x in tangents if not isinstance(x, SymbolicZero))
+        slopes = linear_map(forward, backward, tuple(results.values()), residuals, moved)
+        return results, dict(zip(results, slopes, strict=True))
+
+    attend.defjvp(derive, symbolic_zeros=True)
     return attend
+
+
+def _missing_backward(filled: Any, found: dict[str, jax.Array], way: Way) -> Unsupported | None:
+    """Returns why the implementation has no backward pass for a call with these results; None where it has one."""
+    dense = jax.eval_shape(gathered, filled) if isinstance(filled, PagedCall) else filled
+    backward = backward_of(dense, **found, d_out=found["out"])
+    try:
+        backward.check()
+        refuse_unserved(backward, way.served_by)
+    except Unsupported as error:
+        return error
+    return None
+
+
+def _gradients(filled: Any, found: Arrays, given: list[jax.Array], way: Way) -> dict[str, jax.Array]:
+    """Returns the gradients of a call's arrays by name, from its out and lse, which `found` begins with, and theirs."""
+    dense, pull = filled, _by_operand
+    if isinstance(filled, PagedCall):
+        dense, pull = gathered_with_pullback(filled)
+    d_out, *d_lse = given
+    pulled = backward_of(dense, out=found[0], lse=found[1], d_out=d_out, d_lse=d_lse[0] if d_lse else None)
+    arrays = pulled.arrays()
+    return pull(_opaque(pulled.map(lambda _: None), tuple(arrays), way)(*arrays.values()))
+
+
+def _in_jnp(filled: Any, moving: tuple[str, ...]) -> tuple[Callable[..., Arrays], Arrays]:
+    """Returns a call as a function of the arrays that move, in jnp, and those arrays."""
+
+    def evaluate(*moved: jax.Array) -> Arrays:
+        results = xla.run(filled.with_arrays(dict(zip(moving, moved, strict=True))))
+        return tuple(results[name] for name in _RESULTS if name in results)
+
+    return evaluate, tuple(getattr(filled, name) for name in moving)
 
 
 def _by_operand(gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:

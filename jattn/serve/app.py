@@ -5,29 +5,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+import jattn
 from jattn.engine import RequestOutput
 from jattn.engine.prompts import chat_prompt, encoded
-from jattn.load import ChatTemplate
+from jattn.load import ChatTemplate, TextTokenizer
+from jattn.serve.access import AccessLog
 from jattn.serve.async_llm import AsyncLLM, Submission
+from jattn.serve.fields import RequestError, as_request_error
+from jattn.serve.keys import KeyRing
 from jattn.serve.metrics import Metrics
-from jattn.serve.protocol import Generation, RequestError, as_request_error, parse_body, parse_chat, parse_completion
-from jattn.serve.responses import Answer, error_body, event
-from torch_core.checks import check_int
+from jattn.serve.protocol import (
+    Generation,
+    parse_body,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from jattn.serve.responses import Answer, error_body, event, usage
+from torch_core.checks import check_bool, check_int
+from torch_core.errors import InvalidInput
 
 __all__ = ["ServeConfig", "create_app"]
+
+_log = logging.getLogger("jattn.serve")
 
 # What nginx answers, in its log, to a client that is gone.
 _CLIENT_GONE = 499
@@ -39,26 +54,34 @@ class ServeConfig:
 
     Attributes:
         model_name: that clients ask for.
-        api_keys: one of which a client must bring as its bearer token; none for no check.
+        api_keys: one of which a client must bring as its bearer token, as `KeyRing` takes them; none for no check.
+        isolate_tenants: requests share cached prefixes with those of the same tenant alone.
         max_body_bytes: of a request.
         max_unfinished: samples that may wait or run; beyond it the answer is 429.
         chat_template: instead of the model's.
+        trust_request_chat_template: take a template from a request, too; it runs in the same sandbox.
         default_sampling: fields of requests that do not bring them, by name.
 
     Raises:
-        InvalidInput: a size out of range.
+        InvalidInput: a size out of range, or tenants without keys.
     """
 
     model_name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: Mapping[str, str] | Sequence[str] = ()
+    isolate_tenants: bool = False
     max_body_bytes: int = 4 << 20
     max_unfinished: int = 1024
     chat_template: ChatTemplate | str | None = None
+    trust_request_chat_template: bool = False
     default_sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_int("max_body_bytes", self.max_body_bytes, 1)
         check_int("max_unfinished", self.max_unfinished, 1)
+        for name in ("isolate_tenants", "trust_request_chat_template"):
+            check_bool(name, getattr(self, name))
+        if self.isolate_tenants and not self.api_keys:
+            raise InvalidInput("isolate_tenants is True and there are no api_keys, which say who a tenant is.")
 
 
 def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
@@ -76,10 +99,17 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
         Route("/v1/models", server.guarded(server.models)),
         Route("/v1/models/{name:path}", server.guarded(server.models)),
         Route("/tokenize", server.guarded(server.tokenize), methods=["POST"]),
+        Route("/detokenize", server.guarded(server.detokenize), methods=["POST"]),
+        Route("/version", server.version),
         Route("/health", server.health),
         Route("/metrics", server.show_metrics),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: server.refuse_route})
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(AccessLog)],
+        exception_handlers={HTTPException: server.refuse_route},
+    )
 
 
 class _Server:
@@ -88,7 +118,7 @@ class _Server:
         self._config = config
         self._metrics = Metrics(llm)
         self._started = int(time.time())
-        self._keys = [_digest(key) for key in config.api_keys]
+        self._keys = KeyRing(config.api_keys)
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Wraps a route: the key is checked, and every error becomes OpenAI's."""
@@ -100,7 +130,10 @@ class _Server:
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_GONE)
             except Exception as error:
-                return self._refusal(as_request_error(error))
+                refusal = as_request_error(error)
+                if refusal.status >= 500:
+                    _log.exception("request %s failed", request.state.request_id)
+                return self._refusal(refusal)
 
         return handle_or_refuse
 
@@ -132,12 +165,27 @@ class _Server:
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
         if "messages" in body:
-            prompt = await asyncio.to_thread(self._chat_prompt, parse_chat(body))
+            generation = parse_chat(body)
+            self._check_model(generation.model)
+            prompt = await asyncio.to_thread(self._chat_prompt, generation)
+            token_ids, _ = encoded(prompt, self._llm.llm.tokenizer)
         else:
-            (prompt,) = parse_completion({"model": body.get("model"), "prompt": body.get("prompt")}).prompts[:1]
-        token_ids, _ = encoded(prompt, self._llm.llm.tokenizer)
+            asked = parse_tokenize(body)
+            self._check_model(asked.model)
+            token_ids = self._tokenizer().encode(asked.text, add_special_tokens=asked.add_special_tokens)
         length = self._llm.llm.engine.max_model_len
         return JSONResponse({"tokens": list(token_ids), "count": len(token_ids), "max_model_len": length})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = parse_detokenize(await self._body(request))
+        self._check_model(asked.model)
+        try:
+            return JSONResponse({"prompt": self._tokenizer().decode_plainly(asked.token_ids)})
+        except InvalidInput as error:
+            raise as_request_error(error, default="tokens") from None
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": jattn.__version__})
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._llm.is_running else 503)
@@ -150,7 +198,13 @@ class _Server:
         prompts = generation.prompts
         field = "prompt" if generation.messages is None else "messages"
         wanted = generation.params.n * max(len(prompts), 1)
-        if self._llm.num_unfinished + wanted > self._config.max_unfinished:
+        most = self._config.max_unfinished
+        if wanted > most:
+            param = "n" if generation.params.n > most else field
+            raise RequestError(
+                400, f"{param} asks for {wanted} samples; this server takes {most} at once.", param=param
+            )
+        if self._llm.num_unfinished + wanted > most:
             raise RequestError(
                 429, f"{self._llm.num_unfinished} samples wait or run; try again soon.", code="overloaded"
             )
@@ -158,17 +212,18 @@ class _Server:
             if generation.messages is not None:
                 prompts = [await asyncio.to_thread(self._chat_prompt, generation)]
             submission = await self._llm.submit(
-                prompts, generation.params, salt=generation.salt, priority=generation.priority
+                prompts, generation.params, salt=self._salt(request, generation), priority=generation.priority
             )
         except Exception as error:
-            raise as_request_error(error, default=field) from None
+            raise as_request_error(error, default=field, grammar=generation.grammar_field) from error
         prefix = "cmpl" if generation.messages is None else "chatcmpl"
         answer = Answer(generation, f"{prefix}-{uuid.uuid4().hex}", self._config.model_name, int(time.time()))
         if generation.stream:
-            events = self._events(answer, submission)
+            events = self._events(request, answer, submission)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         with submission:
             outputs = await _unless_gone(request, self._outputs(submission))
+        self._note_usage(request, outputs)
         return JSONResponse(answer.whole(outputs))
 
     async def _outputs(self, submission: Submission) -> list[RequestOutput]:
@@ -179,7 +234,7 @@ class _Server:
                 self._metrics.finished(update.output)
         return [finished[prompt] for prompt in sorted(finished)]
 
-    async def _events(self, answer: Answer, submission: Submission) -> AsyncIterator[str]:
+    async def _events(self, request: Request, answer: Answer, submission: Submission) -> AsyncIterator[str]:
         # Starlette closes the iterator when the client is gone.
         with submission:
             try:
@@ -192,6 +247,7 @@ class _Server:
                     if update.output is not None:
                         outputs.append(update.output)
                         self._metrics.finished(update.output)
+                self._note_usage(request, outputs)
                 for body in answer.closing(outputs):
                     yield event(body)
             except Exception as error:
@@ -209,19 +265,47 @@ class _Server:
         return parse_body(bytes(body))
 
     def _chat_prompt(self, generation: Generation) -> Any:
-        return chat_prompt(
-            self._llm.llm.tokenizer,
-            generation.messages or [],
-            chat_template=self._config.chat_template,
-            **(generation.template or {}),
-        )
+        own = generation.chat_template
+        if own is not None and not self._config.trust_request_chat_template:
+            raise RequestError(
+                400, "chat_template is given; this server takes none from requests.", param="chat_template"
+            )
+        try:
+            return chat_prompt(
+                self._llm.llm.tokenizer,
+                generation.messages or [],
+                chat_template=self._config.chat_template if own is None else own,
+                **(generation.template or {}),
+            )
+        except InvalidInput as error:
+            if own is None:
+                raise
+            raise RequestError(400, f"chat_template: {error}", param="chat_template") from None
+
+    def _tokenizer(self) -> TextTokenizer:
+        tokenizer = self._llm.llm.tokenizer
+        if tokenizer is None:
+            raise RequestError(400, "the model has no tokenizer.")
+        return tokenizer
+
+    def _salt(self, request: Request, generation: Generation) -> bytes | None:
+        if not self._config.isolate_tenants:
+            return generation.salt
+        # Both are digests, so that no tenant's salt is another one's beginning.
+        return hashlib.sha256(request.state.tenant + (generation.salt or b"")).digest()
+
+    def _note_usage(self, request: Request, outputs: Sequence[RequestOutput]) -> None:
+        counts = usage(outputs)
+        request.state.log |= {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
 
     def _check_key(self, request: Request) -> None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        # Every key is compared, in constant time.
-        found = [hmac.compare_digest(_digest(key), known) for known in self._keys]
-        if self._keys and not (scheme.lower() == "bearer" and any(found)):
-            raise RequestError(401, "the API key is missing or wrong.", code="invalid_api_key")
+        if self._keys:
+            tenant = self._keys.tenant(request.headers.get("authorization", ""))
+            if tenant is None:
+                raise RequestError(401, "the API key is missing or wrong.", code="invalid_api_key")
+            request.state.tenant, name = tenant
+            if name is not None:
+                request.state.log["tenant"] = name
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.model_name:
@@ -252,7 +336,3 @@ async def _unless_gone(request: Request, work: Any) -> Any:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

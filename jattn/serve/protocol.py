@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jattn.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.engine.prompts import Prompt
 from jattn.load.folder import read_json
+from jattn.serve.fields import SAMPLING, Fields, RequestError, as_request_error, is_tokens
+from jattn.serve.keys import digest
 from torch_core.checks import shown
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.errors import InvalidInput
 
-__all__ = ["Generation", "RequestError", "as_request_error", "parse_body", "parse_chat", "parse_completion"]
+__all__ = [
+    "Generation",
+    "TokenizeRequest",
+    "parse_body",
+    "parse_chat",
+    "parse_completion",
+    "parse_detokenize",
+    "parse_tokenize",
+]
 
-# Fields that are SamplingParams' own, by name and meaning.
-_SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "prompt_logprobs"),
-    *("allowed_token_ids", "bad_words", "skip_special_tokens", "truncate_prompt_tokens", "logits_processors"),
-)
-# What clients send that changes nothing of the answer.
-_IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 _MAX_PROMPTS = 256
 _MAX_TOP_LOGPROBS = 20
-
-
-class RequestError(Exception):
-    """A refusal over HTTP.
-
-    Attributes:
-        status: of the response.
-        param: the field that is wrong; None where none is.
-        code: for programs; None where the status says it all.
-    """
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +42,9 @@ class Generation:
         num_choices: of each prompt; below params.n they are the best.
         salt: only requests of equal salt share cached prefixes.
         priority: lower comes first.
+        grammar_field: that says what the text must match; None where nothing does.
         messages, template: of a chat, with what its template takes.
+        chat_template: that the client brings.
     """
 
     prompts: list[Prompt]
@@ -70,8 +56,10 @@ class Generation:
     num_choices: int
     salt: bytes | None
     priority: int
+    grammar_field: str | None = None
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
+    chat_template: str | None = None
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -98,7 +86,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None
     Raises:
         RequestError: a field is missing, unknown or wrong.
     """
-    fields = _Fields(body, defaults)
+    fields = Fields(body, defaults)
     prompt = fields.take("prompt", _is_prompt, "a string, token ids, or a list of either")
     if prompt is None:
         raise RequestError(400, "prompt is missing.", param="prompt")
@@ -127,12 +115,13 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
     Raises:
         RequestError: a field is missing, unknown or wrong.
     """
-    fields = _Fields(body, defaults)
+    fields = Fields(body, defaults)
     messages = fields.take("messages", lambda value: isinstance(value, list), "a list of messages")
     if not messages:
         raise RequestError(400, "messages is missing or empty.", param="messages")
-    older_name = fields.number("max_tokens", None)
-    changes: dict[str, Any] = {"max_tokens": fields.number("max_completion_tokens", older_name)}
+    older_name, newer_name = (fields.number(name, None) for name in ("max_tokens", "max_completion_tokens"))
+    changes: dict[str, Any] = {"max_tokens": older_name if newer_name is None else newer_name}
+    aliases = {} if newer_name is None else {"max_tokens": "max_completion_tokens"}
     top_logprobs = fields.number("top_logprobs", None)
     if fields.flag("logprobs"):
         changes["logprobs"] = top_logprobs or 0
@@ -145,98 +134,89 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
     choice = fields.take(
         "tool_choice", lambda value: value in ("auto", "none"), '"auto" or "none"; others are not served'
     )
-    variables = fields.take("chat_template_kwargs", lambda value: isinstance(value, dict), "an object") or {}
+    variables = fields.object("chat_template_kwargs") or {}
     template = variables | {"tools": None if choice == "none" else tools}
     template["add_generation_prompt"] = fields.flag("add_generation_prompt", default=True)
     listed = [_message(index, message) for index, message in enumerate(messages)]
-    return _generation(fields, [], changes, messages=listed, template=template)
+    source = fields.text("chat_template")
+    return _generation(fields, [], changes, aliases=aliases, messages=listed, template=template, chat_template=source)
 
 
-def as_request_error(error: Exception, *, default: str | None = None) -> RequestError:
-    """Returns the refusal for an error of ours; the field is the one that its message begins with.
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """The body of `/tokenize` or `/detokenize`.
 
-    Args:
-        error: anything; what is not the client's fault becomes a 500 that says nothing of the inside.
-        default: the field where the message begins with none.
+    Attributes:
+        model: as the client names it.
+        text: to be encoded.
+        token_ids: to be decoded.
+        add_special_tokens: as the tokenizer does for a prompt.
     """
-    if isinstance(error, RequestError):
-        return error
-    if not isinstance(error, InvalidInput):
-        return RequestError(500, "the server failed on this request.", code="internal_error")
-    names = re.findall(r"[a-z][a-z_]*", str(error)[:80])
-    known = (
-        *_SAMPLING,
-        "max_tokens",
-        "logprobs",
-        "logit_bias",
-        "seed",
-        "priority",
-        "structured_outputs",
-        "messages",
-        "prompt",
-    )
-    param = next((name for name in names if name in known), default)
-    param = default if param == "prompt" else param
-    if isinstance(error, RequestTooLong):
-        return RequestError(400, str(error), param=default, code="context_length_exceeded")
-    return RequestError(400, str(error), param=param)
+
+    model: str | None
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    add_special_tokens: bool = True
 
 
-class _Fields:
-    """The fields of a body, taken out one by one, so that what is left is unknown."""
+def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """Reads the body of `/tokenize` with a prompt.
 
-    def __init__(self, body: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> None:
-        # A field that is null is as one that is missing.
-        given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
-        self._left = {**(defaults or {}), **given}
+    Raises:
+        RequestError: a field is missing, unknown or wrong.
+    """
+    fields = Fields(body)
+    model, prompt = fields.text("model"), fields.text("prompt")
+    add_special_tokens = fields.flag("add_special_tokens", default=True)
+    fields.finish()
+    if prompt is None:
+        raise RequestError(400, "prompt is missing.", param="prompt")
+    return TokenizeRequest(model, text=prompt, add_special_tokens=add_special_tokens)
 
-    def take(self, name: str, fits: Callable[[Any], bool], wanted: str) -> Any:
-        """Returns a field, None if it is missing or null."""
-        value = self._left.pop(name, None)
-        if value is not None and not fits(value):
-            raise RequestError(400, f"{name} is {shown(value)}; it must be {wanted}.", param=name)
-        return value
 
-    def number(self, name: str, default: int | None) -> int | None:
-        value = self.take(name, lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number")
-        return default if value is None else value
+def parse_detokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """Reads the body of `/detokenize`.
 
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self.take(name, lambda value: isinstance(value, bool), "true or false")
-        return default if value is None else value
-
-    def finish(self) -> None:
-        """Refuses what nobody took."""
-        for name in self._left:
-            raise RequestError(400, f"{shown(name)} is no field of this request.", param=name)
+    Raises:
+        RequestError: a field is missing, unknown or wrong.
+    """
+    fields = Fields(body)
+    model = fields.text("model")
+    tokens = fields.take("tokens", lambda value: is_tokens(value) and min(value, default=0) >= 0, "a list of token ids")
+    fields.finish()
+    if tokens is None:
+        raise RequestError(400, "tokens is missing.", param="tokens")
+    return TokenizeRequest(model, token_ids=tokens)
 
 
 def _generation(
-    fields: _Fields,
+    fields: Fields,
     prompts: list[Prompt],
     changes: dict[str, Any],
     *,
     echo: bool = False,
     best_of: int | None = None,
+    aliases: Mapping[str, str] | None = None,
     messages: list[dict[str, Any]] | None = None,
     template: dict[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> Generation:
-    """Reads what completions and chats have in common."""
-    model = fields.take("model", lambda value: isinstance(value, str), "a string")
+    """Reads what completions and chats have in common; `aliases` are the client's names for fields of `changes`."""
+    model = fields.text("model")
     stream = fields.flag("stream")
-    options = fields.take("stream_options", lambda value: isinstance(value, dict), "an object") or {}
+    include_usage = _includes_usage(fields, stream=stream)
     salt = fields.take(
         "cache_salt", lambda value: isinstance(value, str) and 0 < len(value) <= 64, "1 to 64 characters"
     )
     priority = fields.number("priority", 0) or 0
-    for name in _SAMPLING:
+    for name in SAMPLING:
         value = fields.take(name, lambda value: True, "")
         if value is not None:
             changes[name] = value
     seed = fields.number("seed", None)
     changes["seed"] = None if seed is None else seed & 0xFFFFFFFF
-    changes["logit_bias"] = _bias(fields.take("logit_bias", lambda value: isinstance(value, dict), "an object"))
-    changes["structured_outputs"] = _structured(fields)
+    changes["logit_bias"] = _bias(fields.object("logit_bias"))
+    grammar_field, changes["structured_outputs"] = _structured(fields)
     changes["output_kind"] = RequestOutputKind.FINAL_ONLY
     fields.finish()
     num_choices = changes.get("n", 1)
@@ -251,42 +231,64 @@ def _generation(
             )
         if best_of > num_choices:
             changes |= {"n": best_of, "logprobs": changes.get("logprobs") or 0}
+            aliases = {"n": "best_of"}
     try:
         params = SamplingParams(**changes)
     except InvalidInput as error:
-        raise as_request_error(error) from None
+        refusal = as_request_error(error)
+        if (given := (aliases or {}).get(refusal.param or "")) is not None:
+            refusal = RequestError(400, f"{given}: {error}", param=given)
+        raise refusal from None
     return Generation(
         prompts,
         params,
         model,
         stream,
-        bool(options.get("include_usage")),
+        include_usage,
         echo,
         num_choices,
         # Of any text, and none is another one's beginning.
-        None if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest(),
+        None if salt is None else digest(salt),
         priority,
+        grammar_field,
         messages,
         template,
+        chat_template,
     )
 
 
-def _structured(fields: _Fields) -> StructuredOutputsParams | None:
-    wanted = fields.take("structured_outputs", lambda value: isinstance(value, dict), "an object")
+def _includes_usage(fields: Fields, *, stream: bool) -> bool:
+    options = fields.object("stream_options")
+    if options is None:
+        return False
+    if not stream or not set(options) <= {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
+        raise RequestError(
+            400,
+            f"stream_options is {shown(options)}; it must be an object with include_usage, true or false, beside "
+            "stream: true.",
+            param="stream_options",
+        )
+    return options.get("include_usage", False)
+
+
+def _structured(fields: Fields) -> tuple[str | None, StructuredOutputsParams | None]:
+    """Returns what the text must match, behind the field that says it."""
+    wanted = fields.object("structured_outputs")
     form = fields.take("response_format", _is_format, "an object with a type: text, json_object or json_schema")
     name = "structured_outputs" if form is None or form["type"] == "text" else "response_format"
     try:
         if form is None or form["type"] == "text":
-            return None if wanted is None else StructuredOutputsParams(**wanted)
+            return (None, None) if wanted is None else (name, StructuredOutputsParams(**wanted))
         if wanted is not None:
             raise InvalidInput("response_format and structured_outputs are both given.")
         if form["type"] == "json_object":
-            return StructuredOutputsParams(json_object=True)
+            return name, StructuredOutputsParams(json_object=True)
         described = form.get("json_schema")
         if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
             raise InvalidInput("response_format has no json_schema with a schema.")
         # Between the parts a small model may go on with spaces for ever.
-        return StructuredOutputsParams(json=described["schema"], disable_any_whitespace=described.get("strict") is True)
+        strict = described.get("strict") is True
+        return name, StructuredOutputsParams(json=described["schema"], disable_any_whitespace=strict)
     except (InvalidInput, TypeError) as error:
         raise RequestError(400, f"{name}: {error}", param=name) from None
 
@@ -326,12 +328,8 @@ def _is_prompt(value: Any) -> bool:
     if isinstance(value, str):
         return True
     return bool(isinstance(value, list) and value) and (
-        _is_tokens(value) or all(isinstance(each, str) or (_is_tokens(each) and bool(each)) for each in value)
+        is_tokens(value) or all(isinstance(each, str) or (is_tokens(each) and bool(each)) for each in value)
     )
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
 
 
 def _is_objects(value: Any) -> bool:

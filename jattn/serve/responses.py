@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jattn.engine import CompletionOutput, Logprob, RequestOutput
-from jattn.serve.protocol import Generation, RequestError
+from jattn.serve.fields import RequestError
+from jattn.serve.protocol import Generation
 
-__all__ = ["Answer", "error_body", "event"]
+__all__ = ["Answer", "error_body", "event", "usage"]
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from jattn.arguments import add_device_arguments, device_settings, join_processe
 from jattn.engine import LLM, EngineConfig, SpeculativeConfig
 from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
 from jattn.load.folder import read_given
+from jattn.serve import access
 from jattn.serve.app import ServeConfig, create_app
 from jattn.serve.async_llm import AsyncLLM
-from torch_core.errors import InvalidInput
+from jattn.serve.keys import read_keys
 
 __all__ = ["main"]
 
@@ -26,8 +29,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="to listen at (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="to listen at; 0 for any that is free (8000)")
     parser.add_argument("--served-model-name", help="that clients ask for (default: the folder's name)")
-    parser.add_argument("--api-key-file", metavar="FILE", help="one key a line; clients must bring one of them")
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="one key a line, of which clients must bring one, and behind a space its tenant's name (on all lines or "
+        "on none); # for comments",
+    )
+    parser.add_argument(
+        "--isolate-tenants", action="store_true", help="no cached prefix is shared beyond a tenant (default: a key)"
+    )
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    parser.add_argument(
+        "--trust-request-chat-template", action="store_true", help="take chat_template from requests, in the sandbox"
+    )
+    parser.add_argument("--no-access-log", action="store_true", help="no line of JSON on stdout for each request")
     parser.add_argument(
         "--ignore-generation-config", action="store_true", help="defaults of sampling are OpenAI's, not the folder's"
     )
@@ -45,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
     add_device_arguments(parser)
     arguments = parser.parse_args(argv)
     join_processes(arguments)
-    keys = () if arguments.api_key_file is None else tuple(read_given("api_key_file", arguments.api_key_file).split())
-    if arguments.api_key_file is not None and not keys:
-        raise InvalidInput(f"api_key_file {arguments.api_key_file!r} has no keys.")
+    keys = () if arguments.api_key_file is None else read_keys(arguments.api_key_file)
     template = None
     if arguments.chat_template is not None:
         template = read_given("chat_template", arguments.chat_template)
@@ -57,9 +70,11 @@ def main(argv: Sequence[str]) -> int:
     config = ServeConfig(
         model_name=name,
         api_keys=keys,
+        isolate_tenants=arguments.isolate_tenants,
         max_body_bytes=arguments.max_body_bytes,
         max_unfinished=arguments.max_unfinished,
         chat_template=template,
+        trust_request_chat_template=arguments.trust_request_chat_template,
         default_sampling=None if arguments.ignore_generation_config else load_generation_defaults(folder).sampling,
     )
     speculative = arguments.speculative_config
@@ -76,6 +91,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if not arguments.no_warmup:
         llm.engine.warmup()
+    if not arguments.no_access_log:
+        # A stream of its own: lines of JSON and nothing else.
+        access.log.addHandler(logging.StreamHandler(sys.stdout))
+        access.log.setLevel(logging.INFO)
     # uvicorn stops to listen at SIGTERM and SIGINT, and waits for the answers that run.
     uvicorn.run(
         create_app(AsyncLLM(llm), config),

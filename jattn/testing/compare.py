@@ -95,6 +95,8 @@ def compare_with_torch(
         subject = stack.enter_context(_subject(model, dtype))
         if subject.decoder.config.is_encoder:
             raise Unsupported(f"{subject.name} is an encoder; logits and greedy tokens are compared.")
+        if subject.decoder.config.encoder is not None:
+            raise Unsupported(f"{subject.name} has an encoder; decoders alone are compared.")
         tokens = _token_ids(prompts, subject, max_tokens)
         subject = replace(subject, decoder=_as_long(subject.decoder, max(map(len, tokens)) + max_tokens))
         torch_folder = subject.folder if torch_model is None else check_folder(torch_model)

@@ -70,8 +70,10 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
         compute_dtype = torch.float64 if widened else torch_dtype
         decoder = TorchDecoder(folder, weight_dtype=torch_dtype, compute_dtype=compute_dtype)
         return TorchSide("TorchDecoder", description, decoder)
-    # Its other ways to attend leave soft caps and sinks out, and those through experts have no float64.
-    eager = {} if TorchDecoder.serves(config) else {"attn_implementation": "eager"}
+    # Its other ways to attend leave soft caps and sinks out, and those through experts have no float64. The eager one
+    # of transformers 5 adds Falcon's ALiBi twice.
+    attend = "sdpa" if config.architecture == "FalconForCausalLM" else "eager"
+    eager = {} if TorchDecoder.serves(config) else {"attn_implementation": attend}
     eager |= {} if config.moe is None else {"experts_implementation": "eager"}
     with _quiet(), _without_progress_bar(logging):
         model: Any = AutoModelForCausalLM.from_pretrained(

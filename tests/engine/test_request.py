@@ -29,6 +29,9 @@ from torch_core.errors import InvalidInput
         ({"stop_token_ids": (-1,)}, "stop_token_ids[0] is -1; it must be from 0 to 2147483647."),
         ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a sequence."),
         ({"stop": 5}, "stop is 5; it must be a sequence."),
+        ({"stop": {"a": 1}}, "stop is {'a': 1}; it must be a sequence."),
+        ({"bad_words": False}, "bad_words is False; it must be a sequence."),
+        ({"stop_token_ids": ""}, "stop_token_ids is ''; it must be a sequence."),
         ({"temperature": 10**400}, "temperature is an int of 1329 bits; it must be a number that fits a float."),
         ({"temperature": 1e39}, "temperature is 1e+39; it must be a finite float32 of at least 0."),
         ({"max_tokens": 10**5000}, "max_tokens is an int of 16610 bits; it must be from 1 to 2147483647."),
@@ -87,6 +90,8 @@ def test_a_generator_of_stop_token_ids_is_read_once_and_kept() -> None:
         ({"regex": 5}, "regex is 5; it must be text."),
         ({"json": 5}, "json is 5; it must be a schema as a mapping or as text."),
         ({"choice": "yes"}, "choice is a string; pass a tuple of strings."),
+        ({"choice": []}, "choice is empty; give at least one string."),
+        ({"json_object": "x"}, "json_object is 'x'; it must be True or False."),
         ({"regex": "a" * (1 << 18)}, "regex has 262144 characters; it must have 131072 at most."),
     ],
 )

@@ -17,7 +17,9 @@ from torch_core.errors import RequestTooLong
 class Bench:
     """A scheduler over an allocator, and a stand-in for the device that answers every step at once with token 7."""
 
-    def __init__(self, *, num_blocks: int = 64, num_host_blocks: int = 0, **sizes: Any) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, num_host_blocks: int = 0, pads_rows: bool = False, **sizes: Any
+    ) -> None:
         config = EngineConfig(
             **{
                 "block_size": 4,
@@ -39,7 +41,7 @@ class Bench:
             )
         )
         self.swaps: list[CommittedStep] = []
-        self.scheduler = Scheduler(config, self.cache, self._move, in_turns=config.batch_invariant)
+        self.scheduler = Scheduler(config, self.cache, self._move, in_turns=config.batch_invariant, pads_rows=pads_rows)
         self._next_token = 0
 
     def _move(self, step: CommittedStep) -> None:
@@ -101,6 +103,16 @@ def test_no_more_than_max_num_seqs_run_and_a_place_that_falls_free_is_the_next_o
 
     assert [bench.step() for _ in range(4)] == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}, {"c": 1}]
     assert bench.scheduler.num_unfinished == 0
+
+
+def test_where_rows_are_padded_a_long_prompt_takes_few_beside_it() -> None:
+    bench = Bench(pads_rows=True, max_num_seqs=8)
+    for name, length in (("a", 3), ("b", 6), ("c", 2), ("d", 2), ("e", 2)):
+        bench.add(name, length)
+
+    # Two rows of 6 are within the budget of 16; three are not, however short the third one is.
+    assert bench.step() == {"a": 3, "b": 6}
+    assert {name: new for name, new in bench.step().items() if name not in "ab"} == {"c": 2, "d": 2, "e": 2}
 
 
 def test_a_step_holds_no_more_tokens_than_its_budget_and_the_rest_of_a_prompt_comes_later() -> None:

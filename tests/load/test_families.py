@@ -14,8 +14,9 @@ from flax import nnx
 from jattn.engine import LLM, EngineConfig, SamplingParams
 from jattn.load import Family, known_families, load_model, parse_config, register_family, save_model
 from jattn.load.folder import read_object
+from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
-from tests.support.tiny_models import PagedRun, reference_bound, tiny_config, tiny_model
+from tests.support.tiny_models import PagedRun, dense_logits, reference_bound, tiny_config, tiny_model
 from torch_core.errors import InvalidInput
 
 #: Of each family the variant in which most options are on.
@@ -27,8 +28,8 @@ PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "GptOss")
 
 
 def test_every_family_of_the_package_is_tested():
-    # The encoder has tests of its own, in tests/models.
-    assert set(known_families()) == {*CASES, "BertModel"}
+    # Encoders have tests of their own, in tests/models.
+    assert set(known_families()) == {*CASES, *encoder_decoders.CASES, "BertModel"}
 
 
 def paged_logits(model, tokens, cuts):
@@ -48,6 +49,15 @@ def test_prefill_in_chunks_and_decoding_give_the_logits_of_transformers(architec
     model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
     found = paged_logits(model, tokens.astype(np.int32), (16, 25))
     assert np.abs(found - exact[0]).max() <= reference_bound(exact, same_dtype)
+
+
+@pytest.mark.parametrize(("architecture", "variant"), [("BloomForCausalLM", 1), ("FalconForCausalLM", 1)])
+def test_dense_sequences_have_the_same_biases_by_distance(architecture, variant, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, variant, seed, num_hidden_layers=1)
+    tokens = np.random.default_rng(seed).integers(0, 99, 24)
+    exact, same_dtype = reference_logits(folder, tokens[None])
+    model, _, _ = load_model(folder, with_tokenizer=False)
+    assert np.abs(dense_logits(model, tokens) - exact[0]).max() <= reference_bound(exact, same_dtype)
 
 
 @pytest.mark.parametrize(("architecture", "variant"), VARIANTS)

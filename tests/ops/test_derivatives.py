@@ -89,17 +89,6 @@ def test_the_default_takes_the_derivative_of_jnp_where_it_has_none(case: Attenti
     _assert_close(found, expected, 1e-5)
 
 
-@pytest.mark.usefixtures("torch_by_default")
-def test_the_default_has_second_derivatives() -> None:
-    case = dense_case(0, key_lens=[4], query_lens=[3], num_heads=2, num_kv_heads=1, head_size=4)
-
-    def slope(implementation: str | None) -> Callable[[dict[str, Any]], jax.Array]:
-        return lambda inputs: (jax.grad(_loss(case, implementation))(inputs)["query"] ** 2).sum()
-
-    found, expected = (jit(jax.grad(slope(implementation)))(_inputs(case)) for implementation in (None, "xla"))
-    _assert_close(found, expected, 1e-4)
-
-
 def test_a_named_implementation_has_no_second_derivatives_and_says_what_has() -> None:
     case = dense_case(0, key_lens=[4], query_lens=[3], num_heads=2, num_kv_heads=1, head_size=4)
     gradient = jax.grad(_loss(case, "torch"))
@@ -107,6 +96,86 @@ def test_a_named_implementation_has_no_second_derivatives_and_says_what_has() ->
         jax.grad(lambda inputs: (gradient(inputs)["query"] ** 2).sum())(_inputs(case))
     assert str(error.value) == (
         "attention with implementation='torch' has no second derivative. Differentiate with implementation='xla', or "
+        "stop the gradient at its inputs (jax.lax.stop_gradient)."
+    )
+
+
+SMALL = {
+    "attention": dense_case(0, key_lens=[4, 3], query_lens=[3, 3], num_heads=2, num_kv_heads=1, head_size=4),
+    "paged_attention": paged_case(
+        1, seq_lens=[5, 4], query_lens=[2, 1], num_heads=2, num_kv_heads=1, head_size=4, block_size=4, poison=0.0
+    ),
+}
+
+
+def _direction(inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for name, x in inputs.items()}
+
+
+def _slope(loss: Callable[[dict[str, Any]], jax.Array], inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {"slope": jax.jvp(loss, (inputs,), (_direction(inputs),))[1]}
+
+
+def _linearized(loss: Callable[[dict[str, Any]], jax.Array], inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {"slope": jax.linearize(loss, inputs)[1](_direction(inputs))}
+
+
+def _forward_over_reverse(
+    loss: Callable[[dict[str, Any]], jax.Array], inputs: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    return jax.jvp(jax.grad(loss), (inputs,), (_direction(inputs),))[1]
+
+
+def _reverse_over_forward(
+    loss: Callable[[dict[str, Any]], jax.Array], inputs: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    return jax.grad(lambda given: jax.jvp(loss, (given,), (_direction(inputs),))[1])(inputs)
+
+
+def _mapped_forward(loss: Callable[[dict[str, Any]], jax.Array], inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    directions = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x * x]), _direction(inputs))
+    return {"slopes": jax.vmap(lambda one: jax.jvp(loss, (inputs,), (one,))[1])(directions)}
+
+
+def _of_a_mapped_call(
+    loss: Callable[[dict[str, Any]], jax.Array], inputs: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The examples have queries of their own and share what else there is."""
+    shared = {name: x for name, x in inputs.items() if name != "query"}
+
+    def total(given: dict[str, jax.Array]) -> jax.Array:
+        queries = jnp.stack([given["query"], 2 * given["query"]])
+        return jax.vmap(lambda query: loss({**given, "query": query}))(queries).sum()
+
+    return jax.grad(total)({**shared, "query": inputs["query"]})
+
+
+@pytest.mark.usefixtures("torch_by_default")
+@pytest.mark.parametrize(
+    ("name", "derive"),
+    [
+        *(("attention", derive) for derive in (_slope, _linearized, _reverse_over_forward, _mapped_forward)),
+        *(("paged_attention", derive) for derive in (_slope, _forward_over_reverse, _of_a_mapped_call)),
+    ],
+)
+def test_every_derivative_of_the_default_is_that_of_jnp(name: str, derive: Callable[..., dict[str, jax.Array]]) -> None:
+    case = SMALL[name]
+    found, expected = (
+        jit(functools.partial(derive, _loss(case, implementation)))(_inputs(case)) for implementation in (None, "xla")
+    )
+    _assert_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("derive", [_slope, _linearized])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_named_implementation_has_no_forward_derivative_and_says_what_has(
+    name: str, derive: Callable[..., Any], wrap: Callable[..., Any]
+) -> None:
+    with pytest.raises(Unsupported) as error:
+        wrap(functools.partial(derive, _loss(SMALL[name], "torch")))(_inputs(SMALL[name]))
+    assert str(error.value) == (
+        f"{name} with implementation='torch' has no forward derivative. Differentiate with implementation='xla', or "
         "stop the gradient at its inputs (jax.lax.stop_gradient)."
     )
 

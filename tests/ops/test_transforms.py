@@ -149,17 +149,6 @@ def test_a_merge_by_torch_has_no_gradient_and_says_what_has(wrap: Callable[..., 
     )
 
 
-@pytest.mark.parametrize("name", ["attention", "paged_attention"])
-def test_attention_by_torch_has_no_forward_derivative_and_says_what_has(name: str) -> None:
-    query = fresh_state()[0]
-    with pytest.raises(Unsupported) as error:
-        jax.jvp(functools.partial(CALLS[name], "torch"), (query,), (query,))
-    assert str(error.value) == (
-        f"{name} with implementation='torch' has no forward derivative. Differentiate with implementation='xla', or "
-        "stop the gradient at its inputs (jax.lax.stop_gradient)."
-    )
-
-
 def test_a_write_by_torch_has_forward_derivatives() -> None:
     query = fresh_state()[0]
     _, tangent = jax.jvp(functools.partial(write_call, "torch"), (query,), (query,))

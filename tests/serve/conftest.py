@@ -41,9 +41,10 @@ class Running(BackgroundServer):
         config = ServeConfig(
             model_name=MODEL,
             api_keys=("another", KEY),
-            max_body_bytes=1 << 16,
+            max_body_bytes=1 << 18,
             max_unfinished=MAX_UNFINISHED,
             chat_template=TEMPLATE,
+            trust_request_chat_template=True,
         )
         super().__init__(self.llm, config)
 

@@ -9,12 +9,13 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
 
+import jattn
 from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL
+from tests.serve.malformed import BAD_CHATS, BAD_COMPLETIONS, Malformed, drawn
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "The", "max_tokens": 240, "ignore_eos": True, "temperature": 0}
@@ -36,109 +37,55 @@ def wait_until_idle(server) -> None:
     assert server.llm.llm.engine.cache_stats().used == 0
 
 
-# Bodies of /v1/completions without what is right, and the field that the answer must name.
-BAD: list[tuple[Any, str | None]] = [
-    (b"{", None),
-    (b"[1]", None),
-    (b"\xff", None),
-    (b'{"prompt": "x", "prompt": "y"}', None),
-    (b'{"prompt": "x", "temperature": NaN}', None),
-    (b"[" * 50_000, None),
-    ({}, "prompt"),
-    ({"prompt": 5}, "prompt"),
-    ({"prompt": ["x", 5]}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": ["x"] * 257}, "prompt"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": "x", "model": 5}, "model"),
-    ({"prompt": "x", "model": "other"}, "model"),
-    ({"prompt": "x", "n": 0}, "n"),
-    ({"prompt": "x", "n": "two"}, "n"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
-    ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
-    ({"prompt": "x", "temperature": "hot"}, "temperature"),
-    ({"prompt": "x", "temperature": 1e999}, None),
-    ({"prompt": "x", "top_p": 0}, "top_p"),
-    ({"prompt": "x", "top_k": -2}, "top_k"),
-    ({"prompt": "x", "min_p": 2}, "min_p"),
-    ({"prompt": "x", "presence_penalty": 3}, "presence_penalty"),
-    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-    ({"prompt": "x", "stop": [""]}, "stop"),
-    ({"prompt": "x", "stop": 5}, "stop"),
-    ({"prompt": "x", "seed": "x"}, "seed"),
-    ({"prompt": "x", "stream": "yes"}, "stream"),
-    ({"prompt": "x", "stream_options": 5}, "stream_options"),
-    ({"prompt": "x", "logprobs": 21}, "logprobs"),
-    ({"prompt": "x", "logprobs": True}, "logprobs"),
-    ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"prompt": "x", "logit_bias": {"1": "x"}}, "logit_bias"),
-    ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
-    ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
-    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
-    ({"prompt": "x", "echo": True, "stream": True}, "echo"),
-    ({"prompt": "x", "suffix": "y"}, "suffix"),
-    ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
-    ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
-    ({"prompt": "x", "bad_words": "x"}, "bad_words"),
-    ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
-    ({"prompt": "x", "structured_outputs": {"regexp": "x"}}, "structured_outputs"),
-    ({"prompt": "x", "structured_outputs": {"regex": "(["}}, "prompt"),
-    ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format"),
-    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
-    ({"prompt": "x", "unknown_field": 1}, "unknown_field"),
-]
-BAD_CHATS: list[tuple[Any, str]] = [
-    ({}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"),
-    ({"messages": ["hi"]}, "messages[0]"),
-    ({"messages": [{"content": "hi"}]}, "messages[0]"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
-    ({"messages": [{"role": "user", "content": "x"}], "tools": {}}, "tools"),
-    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "messages"),
-    ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
-    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs"),
-    ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-]
-
-
-def refusal(response: httpx.Response, param: str | None) -> None:
-    assert 400 <= response.status_code < 500, response.text
+def check_refusal(http_client, bad: Malformed) -> None:
+    headers = {} if bad.key is None else {"Authorization": f"Bearer {bad.key}"}
+    response = http_client.post(bad.path, content=bad.content, headers=headers)
+    assert 400 <= response.status_code < 500, (bad, response.text)
+    assert bad.status in (None, response.status_code), (bad, response.text)
     error = response.json()["error"]
-    assert error["param"] == param, error
+    assert error["param"] == bad.param, (bad, error)
     assert error["message"]
 
 
-def test_every_bad_request_is_refused_by_name_and_good_ones_beside_them_are_answered(server, http_client, seed) -> None:
-    choose = random.Random(seed)
+def check_among_good_ones(server, http_client, malformed: list[Malformed], num_good: int, seed: int) -> None:
+    """Sends them in any order, several at a time: the good ones are answered as if they were alone."""
     good = {"prompt": "The list", "max_tokens": 6, "temperature": 0}
     expected = http_client.post("/v1/completions", json=good).json()["choices"][0]["text"]
-    work = [("/v1/completions", *each) for each in BAD] + [("/v1/chat/completions", *each) for each in BAD_CHATS]
-    work += [("/v1/completions", good, expected)] * 12
-    choose.shuffle(work)
+    work: list[Malformed | None] = [*malformed, *[None] * num_good]
+    random.Random(seed).shuffle(work)
 
-    def ask(path: str, body: Any, wanted: str | None) -> None:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        response = http_client.post(path, content=content)
-        if body is good:
-            assert response.json()["choices"][0]["text"] == wanted
+    def ask(bad: Malformed | None) -> None:
+        if bad is not None:
+            check_refusal(http_client, bad)
         else:
-            refusal(response, wanted)
+            assert http_client.post("/v1/completions", json=good).json()["choices"][0]["text"] == expected
 
     with ThreadPoolExecutor(6) as threads:
-        list(threads.map(lambda each: ask(*each), work))
+        list(threads.map(ask, work))
 
     wait_until_idle(server)
 
 
+def test_every_bad_request_is_refused_by_name_and_good_ones_beside_them_are_answered(server, http_client, seed) -> None:
+    by_path = {"/v1/completions": BAD_COMPLETIONS, "/v1/chat/completions": BAD_CHATS}
+    malformed = [
+        Malformed(path, body if isinstance(body, bytes) else json.dumps(body).encode(), param)
+        for path, bodies in by_path.items()
+        for body, param in bodies
+    ]
+    check_among_good_ones(server, http_client, malformed, 12, seed)
+
+
+@pytest.mark.parametrize(("num_malformed", "num_good"), [(80, 20), pytest.param(2000, 500, marks=pytest.mark.nightly)])
+def test_malformed_requests_of_any_kind_disturb_nobody(server, http_client, seed, num_malformed, num_good) -> None:
+    choose = random.Random(seed)
+    malformed = [drawn(choose) for _ in range(num_malformed)]
+
+    check_among_good_ones(server, http_client, malformed, num_good, seed)
+
+
 def test_a_body_beyond_the_limit_is_not_read(http_client) -> None:
-    response = http_client.post("/v1/completions", content=b" " * (1 << 17))
+    response = http_client.post("/v1/completions", content=b" " * (1 << 19))
 
     assert response.status_code == 413
 
@@ -172,6 +119,32 @@ def test_tokens_of_text_and_of_a_chat(server, http_client) -> None:
 
     assert text == {"tokens": tokenizer.encode("The list"), "count": len(text["tokens"]), "max_model_len": 256}
     assert chat["tokens"] == tokenizer.encode("user: x\nassistant:", add_special_tokens=False)
+
+
+def test_tokens_become_the_text_again(server, http_client) -> None:
+    tokens = http_client.post("/tokenize", json={"prompt": "The list", "add_special_tokens": False}).json()["tokens"]
+
+    assert http_client.post("/detokenize", json={"tokens": tokens, "model": MODEL}).json() == {"prompt": "The list"}
+    assert httpx.get(f"{server.url}/version").json() == {"version": jattn.__version__}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "model": "other"}, "model"),
+        ("/tokenize", {"prompt": "x", "nothing": 1}, "nothing"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [1 << 40]}, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused_by_name(http_client, path, body, param) -> None:
+    check_refusal(http_client, Malformed(path, json.dumps(body).encode(), param))
 
 
 def test_health_and_metrics_need_no_key(server, http_client) -> None:

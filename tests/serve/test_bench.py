@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 
 from jattn.bench.serve import main, run
 from jattn.cli import main as cli
 from jattn.engine import Engine
+from tests.serve.conftest import KEY
 from tests.support.tiny_models import write_tiny_model
 from torch_core.errors import InvalidInput
 
@@ -35,12 +37,34 @@ def test_requests_that_fail_are_counted_and_the_exit_says_so(server, capsys) -> 
     sizes = ["--num-requests", "2", "--prompt-tokens", "4", "--new-tokens", "5", "--rates", "inf"]
 
     assert cli(["bench", "serve", "--url", server.url, "--api-key", "wrong", *sizes]) == 1
-    assert main(["--url", server.url, "--api-key", "a key", *sizes]) == 0
+    assert main(["--url", server.url, "--api-key", KEY, *sizes]) == 0
 
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines() if "inf" in line] == [
         ["inf", "0", "2"],
         ["inf", "2", "0"],
     ]
+
+
+def test_a_picture_shows_latencies_and_the_pool(server, capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = ["--num-requests", "3", "--prompt-tokens", "4", "--new-tokens", "30", "--rates", "20", "inf", "--json"]
+
+    assert main(["--url", server.url, "--api-key", KEY, *sizes, "--png", str(tmp_path / "serve.png")]) == 0
+
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+    watched = [row["pool_usage"] for row in json.loads(capsys.readouterr().out)]
+    assert all(0 <= share <= 1 for row in watched for _, share in row)
+    assert all(row for row in watched)
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    assert cli(["bench", "serve", "--url", "http://127.0.0.1:1", "--png", "x.png"]) == 2
+
+    assert capsys.readouterr().err == (
+        "jattn: a picture needs matplotlib: pip install 'jattn[plot]', or leave --png out.\n"
+    )
 
 
 def test_sizes_out_of_range_are_refused() -> None:

@@ -115,6 +115,15 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
     "GPT2LMHeadModel": ("GPT2Config", [{}, {"n_inner": 40, "activation_function": "relu"}]),
     "BloomForCausalLM": ("BloomConfig", [{}, {"num_attention_heads": 2}]),
+    "FalconForCausalLM": (
+        "FalconConfig",
+        [
+            {},
+            {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+            {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 48},
+        ],
+    ),
     "MixtralForCausalLM": ("MixtralConfig", [{"num_local_experts": 6}, _SMALL_WINDOW | {"num_experts_per_tok": 3}]),
     "Qwen3MoeForCausalLM": (
         "Qwen3MoeConfig",
@@ -167,6 +176,7 @@ _ABSENT = {
     "GPTNeoXForCausalLM": ("num_key_value_heads",),
     "GPT2LMHeadModel": ("num_key_value_heads", "intermediate_size"),
     "BloomForCausalLM": ("num_key_value_heads", "intermediate_size"),
+    "FalconForCausalLM": ("num_key_value_heads", "intermediate_size"),
 }
 VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]
 
@@ -191,7 +201,11 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     with torch.no_grad():
         biases = (entry for entry in model.named_buffers() if entry[0].endswith("e_score_correction_bias"))
         for path, parameter in (*model.named_parameters(), *biases):
-            centre = 1.0 if path.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")) else 0.0
+            centre = (
+                1.0
+                if path.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight"))
+                else 0.0
+            )
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
     return folder

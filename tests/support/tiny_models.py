@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jattn.load import save_model
 from jattn.metadata import AttentionMetadata
 from jattn.models import Decoder, ModelConfig
+from jattn.models.encoder_decoder import build_model
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -41,7 +42,7 @@ def tiny_model(config: ModelConfig, seed: int, implementation: str | None = "xla
     """Returns a decoder whose weights are large enough that every part of it shows in the logits."""
     random = np.random.default_rng(seed)
     graph, state = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(seed), implementation=implementation))
+        nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(seed), implementation=implementation))
     )
     filled = []
     for path, variable in nnx.to_flat_state(state):
@@ -76,8 +77,11 @@ def transformers_logits(folder: Path, token_ids: np.ndarray, dtype: str = "float
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    # The eager way of transformers 5 adds Falcon's ALiBi to the mask and to the scores, so twice.
+    attend = "sdpa" if config.model_type == "falcon" else "eager"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=getattr(torch, dtype), attn_implementation=attend, experts_implementation="eager"
     )
     with torch.no_grad():
         return model.eval()(torch.from_numpy(token_ids.astype(np.int64))).logits.double().numpy()

@@ -13,6 +13,7 @@ BERT = Family(
     defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2, "hidden_act": "gelu", "tie_word_embeddings": True},
     options={
         "is_encoder": True,
+        "final_norm": False,
         "norm_type": "layer_norm",
         "norm_bias": True,
         "norm_placement": "residual",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jattn.models.config import SIZE_LIMITS
+from jattn.models.config import SIZE_LIMITS, ModelConfig
 
 __all__ = ["BOTH_BIASES", "INVERSE", "INVERSE_SQUARE", "Family", "Key", "every"]
 
@@ -20,7 +20,7 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        field: of `ModelConfig`; of `MoEConfig` or `LatentConfig` where it begins with "moe." or "latent."; several that
+        field: of `ModelConfig`; of its `moe`, `latent` or `encoder` where it begins with that and a dot; several that
             share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
@@ -87,10 +87,12 @@ class Family:
         rope_keys: what the file calls rope_theta, partial_rotary_factor and rope_local_base_freq, where it is another
             name; partial_rotary_factor and rope_local_base_freq are read by families that name them.
         names: of tensors by module of the decoder, where they are not those of `_NAMES`; a tuple for joined pieces.
+            Behind "encoder." stands what differs in an encoder.
             "{expert}" counts experts; a name of experts without it holds all of them, as [experts, in, out].
+        names_of: those that depend on the model's config.
         prefix: of tensor names, which some files leave out.
-        order: of a joined or fused tensor's outputs in the file, by module: "by_head" (query, key and value of each
-            head together), "alternating" (gate and up by turns).
+        order: of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key head,
+            then that key and its value), "alternating" (gate and up by turns).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
@@ -109,6 +111,7 @@ class Family:
     windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     prefix: str = ""
     order: Mapping[str, str] = field(default_factory=dict)
     in_out: bool = False
@@ -123,9 +126,11 @@ class Family:
         named = {name for key in own.values() for name in key.fields} | {*self.options, *self.absent}
         return {name: key for name, key in _COMMON_KEYS.items() if key.field not in named} | own
 
-    def tensor_name(self, module: str) -> str | tuple[str, ...]:
-        """Returns what the file calls a module of the decoder: one name, or those of its pieces."""
-        return self.names.get(module, _NAMES.get(module, module))
+    def tensor_name(self, module: str, config: ModelConfig) -> str | tuple[str, ...]:
+        """Returns what the file calls a module of the decoder, or of its encoder: one name, or those of its pieces."""
+        names = {**_NAMES, **self.names, **self.names_of(config)}
+        own = names.get(module, module)
+        return names.get(f"encoder.{module}", own) if config.is_encoder else own
 
 
 def every(count: int) -> Callable[[int, Mapping[str, Any]], bool]:

@@ -38,7 +38,7 @@ GPT_NEOX = Family(
         "self_attn.qkv_proj": "attention.query_key_value",
         "self_attn.o_proj": "attention.dense",
     },
-    order={"self_attn.qkv_proj": "by_head"},
+    order={"self_attn.qkv_proj": "by_group"},
 )
 
 BLOOM = Family(
@@ -72,5 +72,5 @@ BLOOM = Family(
         "self_attn.o_proj": "self_attention.dense",
     },
     prefix="transformer.",
-    order={"self_attn.qkv_proj": "by_head"},
+    order={"self_attn.qkv_proj": "by_group"},
 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 
+from jattn.load.families.bart import BART
 from jattn.load.families.bert import BERT
 from jattn.load.families.cohere import COHERE
-from jattn.load.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jattn.load.families.deepseek_v2 import DEEPSEEK_V2
+from jattn.load.families.deepseek_v3 import DEEPSEEK_V3
+from jattn.load.families.falcon import FALCON
 from jattn.load.families.family import Family
 from jattn.load.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jattn.load.families.gpt2 import GPT2, STARCODER2
@@ -16,7 +19,9 @@ from jattn.load.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jattn.load.families.mixtral import MIXTRAL
 from jattn.load.families.olmo2 import OLMO2
 from jattn.load.families.phi3 import PHI3
-from jattn.load.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jattn.load.families.qwen import QWEN2, QWEN3
+from jattn.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from jattn.load.families.t5 import T5
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -42,6 +47,7 @@ _FAMILIES = {
         GPT_NEOX,
         GPT2,
         BLOOM,
+        FALCON,
         MIXTRAL,
         QWEN3_MOE,
         QWEN2_MOE,
@@ -49,6 +55,8 @@ _FAMILIES = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         BERT,
+        T5,
+        BART,
     )
 }
 

@@ -1,0 +1,89 @@
+"""T5 and FLAN-T5 (arXiv:1910.10683): an encoder and a decoder, biases by distance, scores without a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.load.families.family import Family, Key
+
+__all__ = ["T5"]
+
+_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
+_FEED_FORWARDS = {activation: name for name, activation in _ACTIVATIONS.items()}
+
+
+def _derived(raw: Mapping[str, Any]) -> dict[str, Any]:
+    scales = raw.get("scale_decoder_outputs")
+    # Older files say it by the output projection: T5 shares the embedding and scales, version 1.1 does neither.
+    scales = raw["tie_word_embeddings"] if scales is None else scales
+    return {
+        "gated_mlp": raw["feed_forward_proj"].startswith("gated-"),
+        "logits_scale": raw["d_model"] ** -0.5 if scales else 1.0,
+    }
+
+
+T5 = Family(
+    architecture="T5ForConditionalGeneration",
+    model_type="t5",
+    keys={
+        "d_model": "hidden_size",
+        "d_kv": "head_dim",
+        "d_ff": "intermediate_size",
+        "num_layers": "encoder.num_hidden_layers",
+        "num_decoder_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "relative_attention_num_buckets": "relative_attention_num_buckets",
+        "relative_attention_max_distance": "relative_attention_max_distance",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "feed_forward_proj": Key("hidden_act", lambda name: _ACTIVATIONS.get(name, name), _FEED_FORWARDS.get),
+        "scale_decoder_outputs": Key("logits_scale", write=lambda scale: scale != 1),
+        "decoder_start_token_id": "decoder_start_token_id",
+    },
+    defaults={
+        "num_decoder_layers": lambda raw: raw["num_layers"],
+        "n_positions": 512,
+        "feed_forward_proj": "relu",
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    },
+    options={"position_embedding": "relative", "attention_scale": 1.0},
+    derive=_derived,
+    absent=("num_key_value_heads",),
+    inert={"is_encoder_decoder": True},
+    names={
+        "embed_tokens": "shared",
+        "norm": "decoder.final_layer_norm",
+        "relative_attention_bias": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+        "layer": "decoder.block.{layer}.",
+        "input_layernorm": "layer.0.layer_norm",
+        "self_attn.qkv_proj": tuple(f"layer.0.SelfAttention.{name}" for name in "qkv"),
+        "self_attn.o_proj": "layer.0.SelfAttention.o",
+        "cross_attention_norm": "layer.1.layer_norm",
+        "cross_attn.q_proj": "layer.1.EncDecAttention.q",
+        "cross_attn.kv_proj": ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"),
+        "cross_attn.o_proj": "layer.1.EncDecAttention.o",
+    }
+    | {
+        f"{stack}{module}": place.format(layer)
+        for stack, layer in (("", 2), ("encoder.", 1))
+        for module, place in {
+            "post_attention_layernorm": "layer.{}.layer_norm",
+            "mlp.up_proj": "layer.{}.DenseReluDense.wi",
+            "mlp.down_proj": "layer.{}.DenseReluDense.wo",
+        }.items()
+    }
+    | {
+        f"{stack}mlp.gate_up_proj": (f"layer.{layer}.DenseReluDense.wi_0", f"layer.{layer}.DenseReluDense.wi_1")
+        for stack, layer in (("", 2), ("encoder.", 1))
+    }
+    | {
+        "encoder.norm": "encoder.final_layer_norm",
+        "encoder.relative_attention_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+        "encoder.layer": "encoder.block.{layer}.",
+    },
+    # The embedding again, and a bias of cross attention that was never used.
+    unread=r"(en|de)coder\.embed_tokens\.weight|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+)

@@ -1,0 +1,66 @@
+"""The id of a request and its line in the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import httpx
+import pytest
+
+from jattn.serve.access import log
+from tests.serve.conftest import KEY
+
+BODY = {"prompt": "The list", "max_tokens": 3, "ignore_eos": True}
+
+
+@pytest.fixture
+def http_client(server):
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as client:
+        yield client
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict]:
+    return [json.loads(record.getMessage()) for record in caplog.records if record.name == log.name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_an_id_and_a_line_says_how_it_went(http_client, caplog, stream) -> None:
+    with caplog.at_level(logging.INFO, log.name):
+        response = http_client.post("/v1/completions", json=BODY | {"stream": stream})
+        refused = http_client.post("/v1/completions", json={})
+        http_client.get("/health")
+
+    answered, not_answered = lines_of(caplog)
+    assert response.headers["x-request-id"] == answered["request_id"] != not_answered["request_id"]
+    assert (answered["method"], answered["path"], answered["status"]) == ("POST", "/v1/completions", 200)
+    assert (answered["whole"], answered["completion_tokens"]) == (True, 3)
+    assert answered["seconds"] > 0
+    assert (refused.headers["x-request-id"], not_answered["status"]) == (not_answered["request_id"], 400)
+    assert "completion_tokens" not in not_answered
+    assert not any(secret in caplog.text for secret in ("The list", KEY))
+
+
+@pytest.mark.parametrize(("given", "is_kept"), [("job-7:a.b_c", True), ("x" * 129, False), ("a b", False), ("", False)])
+def test_a_clients_own_id_is_kept_where_it_can_stand_in_a_log(http_client, given, is_kept) -> None:
+    response = http_client.get("/version", headers={"X-Request-Id": given})
+
+    assert (response.headers["x-request-id"] == given) == is_kept
+    assert response.headers["x-request-id"]
+
+
+def test_a_failure_of_the_servers_own_is_logged_with_its_id_and_hides_its_inside(
+    server, http_client, caplog, monkeypatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr(server.llm.llm.engine, "add", fail)
+
+    response = http_client.post("/v1/completions", json=BODY)
+
+    assert response.status_code == 500
+    assert "inside" not in response.text
+    (record,) = [record for record in caplog.records if record.name == "jattn.serve"]
+    assert response.headers["x-request-id"] in record.getMessage()
+    assert "inside" in caplog.text
