@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from jattn.ops import attention as attention
     from jattn.ops import attention_with_lse as attention_with_lse
     from jattn.ops import dropout_seeds as dropout_seeds
+    from jattn.ops import indexer_topk as indexer_topk
     from jattn.ops import merge_states as merge_states
     from jattn.ops import mla_attention as mla_attention
     from jattn.ops import mla_attention_with_lse as mla_attention_with_lse
     from jattn.ops import paged_attention as paged_attention
     from jattn.ops import paged_attention_with_lse as paged_attention_with_lse
+    from jattn.ops import sparse_mla_attention as sparse_mla_attention
+    from jattn.ops import sparse_mla_attention_with_lse as sparse_mla_attention_with_lse
     from jattn.ops import write_kv_cache as write_kv_cache
     from jattn.ops import write_latent_cache as write_latent_cache
     from jattn.pool import KVPool as KVPool
@@ -56,8 +59,9 @@ _HOMES = {
     "jattn.metadata": "AttentionMetadata",
     "jattn.nn": "MultiHeadAttention MultiHeadLatentAttention PagedAttention attention_fn",
     "jattn.ops": (
-        "attention attention_with_lse dropout_seeds merge_states mla_attention mla_attention_with_lse paged_attention "
-        "paged_attention_with_lse write_kv_cache write_latent_cache"
+        "attention attention_with_lse dropout_seeds indexer_topk merge_states mla_attention mla_attention_with_lse "
+        "paged_attention paged_attention_with_lse sparse_mla_attention sparse_mla_attention_with_lse write_kv_cache "
+        "write_latent_cache"
     ),
     "jattn.pool": "KVPool",
     "torch_core.errors": ("CacheCorruption InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"),

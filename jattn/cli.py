@@ -24,6 +24,7 @@ _BENCHMARKS = (
     "decode",
     "prefill",
     "backward",
+    "load",
     "overhead",
     "module",
     "mla",
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
     generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
     _add_implementation(generate)
+    _add_quantization(generate)
     generate.add_argument(
         "--speculative-config", metavar="JSON", help='guess tokens: {"model": DIR, "num_speculative_tokens": 4}'
     )
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (0.7)")
     chat.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
     _add_implementation(chat)
+    _add_quantization(chat)
     chat.set_defaults(run=_chat)
 
     crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
@@ -115,6 +118,15 @@ def _add_implementation(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantization", choices=("keep",), help="keep FP8 and MXFP4 weights as they are stored")
+
+
+def _loading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `LLM` is to be told about loading."""
+    return {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
+
+
 _DEFAULT_PROMPT = "The for statement is used to"
 
 
@@ -139,7 +151,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         **device_settings(arguments),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
-    with LLM(arguments.model, dtype=arguments.dtype, implementation=arguments.implementation, config=config) as llm:
+    with LLM(arguments.model, **_loading(arguments), config=config) as llm:
         if not llm.engine.follow():
             _tell(llm, prompts, params, as_json=arguments.json)
     return 0
@@ -194,7 +206,7 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
         template = read_given("chat_template", arguments.chat_template)
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     config = EngineConfig(max_num_seqs=1)
-    with LLM(arguments.model, dtype=arguments.dtype, implementation=arguments.implementation, config=config) as llm:
+    with LLM(arguments.model, **_loading(arguments), config=config) as llm:
         say = functools.partial(print, end="", flush=True)
         converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)
     return 0

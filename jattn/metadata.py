@@ -13,7 +13,7 @@ import numpy as np
 from torch_core.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, EncoderRow, SequenceRowLike, build_common_metadata
 
-__all__ = ["AttentionMetadata", "CrossMetadata", "PrefixGroups"]
+__all__ = ["AttentionMetadata", "CrossMetadata", "GroupedMetadata", "PrefixGroups"]
 
 
 @jax.tree_util.register_dataclass
@@ -203,6 +203,10 @@ class AttentionMetadata:
             cross = CrossMetadata(block_tables=tables, seq_lens=seq_lens)
         return cls(**arrays, max_query_len=common.max_query_len, cross=cross)
 
+    def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
+        """Returns what a layer attends with, and the index of its cache array: itself, and the layer's own."""
+        return self, layer
+
     def positions(self, num_tokens: int) -> jax.Array:
         """Returns int32[num_tokens], where each new token stands in its sequence; that of padding means nothing.
 
@@ -217,6 +221,27 @@ class AttentionMetadata:
         sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
         first = self.seq_lens - jnp.diff(starts)
         return first[sequence] + tokens - starts[sequence]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedMetadata:
+    """The metadata of a step over several cache groups, whose layers keep different parts of the past.
+
+    Attributes:
+        cache_groups: of each cache group, of equal lengths and new tokens, with block tables and slots of their own.
+        layer_groups: the group of each layer with a cache; static.
+        layer_arrays: the cache array of each: layers of different groups share one, each in the blocks of its group;
+            static.
+    """
+
+    cache_groups: tuple[AttentionMetadata, ...]
+    layer_groups: tuple[int, ...] = field(metadata={"static": True})
+    layer_arrays: tuple[int, ...] = field(metadata={"static": True})
+
+    def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
+        """Returns what a layer attends with, and the index of its cache array."""
+        return self.cache_groups[self.layer_groups[layer]], self.layer_arrays[layer]
 
 
 def _arrays() -> list[str]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from functools import lru_cache
 
 from torch_core.attention.choose import plan_attention, plan_attention_backward
+from torch_core.attention.indexer.plan import plan_indexer
 from torch_core.attention.merge.plan import plan_merge
 from torch_core.attention.mla.plan import plan_latent
 from torch_core.blocks.copy.plan import plan_copy
-from torch_core.blocks.write.plan import plan_latent_write, plan_write
+from torch_core.blocks.latent_write.plan import plan_latent_write
+from torch_core.blocks.write.plan import plan_write
 from torch_core.calls import (
     AttentionCall,
     Call,
     CopyCall,
     DenseBackwardCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
@@ -62,11 +65,15 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_copy(call)
     if isinstance(call, MergeCall):
         return plan_merge(call)
+    if isinstance(call, IndexerCall):
+        return plan_indexer(call)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
 
 
 def _refuse_old_device(call: Call[ArraySpec], limits: DeviceLimits) -> None:
     dtypes = {name: spec.dtype for name, spec in call.arrays().items()} | {"out": getattr(call, "result_dtype", None)}
+    if isinstance(call, (LatentCall, LatentWriteCall)) and call.is_packed:
+        dtypes["latent_cache"] = "float8_e4m3fn"
     e4m3 = [name for name, dtype in dtypes.items() if dtype == "float8_e4m3fn"]
     if e4m3 and limits.arch < _E4M3_ARCH:
         raise Unsupported(

@@ -13,6 +13,7 @@ __all__ = [
     "FP8_DTYPES",
     "KV_CACHE_DTYPES",
     "LARGEST_CODE",
+    "PACKED_GROUP",
     "PAD_SLOT_ID",
     "QUERY_DTYPES",
     "SMALLEST_SCALE",
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionSpec",
     "KVCacheSpec",
     "LatentCacheSpec",
+    "packed_latent_bytes",
     "row_major_strides",
 ]
 
@@ -47,6 +49,8 @@ KV_CACHE_DTYPES = (*QUERY_DTYPES, *FP8_DTYPES, "int8")
 LARGEST_CODE = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 #: A scale per token and head is never smaller, so that a row of zeros does not divide by zero. vLLM uses the same.
 SMALLEST_SCALE = 1e-6
+#: Elements of a packed latent that share a scale.
+PACKED_GROUP = 128
 _MAX_BLOCK_SIZE = 256
 _MAX_HEAD_SIZE = 256
 
@@ -64,6 +68,24 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def packed_latent_bytes(kv_lora_rank: int, rope_dim: int) -> int:
+    """Returns the bytes of a packed row of a latent cache; see `LatentCacheSpec`.
+
+    Raises:
+        InvalidInput: sizes that cannot be packed.
+
+    Example:
+        >>> packed_latent_bytes(512, 64)
+        656
+    """
+    if kv_lora_rank % PACKED_GROUP or rope_dim % 2:
+        raise InvalidInput(
+            f"kv_lora_rank is {kv_lora_rank} and rope_dim {rope_dim}; a packed row has a latent of a multiple of "
+            f"{PACKED_GROUP} and an even rotary key. Use another dtype."
+        )
+    return kv_lora_rank + kv_lora_rank // PACKED_GROUP * DTYPE_BYTES["float32"] + rope_dim * DTYPE_BYTES["bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +183,22 @@ class KVCacheSpec:
 class LatentCacheSpec:
     """The layout of one layer's cache of multi-head latent attention: `(num_blocks, block_size, latent + rope)`.
 
-    Block 0 is the null block, as in a `KVCacheSpec`.
+    Block 0 is the null block, as in a `KVCacheSpec`. With dtype "uint8", rows are packed as FlashMLA and vLLM
+    ("fp8_ds_mla") have them: the latent in e4m3, a float32 scale for each 128 of its elements, and the rotary key in
+    bfloat16, `packed_latent_bytes` in all.
 
     Attributes:
         kv_lora_rank: elements of a token's latent.
         rope_dim: elements of its rotary key, which all heads share.
         block_size: tokens of one block, 1 to 256.
-        dtype: element type by name, one of `KV_CACHE_DTYPES`.
+        dtype: element type by name, one of `KV_CACHE_DTYPES`, or "uint8" for packed rows.
 
     Example:
         >>> spec = LatentCacheSpec(kv_lora_rank=512, rope_dim=64, block_size=64, dtype="bfloat16")
         >>> spec.shape(8), spec.bytes_per_block
         ((8, 64, 576), 73728)
+        >>> LatentCacheSpec(kv_lora_rank=512, rope_dim=64, block_size=64, dtype="uint8").shape(8)
+        (8, 64, 656)
     """
 
     kv_lora_rank: int
@@ -184,11 +210,28 @@ class LatentCacheSpec:
         check_int("kv_lora_rank", self.kv_lora_rank, 1, 1 << 16)
         check_int("rope_dim", self.rope_dim, 1, 1 << 16)
         check_int("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
-        _check_cache_dtype(self.dtype)
+        if self.dtype == "uint8":
+            packed_latent_bytes(self.kv_lora_rank, self.rope_dim)
+        else:
+            _check_cache_dtype(self.dtype)
+
+    @classmethod
+    def of_rows(cls, row_size: int, *, kv_lora_rank: int, block_size: int, dtype: str) -> LatentCacheSpec:
+        """Returns the layout whose rows have `row_size` elements, or bytes where they are packed.
+
+        Example:
+            >>> LatentCacheSpec.of_rows(656, kv_lora_rank=512, block_size=64, dtype="uint8").rope_dim
+            64
+        """
+        rest = row_size - (packed_latent_bytes(kv_lora_rank, 0) if dtype == "uint8" else kv_lora_rank)
+        rope_dim = rest // (DTYPE_BYTES["bfloat16"] if dtype == "uint8" else 1)
+        return cls(kv_lora_rank=kv_lora_rank, rope_dim=rope_dim, block_size=block_size, dtype=dtype)
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         """Returns the shape of one layer's cache array for `num_blocks` blocks."""
-        return (num_blocks, self.block_size, self.kv_lora_rank + self.rope_dim)
+        packed = self.dtype == "uint8"
+        row = packed_latent_bytes(self.kv_lora_rank, self.rope_dim) if packed else self.kv_lora_rank + self.rope_dim
+        return (num_blocks, self.block_size, row)
 
     @property
     def bytes_per_block(self) -> int:

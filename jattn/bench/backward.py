@@ -17,7 +17,10 @@ from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
 from torch_core.attention.backward.plan import backward_plan
+from torch_core.attention.backward_hopper.plan import hopper_backward_plan
+from torch_core.attention.backward_hopper.tiles import WIDE_TILE
 from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
+from torch_core.errors import Unsupported
 from torch_core.run import array_spec
 from torch_core.run.launch import device_limits, run_operation
 
@@ -50,6 +53,8 @@ def run(
         f"{OURS} portable": in_graph(lambda batch: _ours(dense_call(batch), both, _portable)),
         f"{OURS} in JAX": lambda batches: _in_jax(batches[0], both, _attend),
     }
+    if (head_size, head_size) in WIDE_TILE.head_sizes:
+        columns[f"{OURS} wide"] = in_graph(lambda batch: _ours(dense_call(batch), both, _wide))
     if dropout:
         columns[f"{OURS} dropout"] = in_graph(lambda batch: _ours(_dropping(batch, dropout), both, ops.run))
     if others:
@@ -87,6 +92,14 @@ def main(argv: Sequence[str]) -> int:
 def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs the backward kernels for every GPU, whatever the plan of the call would be."""
     plan = backward_plan(call.map(array_spec), device_limits(call.query.device))
+    return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
+
+
+def _wide(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Runs the Hopper kernel in its tile of wide heads."""
+    plan = hopper_backward_plan(call.map(array_spec), device_limits(call.query.device), tile=WIDE_TILE)
+    if plan is None:
+        raise Unsupported("the Hopper backward kernel does not serve this call on this device.")
     return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
 
 

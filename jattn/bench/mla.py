@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure
+from jattn.bench import measure, mla_prefill
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.calls import LatentCall
+from torch_core.packed import pack_latents
 from torch_core.run import run as run_call
-from torch_core.specs import AttentionSpec
+from torch_core.specs import AttentionSpec, packed_latent_bytes
 from torch_core.vllm.mla import compute_num_kv_splits
 
 __all__ = ["SHAPES", "main", "run"]
@@ -25,6 +26,8 @@ SHAPES = ((1, 8192), (8, 8192), (64, 2048), (128, 4096))
 HEADS = (16, 128)
 _RANK, _ROPE, _BLOCK = 512, 64, 64
 _SCALE = 192**-0.5
+# Bytes of a token by what the cache holds.
+_ROW_BYTES = {"bfloat16": 2 * (_RANK + _ROPE), "fp8": _RANK + _ROPE, "packed": packed_latent_bytes(_RANK, _ROPE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ def run(
     *,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     heads: Sequence[int] = HEADS,
-    fp8: bool = False,
+    cache: str = "bfloat16",
     peers_directory: Path | None = None,
     jax_columns: bool = True,
 ) -> BenchReport:
@@ -52,26 +55,26 @@ def run(
     Args:
         shapes: (sequences, tokens of each).
         heads: query heads.
-        fp8: an e4m3 cache with one scale, which FlashMLA has no dense kernel for.
+        cache: "bfloat16"; "fp8" for an e4m3 cache with one scale, "packed" for rows as FlashMLA packs them: it has no
+            dense kernel for either.
         peers_directory: see `jattn.bench.peers.load_peers`.
         jax_columns: measure the JAX call too.
     """
     session = Session("mla", peers_directory)
-    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     for num_seqs, tokens in shapes:
         for num_heads in heads:
-            read = num_seqs * tokens * (_RANK + _ROPE) * dtype.itemsize
+            read = num_seqs * tokens * _ROW_BYTES[cache]
             operations = 2.0 * num_seqs * tokens * num_heads * (2 * _RANK + _ROPE)
             bound = max(read / session.copy, operations / session.matmul) * 1e6
-            first = _latents(num_seqs, tokens, num_heads, dtype)
+            first = _latents(num_seqs, tokens, num_heads, cache)
             others = range(1, measure.num_pools(first.latent_cache.nbytes))
             session.add(
                 Row(f"{num_seqs} x {tokens}, {num_heads} heads", bound, {}),
-                _columns(session.peers, fp8, jax_columns),
-                [first, *(_latents(num_seqs, tokens, num_heads, dtype) for _ in others)],
+                _columns(session.peers, cache, jax_columns),
+                [first, *(_latents(num_seqs, tokens, num_heads, cache) for _ in others)],
                 required=(OURS,),
             )
-    return session.report(f"latent attention, decode, {'e4m3' if fp8 else 'bfloat16'} cache")
+    return session.report(f"latent attention, decode, {cache} cache")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,12 +82,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="jattn bench mla", description=__doc__)
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads (16 and 128)")
-    parser.add_argument("--fp8", action="store_true", help="an e4m3 cache")
+    parser.add_argument("--cache", choices=tuple(_ROW_BYTES), default="bfloat16", help="what a cache holds (bfloat16)")
+    parser.add_argument("--prefill", action="store_true", help="prompts in the plain form instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX column out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    report = run(heads=options.heads, fp8=options.fp8, peers_directory=options.peers, jax_columns=not options.no_jax)
+    common = {"peers_directory": options.peers, "jax_columns": not options.no_jax}
+    report = mla_prefill.run(**common) if options.prefill else run(heads=options.heads, cache=options.cache, **common)
     print(report.table())
     for peer in report.columns[1:]:
         print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
@@ -92,12 +97,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _latents(num_seqs: int, tokens: int, num_heads: int, dtype: torch.dtype) -> Latents:
+def _latents(num_seqs: int, tokens: int, num_heads: int, cache: str) -> Latents:
     blocks = num_seqs * -(-tokens // _BLOCK)
     query = torch.randn(num_seqs, num_heads, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
+    latents = torch.randn(blocks + 1, _BLOCK, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
+    if cache == "packed":
+        latents = pack_latents(*latents.flatten(0, 1).split([_RANK, _ROPE], dim=-1)).unflatten(0, (-1, _BLOCK))
     return Latents(
         query=query,
-        latent_cache=torch.randn(blocks + 1, _BLOCK, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16).to(dtype),
+        latent_cache=latents.to(torch.float8_e4m3fn) if cache == "fp8" else latents,
         block_tables=(torch.randperm(blocks, device="cuda").int() + 1).view(num_seqs, -1),
         seq_lens=torch.full((num_seqs,), tokens, device="cuda", dtype=torch.int32),
         starts=torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32),
@@ -105,11 +113,11 @@ def _latents(num_seqs: int, tokens: int, num_heads: int, dtype: torch.dtype) -> 
     )
 
 
-def _columns(found: Any, fp8: bool, jax_columns: bool) -> dict[str, Column]:
-    columns = {OURS: in_graph(lambda batch: _ours(batch, fp8))}
-    if found is not None:
-        if not fp8:
-            columns["FlashMLA"] = in_graph(lambda batch: _flash_mla(found, batch))
+def _columns(found: Any, cache: str, jax_columns: bool) -> dict[str, Column]:
+    columns = {OURS: in_graph(lambda batch: _ours(batch, cache == "fp8"))}
+    if found is not None and cache == "bfloat16":
+        columns["FlashMLA"] = in_graph(lambda batch: _flash_mla(found, batch))
+    if found is not None and cache != "packed":
         columns["vLLM Triton"] = in_graph(lambda batch: _vllm(found, batch))
     if jax_columns:
         columns[f"{OURS} in JAX"] = _ours_in_jax

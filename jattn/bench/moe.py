@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
     rows = measure_rows(
-        options.shape, options.tokens, layers=options.layers, dtype=options.dtype, rounds=options.rounds
+        options.shape,
+        options.tokens,
+        layers=options.layers,
+        dtype=options.dtype,
+        rounds=options.rounds,
+        # Each row takes three or four programs: whoever runs out of time has those before.
+        report=lambda row: print(row, file=sys.stderr, flush=True),
     )
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, {options.dtype}, us of one layer")
     header = ("tokens", "experts hit", "layer", "grouped", "gathered", "read", "layer / read", "dense", "layer / dense")
@@ -83,8 +90,16 @@ def main(argv: Sequence[str]) -> None:
     print("\n".join(aligned([header, *table], right=range(len(header)))))
 
 
-def measure_rows(shape: str, tokens: Sequence[int], *, layers: int, dtype: str, rounds: int) -> list[MoERow]:
-    """Measures each number of tokens.
+def measure_rows(
+    shape: str,
+    tokens: Sequence[int],
+    *,
+    layers: int,
+    dtype: str,
+    rounds: int,
+    report: Callable[[MoERow], None] = lambda row: None,
+) -> list[MoERow]:
+    """Measures each number of tokens, and reports it at once.
 
     Raises:
         InvalidInput: an unknown shape, or a number below 1.
@@ -133,6 +148,7 @@ def measure_rows(shape: str, tokens: Sequence[int], *, layers: int, dtype: str, 
                 dense_us=timed(_dense),
             )
         )
+        report(found[-1])
     return found
 
 

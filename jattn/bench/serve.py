@@ -167,16 +167,17 @@ def main(argv: Sequence[str]) -> int:
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
-        heads = f"{'TTFT p50/p90/p99 ms':>22} {'TPOT':>20} {'E2E':>24}"
+        heads = f"{'TTFT p50/p90/p99 ms':>22} {'TPOT':>20} {'ITL':>20} {'E2E':>24} {'good/s':>7}"
         print(f"{'rate':>6} {'done':>5} {'failed':>6} {'tokens/s':>9}  {heads}")
         for row in rows:
             columns = [
                 "/".join(f"{times[f'p{each}']:.1f}" for each in _PERCENTILES)
-                for times in (row.ttft_ms, row.tpot_ms, row.e2e_ms)
+                for times in (row.ttft_ms, row.tpot_ms, row.itl_ms, row.e2e_ms)
             ]
+            good = "" if row.goodput is None else f"{row.goodput:.2f}"
             print(
                 f"{row.rate:>6g} {row.completed:>5} {row.failed:>6} {row.output_tokens_per_second:>9.0f}  "
-                f"{columns[0]:>22} {columns[1]:>20} {columns[2]:>24}"
+                f"{columns[0]:>22} {columns[1]:>20} {columns[2]:>20} {columns[3]:>24} {good:>7}"
             )
     return int(any(row.failed for row in rows))
 

@@ -15,6 +15,7 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
@@ -87,6 +88,7 @@ for _call_class in (
     LatentWriteCall,
     CopyCall,
     MergeCall,
+    IndexerCall,
     SharedPrefix,
 ):
     _register(_call_class)

@@ -1,8 +1,11 @@
 """Generation: requests, continuous batching, jitted steps over a donated pool, sampling on the device."""
 
+from jattn.engine.calibrate import calibrate_kv_cache
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox, TokenDelta
+from jattn.engine.embeddings import EmbeddingOutput, EmbeddingRequestOutput
 from jattn.engine.engine import Engine
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.llm import LLM, generate
 from jattn.engine.logprobs import Logprob
 from jattn.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -16,8 +19,11 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "DataParallelEngine",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "EngineConfig",
+    "KVCacheScales",
     "Logprob",
     "Outbox",
     "RequestMetrics",
@@ -30,6 +36,7 @@ __all__ = [
     "TextDelta",
     "TextStream",
     "TokenDelta",
+    "calibrate_kv_cache",
     "generate",
     "join",
     "open_engine",

@@ -11,6 +11,7 @@ from flax import nnx
 from jattn.engine.config import EngineConfig
 from jattn.engine.program import Bucket
 from jattn.nn import PagedAttention
+from torch_core.cache import LayerGroups
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout, prefix_groups, prefix_piece_tokens
 
 __all__ = ["Cascade"]
@@ -35,8 +36,12 @@ class Cascade:
     shape: dict[str, Any]
 
     @classmethod
-    def of(cls, model: nnx.Module, config: EngineConfig) -> Cascade | None:
-        """Returns None where no step can profit."""
+    def of(cls, model: nnx.Module, config: EngineConfig, groups: LayerGroups) -> Cascade | None:
+        """Returns None where no step can profit.
+
+        Prefixes are looked for in the tables of the first cache group, and attended once in its layers. Other layers
+        attend as ever, so they may have windows.
+        """
         layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
         device, wanted = jax.devices()[0], config.enable_cascade_attention
         if wanted is None:
@@ -48,6 +53,8 @@ class Cascade:
             config.num_speculative_tokens > 0,
             config.max_num_seqs < _FEWEST_SEQUENCES,
         )
+        if len(groups.groups) > 1 and groups.groups[0].sliding_window is None:
+            layers = [layer for layer in layers if layer.sliding_window is None]
         if not wanted or not layers or any(hidden) or any(map(_sees_distances, layers)):
             return None
         first = layers[0]

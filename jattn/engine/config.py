@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.speculation import SpeculativeConfig
 from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
@@ -49,6 +50,8 @@ class EngineConfig:
         enable_prefix_caching: share the blocks of equal prefixes.
         num_host_blocks: blocks of host memory for preempted requests, which then go on where they were; without room
             there, or with 0, they are computed again.
+        disable_hybrid_kv_cache_manager: keep every token for every layer, also in models where only some layers have a
+            window. Otherwise layers of one window form a group, whose blocks return as soon as it has passed.
         scrub_on_free: fill a block with zeros on the device as soon as its content belongs to no request and to no
             cached prefix, before anybody else gets it.
         batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
@@ -66,6 +69,11 @@ class EngineConfig:
             more to do than another.
         mesh: the devices, with an axis "tp" and, for copies, one "dp"; the sizes above then follow from it. None for
             the first of `jax.devices()`.
+        kv_cache_dtype: of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8".
+        kv_cache_scales: what a unit of an 8-bit cache is worth in each layer, as `calibrate_kv_cache` measures it;
+            None for what came with the checkpoint, if anything, else 1. int8 needs them.
+        step_timeout_seconds: a step whose results have not come after so long is reported, once, by a warning of the
+            logger "jattn" that names what it was to compute; None for no watch.
         seed: of requests that bring none of their own.
         max_logprobs: tokens whose log-probabilities a request may ask for at each place.
         logits_processors: pure JAX functions by name, for requests that call them by
@@ -90,6 +98,7 @@ class EngineConfig:
     steps_in_flight: int = 2
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
+    disable_hybrid_kv_cache_manager: bool = False
     scrub_on_free: bool = False
     batch_invariant: bool = False
     enable_cascade_attention: bool | None = None
@@ -97,6 +106,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     mesh: Mesh | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_scales: KVCacheScales | None = field(default=None, hash=False)
+    step_timeout_seconds: float | None = 60.0
     seed: int = 0
     max_logprobs: int = 20
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
@@ -109,7 +121,12 @@ class EngineConfig:
         for name, low in (("max_model_len", 1), ("num_blocks", 2)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
-        for name in ("enable_prefix_caching", "scrub_on_free", "batch_invariant"):
+        for name in (
+            "enable_prefix_caching",
+            "disable_hybrid_kv_cache_manager",
+            "scrub_on_free",
+            "batch_invariant",
+        ):
             check_bool(name, getattr(self, name))
         if self.enable_cascade_attention is not None:
             check_bool("enable_cascade_attention", self.enable_cascade_attention)
@@ -124,6 +141,11 @@ class EngineConfig:
                 f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
             )
         object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if not isinstance(self.kv_cache_scales, KVCacheScales | None):
+            raise InvalidInput(
+                f"kv_cache_scales is {shown(self.kv_cache_scales)}; it must be KVCacheScales, which load() reads from "
+                "a file, or None."
+            )
         if self.num_speculative_tokens >= self.max_num_batched_tokens:
             raise InvalidInput(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; it must be below max_num_batched_tokens "
@@ -138,6 +160,11 @@ class EngineConfig:
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
             )
         self._check_mesh()
+        limit = self.step_timeout_seconds
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e6):
+            raise InvalidInput(
+                f"step_timeout_seconds is {shown(limit)}; it must be a number above 0 and below 1e6, or None."
+            )
         check_int("seed", self.seed, 0, (1 << 32) - 1)
         check_int("max_logprobs", self.max_logprobs, 0, 1 << 10)
         named = {} if self.logits_processors is None else self.logits_processors

@@ -11,15 +11,16 @@ from jax.sharding import Mesh
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
+from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.placement import Placement
 from jattn.engine.processes import Channel, shared_channel
 from jattn.engine.runner import ModelRunner
 from jattn.engine.speculation import SpeculationCounts
-from jattn.models import PagedModel
+from jattn.engine.watchdog import Watchdog
+from jattn.models import PagedModel, PagedSpec
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
-from torch_core.cache import CacheConfig, CommittedStep
-from torch_core.checks import shown
+from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
@@ -40,6 +41,7 @@ class Device:
         pads_rows: a step costs by its longest row times its rows.
         channel: to the other processes that have parts of the same model; None where all is here.
         speculation: how guesses went.
+        watchdog: of its steps.
     """
 
     pool: KVPool
@@ -48,6 +50,7 @@ class Device:
     in_turns: bool
     pads_rows: bool
     speculation: SpeculationCounts
+    watchdog: Watchdog
     channel: Channel | None = None
 
     def prepare(self, step: CommittedStep) -> None:
@@ -115,7 +118,6 @@ def open_device(
     *,
     mesh: Mesh | None = None,
     max_model_len: int,
-    kv_cache_dtype: str | None,
     model_fingerprint: bytes,
 ) -> tuple[Device, CacheConfig, PoolPlan]:
     """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
@@ -133,12 +135,12 @@ def open_device(
         Unsupported: the model's implementation of attention cannot run here.
     """
     placement, model = Placement.of(model, mesh)
+    shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
+    if shape.dtype != model.paged_spec.dtype:
+        model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
     model = with_draft(model, config, max_model_len)
     if isinstance(model, WithDraft):
         model = WithDraft(model.base, Placement.of(model.draft, mesh)[1])
-    shape = model.paged_spec
-    if kv_cache_dtype not in (None, shape.dtype):
-        raise InvalidInput(f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model writes {shape.dtype} caches only.")
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     chosen = {choose(implementation) for implementation in asked - {""}}
@@ -146,22 +148,18 @@ def open_device(
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.block_size)
-    further, sliding_window = [], shape.sliding_window
-    if isinstance(model, WithDraft):
-        draft = model.draft.paged_spec
-        further = [draft.cache_spec(config.block_size)] * draft.num_layers
-        # Blocks that the draft still sees are not given back.
-        if sliding_window is not None:
-            sliding_window = draft.sliding_window and max(sliding_window, draft.sliding_window)
+    draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
+    further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
     parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
     num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
     longest = max_model_len + num_encoder_blocks * config.block_size
-    plan = _plan(config, spec, shape.num_layers, further, parts, max_model_len=longest)
+    layers = _layer_groups(config, shape, draft, max_model_len)
+    plan = _plan(config, spec, layers, further, parts, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        sliding_window=sliding_window,
+        groups=layers.groups,
         max_step_tokens=config.max_num_batched_tokens,
         model_fingerprint=model_fingerprint,
         cache_dtype=spec.dtype,
@@ -171,7 +169,7 @@ def open_device(
     )
     pool = KVPool(
         spec,
-        num_layers=shape.num_layers,
+        num_layers=plan.num_layers,
         num_blocks=plan.num_blocks,
         device=placement.cache_sharding(spec),
         further=further,
@@ -179,7 +177,9 @@ def open_device(
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     channel = shared_channel(mesh, config, {"model": (shape, spec, plan.num_blocks)})
     announce: Any = (lambda *_: None) if channel is None else channel.send
-    runner = ModelRunner(model, pool, config, placement, max_blocks=max_blocks, ragged=ragged, announce=announce)
+    runner = ModelRunner(
+        model, pool, config, placement, layers, max_blocks=max_blocks, ragged=ragged, announce=announce
+    )
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
     device = Device(
         pool,
@@ -189,28 +189,55 @@ def open_device(
         # A batch-invariant step costs what the largest one does, whatever is in it.
         pads_rows=not (config.batch_invariant or ragged),
         speculation=SpeculationCounts(config.num_speculative_tokens),
+        watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
         channel=channel,
     )
     return device, cache_config, plan
 
 
+def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:
+    windows = shape.windows
+    seen = {*windows, *(() if draft is None else draft.windows)}
+    # A draft model reads the blocks of the one group that all layers are in then, and so does cross attention.
+    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None or shape.max_encoder_len):
+        windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
+    # A window that no sequence outgrows hides nothing, and needs no group of its own.
+    return group_layers([None if window is None or window >= max_model_len else window for window in windows])
+
+
 def _plan(
-    config: EngineConfig, spec: CacheSpec, num_layers: int, further: list[CacheSpec], parts: int, *, max_model_len: int
+    config: EngineConfig,
+    spec: CacheSpec,
+    layers: LayerGroups,
+    further: list[CacheSpec],
+    parts: int,
+    *,
+    max_model_len: int,
 ) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
+        blocks_of_one = layers.most_blocks(
+            max_model_len, block_size=spec.block_size, max_step_tokens=config.max_num_batched_tokens
+        )
         plan = plan_pool(
             spec,
-            num_layers=num_layers,
+            num_layers=layers.num_arrays,
             num_bytes=config.kv_cache_bytes * parts,
             min_tokens=max_model_len,
+            min_blocks=blocks_of_one,
             further=further,
         )
-        enough = config.max_num_seqs * -(-max_model_len // spec.block_size) + 1
-        return replace(plan, num_blocks=min(plan.num_blocks, enough, most))
+        enough = config.max_num_seqs * blocks_of_one + 1
+        return replace(plan, num_blocks=min(plan.num_blocks, enough, most), num_groups=len(layers.groups))
     if config.num_blocks > most:
         raise InvalidInput(
             f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most {most}, because "
             "slots are int32."
         )
-    return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=config.num_blocks, further=tuple(further))
+    return PoolPlan(
+        spec=spec,
+        num_layers=layers.num_arrays,
+        num_blocks=config.num_blocks,
+        further=tuple(further),
+        num_groups=len(layers.groups),
+    )

@@ -15,6 +15,7 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.owner import Owner
 from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
@@ -27,6 +28,7 @@ from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput, PoolLost, Unsupported
+from torch_core.specs import LARGEST_CODE
 
 __all__ = ["Engine"]
 
@@ -53,7 +55,6 @@ class Engine(contextlib.AbstractContextManager):
             later change of the model does not reach the engine, which keeps the arrays alive until it is closed or
             dropped.
         config: sizes; see `EngineConfig`.
-        kv_cache_dtype: element type of the cache; only the model's own is served, and None means it.
         model_fingerprint: identifies the weights in prefix keys; needed only where keys outlive the engine.
         tokenizer: of the model, for what `SamplingParams` says in text (bad_words, structured_outputs).
 
@@ -76,7 +77,6 @@ class Engine(contextlib.AbstractContextManager):
         model: PagedModel,
         config: EngineConfig | None = None,
         *,
-        kv_cache_dtype: str | None = None,
         model_fingerprint: bytes = b"",
         tokenizer: TextTokenizer | None = None,
     ) -> None:
@@ -94,7 +94,6 @@ class Engine(contextlib.AbstractContextManager):
             config,
             mesh=mesh,
             max_model_len=self._intake.max_model_len,
-            kv_cache_dtype=kv_cache_dtype,
             model_fingerprint=model_fingerprint,
         )
         self._owner = Owner(config, cache_config, device)
@@ -368,6 +367,22 @@ class Engine(contextlib.AbstractContextManager):
         remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
         while any(request.finish_reason is None for request in remaining):
             self._locked(self._owner.advance)
+        self._locked(lambda: self._owner.replace_weights(leaves))
+
+    def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
+        """Goes on with other scales of an 8-bit cache: unfinished requests are computed again, nothing is compiled.
+
+        Raises:
+            InvalidInput: the cache is not one of 8 bits, or the scales are not those of its layers.
+        """
+        if not isinstance(scales, KVCacheScales):
+            raise InvalidInput(f"scales is {shown(scales)}; it must be KVCacheScales.")
+        device = self._owner.device
+        if device.pool.spec.dtype not in LARGEST_CODE:
+            raise InvalidInput(
+                f"the cache is {device.pool.spec.dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has."
+            )
+        leaves = device.runner.weights.with_scales(scales.values(device.pool.spec.dtype))
         self._locked(lambda: self._owner.replace_weights(leaves))
 
     def sleep(self) -> None:

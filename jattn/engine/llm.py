@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,18 +12,22 @@ import jax
 from flax import nnx
 from tqdm import tqdm
 
+from jattn.engine.calibrate import calibrate_kv_cache
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
+from jattn.engine.embeddings import EmbeddingRequestOutput, embed
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
 from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
-from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_model
-from jattn.models import PagedModel
+from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
+from jattn.models import Decoder, PagedModel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
+from torch_core.specs import LARGEST_CODE
 
 __all__ = ["LLM", "generate"]
 
@@ -40,12 +45,15 @@ class LLM(contextlib.AbstractContextManager):
         tokenizer: for a module; a folder brings its own. Without one, prompts are lists of token ids.
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
+        quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
         config: the engine's sizes.
+        use_generation_config: take what a folder's generation_config.json says of sampling for requests without
+            parameters of their own.
 
     Attributes:
+        default_sampling: fields of `SamplingParams` that hold where a request brings no parameters.
         model: the module, cut over the engine's mesh if it was loaded for one.
         tokenizer: its tokenizer, or None.
-        engine: runs the requests; its statistics and programs are there.
 
     Raises:
         InvalidInput: a folder that cannot be loaded; the message names the file and what is wrong with it.
@@ -64,30 +72,61 @@ class LLM(contextlib.AbstractContextManager):
         tokenizer: TextTokenizer | None = None,
         dtype: str | None = None,
         implementation: str | None = None,
+        quantization: str | None = None,
         config: EngineConfig | None = None,
+        use_generation_config: bool = True,
     ) -> None:
+        self.default_sampling: dict[str, Any] = {}
         if isinstance(model, nnx.Module):
-            if dtype is not None or implementation is not None:
-                raise InvalidInput("dtype and implementation belong to the module that was passed; build it with them.")
+            if any(option is not None for option in (dtype, implementation, quantization)):
+                raise InvalidInput(
+                    "dtype, implementation and quantization belong to the module that was passed; build it with them."
+                )
         else:
             folder: Any = embedded_model_folder() if model is None else model
             meshes = replica_meshes(EngineConfig() if config is None else config)
-            # Copies are made from a whole model.
-            mesh = meshes[0] if len(meshes) == 1 else None
-            model, _, tokenizer = load_model(folder, dtype=dtype, implementation=implementation, mesh=mesh)
+            model, _, tokenizer = load_model(
+                folder,
+                dtype=dtype,
+                implementation=implementation,
+                # Copies are made from a whole model.
+                mesh=meshes[0] if len(meshes) == 1 else None,
+                quantization=quantization,
+                progress=sys.stderr.isatty(),
+            )
+            if use_generation_config:
+                self.default_sampling = load_generation_defaults(folder).sampling
         served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model: PagedModel = served
         self.tokenizer = tokenizer
-        self.engine: AnyEngine = open_engine(served, config, tokenizer=tokenizer)
+        # An encoder generates nothing and needs no cache.
+        is_encoder = isinstance(served, Decoder) and served.config.is_encoder
+        self._engine = None if is_encoder else open_engine(served, config, tokenizer=tokenizer)
+
+    @property
+    def engine(self) -> AnyEngine:
+        """Runs the requests; its statistics and programs are there.
+
+        Raises:
+            InvalidInput: the model is an encoder.
+        """
+        if self._engine is None:
+            raise InvalidInput("model is an encoder, which generates nothing; LLM.embed gives vectors.")
+        return self._engine
 
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what holds for requests without parameters: the model's own defaults where its folder has any."""
+        return SamplingParams(**self.default_sampling)
 
     def generate(
         self,
@@ -102,7 +141,7 @@ class LLM(contextlib.AbstractContextManager):
         Args:
             prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
                 of those.
-            sampling_params: one for all, or one for each prompt.
+            sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
             rng: an int or a jax key, the source of the seeds of those that bring none.
             use_tqdm: show progress, prompts done and tokens generated, on stderr.
 
@@ -153,6 +192,50 @@ class LLM(contextlib.AbstractContextManager):
         prompts = [chat_prompt(self.tokenizer, each, **options) for each in conversations]
         return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalize: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns a vector for each prompt: of an encoder as BERT, or of a decoder's last hidden states.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: the "mean" over a prompt's tokens, that of the first ("cls") or of the last ("last"): a model's
+                card says which it was trained for.
+            normalize: make every vector 1 long, so that a dot product is the cosine.
+
+        Raises:
+            InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
+            RequestTooLong: a prompt is longer than the model's context.
+            Unsupported: the model is a module of your own, or has an encoder before its decoder.
+
+        Example:
+            >>> llm = LLM()
+            >>> first, second = (each.outputs.embedding for each in llm.embed(["A list", "A tuple"]))
+            >>> bool(first @ second < 1.0)
+            True
+        """
+        token_ids = [encoded(prompt, self.tokenizer)[0] for prompt in as_prompts(prompts)]
+        return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
+
+    def calibrate_kv_cache(self, prompts: Prompt | Sequence[Prompt] | None = None) -> KVCacheScales:
+        """Measures the scales of an 8-bit cache, and goes on with them if the engine has such a cache.
+
+        Args:
+            prompts: as in `generate`, and like those that will be served; random tokens if None.
+
+        Returns:
+            The scales, to be saved: `EngineConfig(kv_cache_scales=KVCacheScales.load(path))` takes them another time.
+
+        Raises:
+            InvalidInput: as `calibrate_kv_cache`.
+            Unsupported: likewise.
+        """
+        listed = None if prompts is None else [encoded(each, self.tokenizer)[0] for each in as_prompts(prompts)]
+        scales = calibrate_kv_cache(self.model, listed)
+        if self.engine.pool_plan.spec.dtype in LARGEST_CODE:
+            self.engine.set_kv_cache_scales(scales)
+        return scales
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -166,6 +249,8 @@ class LLM(contextlib.AbstractContextManager):
         has not finished.
         """
         listed = as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = as_params(sampling_params, len(listed), rng)
         outbox = Outbox()
         try:

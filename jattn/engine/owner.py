@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import jax
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.device import Device
+from jattn.engine.log import event
 from jattn.engine.request import Request
 from jattn.engine.work import Work
 from jattn.pool import check_room
@@ -105,7 +107,16 @@ class Owner:
             self.num_added += len(samples)
             self.requests.update((request.request_id, request) for request in samples)
             self._work = work
-            return samples[0]
+            first = samples[0]
+            event(
+                logging.DEBUG,
+                "request_added",
+                request_id=first.request_id,
+                num_prompt_tokens=len(first.prompt_token_ids),
+                max_tokens=first.max_tokens,
+                n=len(samples),
+            )
+            return first
         except BaseException:
             self.withdraw(samples[0])
             raise
@@ -134,8 +145,9 @@ class Owner:
         work, device = self.begin(), self.device
         try:
             ended = work.advance()
-        except PoolLost:
+        except PoolLost as error:
             self._failed_steps += 1
+            event(logging.WARNING, "pool_lost", failed_steps=self._failed_steps, reason=str(error))
             # Other processes wait in the step that failed here, and will not begin another.
             if self._failed_steps > 1 or device.channel is not None:
                 self._failed_steps = 0
@@ -153,6 +165,7 @@ class Owner:
         self._work = None
         self._num_updates += 1
         weights.leaves = leaves
+        event(logging.INFO, "weights_replaced", num_unfinished=len(self.requests))
 
     def sleep(self) -> None:
         """Gives the pool's memory back; the requests stay, to be computed again after `wake`.

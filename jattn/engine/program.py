@@ -17,9 +17,10 @@ from jattn.engine.logprobs import Logprobs, token_logprobs
 from jattn.engine.placement import Placement
 from jattn.engine.sampler import Rows, Sampler, SamplingKind, VocabShards
 from jattn.engine.tables import SamplerState
-from jattn.metadata import AttentionMetadata, CrossMetadata, PrefixGroups
+from jattn.metadata import AttentionMetadata, CrossMetadata, GroupedMetadata, PrefixGroups
 from jattn.models import EncoderModel, PagedModel, TensorParallel
-from torch_core.metadata import PackedLayout, encoder_layout, metadata_layout
+from torch_core.cache import LayerGroups
+from torch_core.metadata import PackedLayout, encoder_layout, group_fields, group_layout, metadata_layout
 from torch_core.specs import PAD_SLOT_ID
 
 __all__ = ["PER_SEQUENCE", "Bucket", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
@@ -72,12 +73,12 @@ class Bucket:
         """Tokens that a sequence is given at most."""
         return self.num_steps + self.num_guesses
 
-    def layout(self, max_blocks: int) -> PackedLayout:
+    def layout(self, max_blocks: int, num_groups: int) -> PackedLayout:
         """Returns where the arrays of a step lie in the one buffer that is uploaded."""
         sizes = (self.num_seqs, self.num_inputs, self.num_tokens)
         if self.encodes:
-            return _layout(*sizes, self.num_encoder_blocks, 0, 0)
-        return _layout(*sizes, max_blocks, self.num_pieces, self.num_encoder_blocks)
+            return _layout(*sizes, self.num_encoder_blocks, 0, num_groups, 0)
+        return _layout(*sizes, max_blocks, self.num_pieces, num_groups, self.num_encoder_blocks)
 
     def __str__(self) -> str:
         steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
@@ -103,18 +104,27 @@ class Sampled(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _layout(
-    num_seqs: int, num_inputs: int, num_tokens: int, max_blocks: int, num_pieces: int, num_encoder_blocks: int
+    num_seqs: int,
+    num_inputs: int,
+    num_tokens: int,
+    max_blocks: int,
+    num_pieces: int,
+    num_groups: int,
+    num_encoder_blocks: int,
 ) -> PackedLayout:
+    sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "max_blocks": max_blocks}
     extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
     if num_pieces:
         extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
     if num_encoder_blocks:
         extra += encoder_layout(num_seqs=num_seqs, num_encoder_tokens=0, max_encoder_blocks=num_encoder_blocks)
-    return metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=max_blocks, extra=extra)
+    return metadata_layout(**sizes, extra=[*extra, *group_layout(num_groups, **sizes)])
 
 
-def jitted_step(graph: Any, treedef: Any, placement: Placement, cache_spec: Any, leaf_specs: Any) -> Any:
-    """Returns the jitted step of one kind of model.
+def jitted_step(
+    graph: Any, treedef: Any, placement: Placement, layers: LayerGroups, cache_spec: Any, leaf_specs: Any
+) -> Any:
+    """Returns the jitted step of one kind of model and of its cache groups.
 
     The step is `step(kv_caches, leaves, last_tokens, state, buffer, *, bucket, max_blocks)` and returns
     `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
@@ -123,6 +133,7 @@ def jitted_step(graph: Any, treedef: Any, placement: Placement, cache_spec: Any,
     Args:
         graph, treedef: of the model, or of one device's part of it.
         placement: the devices: each runs the step on its own part, and all know what comes of it.
+        layers: the cache groups.
         cache_spec: how a layer's cache is split over them.
         leaf_specs: how the leaves are.
     """
@@ -130,7 +141,7 @@ def jitted_step(graph: Any, treedef: Any, placement: Placement, cache_spec: Any,
 
     def step(*operands: Any, **sizes: Any) -> Any:
         return placement.mapped(
-            functools.partial(_step, graph, treedef, **sizes),
+            functools.partial(_step, graph, treedef, layers, **sizes),
             in_specs=(cache_spec, list(leaf_specs), whole, whole, whole),
             out_specs=(whole, cache_spec),
         )(*operands)
@@ -160,6 +171,7 @@ def jitted_prompt_logprobs(graph: Any, treedef: Any, placement: Placement, leaf_
 def _step(
     graph: Any,
     treedef: Any,
+    layers: LayerGroups,
     kv_caches: KVCaches,
     leaves: list[jax.Array],
     last_tokens: jax.Array,
@@ -169,7 +181,7 @@ def _step(
     bucket: Bucket,
     max_blocks: int,
 ) -> tuple[tuple[Sampled, jax.Array, SamplerState], KVCaches]:
-    fields = bucket.layout(max_blocks).unpack(buffer)
+    fields = bucket.layout(max_blocks, len(layers.groups)).unpack(buffer)
 
     def model() -> EncoderModel:
         return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
@@ -179,25 +191,32 @@ def _step(
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
         if bucket.encodes:
-            kv_caches = model().encode(token_ids, fields["positions"], kv_caches, _metadata(fields, bucket))
+            kv_caches = model().encode(token_ids, fields["positions"], kv_caches, _metadata(layers, fields, bucket))
             # The tokens only say when the step is done.
             return (Sampled(jnp.zeros((1, last_tokens.size), jnp.int32), None, None), last_tokens, state), kv_caches
         if bucket.num_steps > 1:
-            sampled, state, kv_caches = _decoded(model, kv_caches, token_ids, fields, state, bucket)
+            sampled, state, kv_caches = _decoded(model, layers, kv_caches, token_ids, fields, state, bucket)
         elif bucket.num_guesses:
-            sampled, state, kv_caches = _verified(model, kv_caches, token_ids, fields, state, bucket)
+            sampled, state, kv_caches = _verified(model, layers, kv_caches, token_ids, fields, state, bucket)
         else:
-            sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, state, bucket)
+            sampled, state, kv_caches = _sampled(model, layers, kv_caches, token_ids, fields, state, bucket)
     tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled.tokens)
     return (sampled._replace(tokens=tokens), tokens[-1], state), kv_caches
 
 
 def _decoded(
-    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+    model: Model,
+    layers: LayerGroups,
+    kv_caches: KVCaches,
+    token_ids: jax.Array,
+    fields: Fields,
+    state: SamplerState,
+    bucket: Bucket,
 ) -> tuple[Sampled, SamplerState, KVCaches]:
     """Decodes up to `bucket.num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
     first = fields["query_start_loc"][:-1]
     num_slots = jnp.diff(fields["query_start_loc"])
+    slot_mappings = [group_fields(group)[1] for group in range(len(layers.groups))]
     # int32 by name: under JAX_ENABLE_X64 the defaults are 64 bits wide.
     one_each = jnp.minimum(jnp.arange(first.size + 1, dtype=jnp.int32), (num_slots > 0).sum(dtype=jnp.int32))
 
@@ -210,11 +229,11 @@ def _decoded(
             "positions": fields["positions"][first + done],
             "seq_lens": fields["seq_lens"] - jnp.maximum(num_slots - 1, 0) + done,
             "query_start_loc": one_each,
-            "slot_mapping": jnp.where(wanted, fields["slot_mapping"][first + done], PAD_SLOT_ID),
+            **{name: jnp.where(wanted, fields[name][first + done], PAD_SLOT_ID) for name in slot_mappings},
             "sample_index": fields["sample_index"] + done,
             "slot": jnp.where(wanted, fields["slot"], state.neutral_slot),
         }
-        sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, now, state, bucket)
+        sampled, state, kv_caches = _sampled(model, layers, kv_caches, token_ids, now, state, bucket)
         token_ids = jnp.where(wanted, sampled.tokens[0], token_ids)
         logprobs = jax.tree.map(lambda array: array[0], sampled.logprobs)
         return (token_ids, state, kv_caches), Sampled(token_ids, logprobs, None)
@@ -225,7 +244,13 @@ def _decoded(
 
 
 def _verified(
-    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+    model: Model,
+    layers: LayerGroups,
+    kv_caches: KVCaches,
+    token_ids: jax.Array,
+    fields: Fields,
+    state: SamplerState,
+    bucket: Bucket,
 ) -> tuple[Sampled, SamplerState, KVCaches]:
     """Samples behind each token of the rows, guesses among them, and keeps what follows right guesses alone."""
     first = fields["query_start_loc"][:-1]
@@ -233,9 +258,9 @@ def _verified(
     places = jnp.arange(1, bucket.num_samples, dtype=jnp.int32)[:, None]
     is_guess = places < num_slots
     if isinstance(model(), WithDraft):
-        guesses, kv_caches = _drafted(model, kv_caches, token_ids[first], fields, state, bucket)
+        guesses, kv_caches = _drafted(model, layers, kv_caches, token_ids[first], fields, state, bucket)
         token_ids = token_ids.at[jnp.where(is_guess, first + places, token_ids.size)].set(guesses, mode="drop")
-    sampled, state, kv_caches = _sampled(model, kv_caches, token_ids, fields, state, bucket)
+    sampled, state, kv_caches = _sampled(model, layers, kv_caches, token_ids, fields, state, bucket)
     # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
     # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
     is_right = is_guess & (sampled.tokens[:-1] == token_ids[jnp.minimum(first + places, token_ids.size - 1)])
@@ -244,7 +269,13 @@ def _verified(
 
 
 def _drafted(
-    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+    model: Model,
+    layers: LayerGroups,
+    kv_caches: KVCaches,
+    token_ids: jax.Array,
+    fields: Fields,
+    state: SamplerState,
+    bucket: Bucket,
 ) -> tuple[jax.Array, KVCaches]:
     """Returns int32[num_guesses, num_seqs], what the draft model says behind each row's first token, and all caches."""
     count = bucket.num_guesses
@@ -255,15 +286,21 @@ def _drafted(
     # Who has a slot has no guesses.
     fields = fields | {"slot": jnp.full_like(fields["slot"], state.neutral_slot)}
     own, drafts = model().split(kv_caches)
-    sampled, _, drafts = _decoded(lambda: model().draft, drafts, token_ids, fields, state, alone)
+    sampled, _, drafts = _decoded(lambda: model().draft, layers, drafts, token_ids, fields, state, alone)
     return sampled.tokens, (*own, *drafts)
 
 
 def _sampled(
-    model: Model, kv_caches: KVCaches, token_ids: jax.Array, fields: Fields, state: SamplerState, bucket: Bucket
+    model: Model,
+    layers: LayerGroups,
+    kv_caches: KVCaches,
+    token_ids: jax.Array,
+    fields: Fields,
+    state: SamplerState,
+    bucket: Bucket,
 ) -> tuple[Sampled, SamplerState, KVCaches]:
-    merged = model()
-    hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, _metadata(fields, bucket))
+    merged, metadata = model(), _metadata(layers, fields, bucket)
+    hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
     count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
@@ -300,19 +337,27 @@ def _logits(model: PagedModel, hidden: jax.Array) -> tuple[jax.Array, VocabShard
     return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1])
 
 
-def _metadata(fields: Fields, bucket: Bucket) -> AttentionMetadata:
+def _metadata(layers: LayerGroups, fields: Fields, bucket: Bucket) -> Any:
+    """Returns one record where the model has one cache group, and otherwise one for each."""
     cross = None
     if bucket.num_encoder_blocks and not bucket.encodes:
         cross = CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
-    return AttentionMetadata(
-        block_tables=fields["block_tables"],
-        seq_lens=fields["seq_lens"],
-        query_start_loc=fields["query_start_loc"],
-        slot_mapping=fields["slot_mapping"],
-        max_query_len=bucket.max_query_len,
-        groups=_groups(fields, bucket),
-        cross=cross,
+    groups = tuple(
+        AttentionMetadata(
+            block_tables=fields[tables],
+            seq_lens=fields["seq_lens"],
+            query_start_loc=fields["query_start_loc"],
+            slot_mapping=fields[slots],
+            max_query_len=bucket.max_query_len,
+            # Found in the tables of the first group.
+            groups=_groups(fields, bucket) if index == 0 else None,
+            cross=cross,
+        )
+        for index, (tables, slots) in enumerate(map(group_fields, range(len(layers.groups))))
     )
+    if len(groups) == 1:
+        return groups[0]
+    return GroupedMetadata(cache_groups=groups, layer_groups=layers.layer_groups, layer_arrays=layers.layer_arrays)
 
 
 def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:

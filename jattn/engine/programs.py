@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -12,12 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.engine.log import event
 from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket, jitted_step
 from jattn.engine.sampler import SamplingKind
 from jattn.engine.tables import SamplerState
 from jattn.engine.weights import Weights
 from jattn.pool import KVPool
+from torch_core.cache import LayerGroups
 
 __all__ = ["Programs"]
 
@@ -37,6 +40,7 @@ class Programs:
         weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
         placement: the devices.
+        layers: the model's cache groups.
         state_of: shapes of what a full step's sampler has, by the number of its sequences.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
@@ -51,6 +55,7 @@ class Programs:
         weights: Weights,
         pool: KVPool,
         placement: Placement,
+        layers: LayerGroups,
         state_of: Callable[[int], SamplerState],
         *,
         max_num_seqs: int,
@@ -58,7 +63,7 @@ class Programs:
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
-        self._max_num_seqs, self._max_blocks = max_num_seqs, max_blocks
+        self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
             tuple(
@@ -75,8 +80,8 @@ class Programs:
         self._has_cublas = is_wide and any(
             device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
         )
-        split = placement.cache_spec(pool.spec), weights.specs
-        self._step, self._compiled = _shared(weights.graph, weights.treedef, placement, *split, operands, max_blocks)
+        cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,7 +114,7 @@ class Programs:
         self._timed(compile_all)
 
     def _lowered(self, bucket: Bucket) -> Any:
-        buffer = self._on_all((bucket.layout(self._max_blocks).num_elements,))
+        buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
         is_plain = bucket.sampler.kind is SamplingKind.PLAIN
         state = SamplerState(None, None) if is_plain else self._state_of(bucket.num_seqs)
         return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
@@ -121,6 +126,7 @@ class Programs:
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
         self._compiled[bucket] = compiled
         self.num_compilations += 1
+        event(logging.DEBUG, "program_compiled", program=str(bucket))
 
     def _timed(self, work: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -133,9 +139,10 @@ def _shared(
     graph: Any,
     treedef: Any,
     placement: Placement,
+    layers: LayerGroups,
     cache_spec: Any,
     leaf_specs: tuple[Any, ...],
     operands: tuple[Any, ...],
     max_blocks: int,
 ) -> tuple[Any, _Compiled]:
-    return jitted_step(graph, treedef, placement, cache_spec, leaf_specs), {}
+    return jitted_step(graph, treedef, placement, layers, cache_spec, leaf_specs), {}

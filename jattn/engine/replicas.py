@@ -15,6 +15,7 @@ from flax import nnx
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox, TokenDelta
 from jattn.engine.engine import Engine
+from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
 from jattn.engine.request import Request
@@ -196,6 +197,12 @@ class DataParallelEngine(contextlib.AbstractContextManager):
             for engine in self.engines:
                 engine.update_weights(state, unfinished=unfinished)
             self._router.forget()
+
+    def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
+        """Goes on with other scales of an 8-bit cache in every copy; see `Engine.set_kv_cache_scales`."""
+        with self._turn():
+            for engine in self.engines:
+                engine.set_kv_cache_scales(scales)
 
     def sleep(self) -> None:
         """Gives the memory of all pools back until `wake`."""

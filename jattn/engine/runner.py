@@ -23,13 +23,16 @@ from jattn.engine.tables import SamplerState, Slots, SlotTables
 from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
+from torch_core.cache import LayerGroups
 from torch_core.metadata import (
     BlockTableCache,
     Buckets,
+    CommonAttentionMetadata,
     EncoderRow,
     PackedLayout,
     SequenceRow,
     build_common_metadata,
+    build_group_metadata,
 )
 from torch_core.specs import DTYPE_BYTES
 
@@ -54,6 +57,7 @@ class ModelRunner:
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
         placement: the devices.
+        layers: the model's cache groups.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
         announce: told of what follows before it is done.
@@ -69,6 +73,7 @@ class ModelRunner:
         pool: KVPool,
         config: EngineConfig,
         placement: Placement,
+        layers: LayerGroups,
         *,
         max_blocks: int,
         ragged: bool,
@@ -79,8 +84,7 @@ class ModelRunner:
         self._placement = placement
         self._max_blocks = max_blocks
         self._num_encoder_blocks = -(-model.paged_spec.max_encoder_len // config.block_size)
-        window = model.paged_spec.sliding_window
-        self._window_left = None if window is None else window - 1
+        self._layers = layers
         self._config = config
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
         self._num_seqs, self._num_tokens = _buckets(config)
@@ -88,7 +92,7 @@ class ModelRunner:
         if not ragged and not config.batch_invariant:
             largest = self._num_tokens.largest
             self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
-        self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config)
+        self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config, layers)
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
         self._plain = Sampler(SamplingKind.PLAIN)
@@ -108,7 +112,13 @@ class ModelRunner:
             self.weights.graph, self.weights.treedef, placement, self.weights.specs
         )
         self.programs = Programs(
-            self.weights, pool, placement, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
+            self.weights,
+            pool,
+            placement,
+            layers,
+            self._slots.shapes,
+            max_num_seqs=config.max_num_seqs,
+            max_blocks=max_blocks,
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
@@ -118,21 +128,8 @@ class ModelRunner:
             PoolLost: the step failed and took the pool's contents with it.
         """
         bucket = self._bucket(step)
-        layout = bucket.layout(self._max_blocks)
-        rows, encoder_rows = self._with_encoder(step) if self._num_encoder_blocks else (step.committed.rows, None)
-        metadata = build_common_metadata(
-            rows,
-            block_size=self._pool.spec.block_size,
-            num_blocks=self._pool.num_blocks,
-            num_seqs=bucket.num_seqs,
-            num_tokens=bucket.num_tokens,
-            max_blocks=layout["block_tables"].shape[1],
-            encoder_rows=encoder_rows,
-            window_left=self._window_left,
-            # Tables that were cut are other objects in every step.
-            table_cache=None if self._num_encoder_blocks else self._tables,
-            layout=layout,
-        )
+        layout = bucket.layout(self._max_blocks, len(self._layers.groups))
+        metadata = self._metadata(step, bucket, layout)
         # Given a layout, the builder packs.
         buffer = cast(np.ndarray, metadata.packed)
         _fill_requests(step.rows, layout, buffer)
@@ -200,12 +197,46 @@ class ModelRunner:
                 swaps=min(self._max_blocks, self._config.num_host_blocks),
             )
 
+    def describe(self, step: ScheduledStep) -> dict[str, str]:
+        """Returns the program of a step, for a report."""
+        return {"program": str(self._bucket(step))}
+
     def forget(self) -> None:
         """Drops what it knows of earlier steps: their tokens and their tables."""
         with jax.transfer_guard_host_to_device("allow"):
             self._last_tokens = self._placement.put(np.zeros(self._config.max_num_seqs, np.int32))
-        self._tables = BlockTableCache()
+        self._tables = [BlockTableCache() for _ in self._layers.groups]
         self._slots.forget()
+
+    def _metadata(self, step: ScheduledStep, bucket: Bucket, layout: PackedLayout) -> CommonAttentionMetadata:
+        """Packs the metadata of a step for every cache group; returns the record of the first one."""
+        rows, encoder_rows = self._with_encoder(step) if self._num_encoder_blocks else (step.committed.rows, None)
+        # Tables that were cut are other objects in every step.
+        caches = [None] * len(self._tables) if self._num_encoder_blocks else self._tables
+        windows = [group.sliding_window for group in self._layers.groups]
+        first, *others = (
+            {
+                # Rows of an encoder's step have plain tables alone, which are the first group's.
+                "cache_group": group or None,
+                "window_left": None if window is None else window - 1,
+                "table_cache": tables,
+            }
+            for group, (window, tables) in enumerate(zip(windows, caches, strict=True))
+        )
+        metadata = build_common_metadata(
+            rows,
+            block_size=self._pool.spec.block_size,
+            num_blocks=self._pool.num_blocks,
+            num_seqs=bucket.num_seqs,
+            num_tokens=bucket.num_tokens,
+            max_blocks=layout["block_tables"].shape[1],
+            encoder_rows=encoder_rows,
+            layout=layout,
+            **first,
+        )
+        for group in others:
+            build_group_metadata(metadata, rows, **group)
+        return metadata
 
     def _sampler_state(self, rows: tuple[ScheduledRow, ...], layout: PackedLayout, buffer: np.ndarray) -> SamplerState:
         """Names the slot of each row that samples, and uploads what the host alone knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from operator import attrgetter
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.guesses import guesses_of
+from jattn.engine.log import event
 from jattn.engine.request import Request, RequestState
 from jattn.engine.speculation import SpeculativeConfig
 from torch_core.cache import CacheManager, CommittedStep
@@ -191,6 +193,8 @@ class Scheduler:
         # In their order, so that those of a group stand side by side.
         insort(self._running, request, key=_order)
         request.move(RequestState.RUNNING)
+        cached = request.num_computed_tokens
+        event(logging.DEBUG, "request_started", request_id=request.request_id, num_cached_tokens=cached)
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and not request.output_token_ids:
             self._first_of.setdefault(prompt, request)
@@ -199,7 +203,7 @@ class Scheduler:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
         places = self._config.max_num_seqs - len(self._running)
         stats = self._cache.stats()
-        room = (stats.free + stats.cached) * self._config.block_size
+        room = (stats.free + stats.cached) // len(self._cache.config.layouts) * self._config.block_size
         rows: list[ScheduledRow] = []
         longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
@@ -324,8 +328,16 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        if not self._swap_out(request):
+        is_swapped = self._swap_out(request)
+        if not is_swapped:
             self._drop_blocks(request)
+        event(
+            logging.INFO,
+            "request_preempted",
+            request_id=request.request_id,
+            num_tokens=request.num_known_tokens,
+            is_swapped=is_swapped,
+        )
         self._put_back(request)
 
     def _forget_first(self, request: Request) -> None:

@@ -86,6 +86,24 @@ class Weights:
                 leaves[place] = _checked(name, leaf, old)
         return jax.device_put(leaves, [leaf.sharding for leaf in self.leaves])
 
+    def with_scales(self, scales: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """Returns the leaves with other scales of an 8-bit cache, by path; nothing has changed yet.
+
+        Raises:
+            InvalidInput: they are not those of the model's layers; the first one is named.
+        """
+        own = {name for name in self._places if _is_scale(name)}
+        if wrong := own.symmetric_difference(scales):
+            raise InvalidInput(f"scales must be of the model's {len(own) // 2} layers; {min(wrong)} is of one alone.")
+        leaves = list(self.leaves)
+        for name, scale in scales.items():
+            leaves[self._places[name]] = jax.device_put(scale, leaves[self._places[name]].sharding)
+        return leaves
+
+
+def _is_scale(name: str) -> bool:
+    return ".kv_scales." in name
+
 
 def _name(path: Any) -> str:
     return ".".join(map(str, path))

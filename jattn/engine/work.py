@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import jax
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.device import Device
+from jattn.engine.log import event
 from jattn.engine.request import Request
 from jattn.engine.results import StepResult
 from jattn.engine.scheduler import ScheduledStep, Scheduler
@@ -62,12 +64,15 @@ class Work:
         self._has_residue = False
         self.generation = device.pool.generation
         device.forget()
+        device.watchdog.forget()
 
     def finish(self, request: Request, reason: str) -> None:
         """Ends a request; tokens of it that are still on the device are dropped."""
         request.outbox.note(request)
         request.finish_reason = reason
         request.metrics = replace(request.metrics, finish_time=time.monotonic())
+        count = len(request.output_token_ids)
+        event(logging.DEBUG, "request_finished", request_id=request.request_id, reason=reason, num_output_tokens=count)
         self.scheduler.finish(request)
         self._has_residue = self._config.scrub_on_free
 
@@ -120,6 +125,7 @@ class Work:
             return False
         self._device.prepare(step.committed)
         result = self._device.runner.dispatch(step)
+        self._device.watchdog.dispatched(step)
         for index, row in enumerate(step.rows):
             if row.num_samples:
                 row.request.num_pending_tokens += row.num_samples
@@ -132,6 +138,7 @@ class Work:
         with self._device.pool.guard():
             result = result.read([row.request for row in step.rows])
         self._in_flight.popleft()
+        self._device.watchdog.came(step)
         result.keep_prompt_logprobs()
         now = time.monotonic()
         ended = []

@@ -6,7 +6,8 @@ from jattn.load.chat_template import ChatTemplate
 from jattn.load.config import parse_config, render_config
 from jattn.load.families import Family, Key, known_families, register_family
 from jattn.load.generation import GenerationDefaults, load_generation_defaults
-from jattn.load.model import embedded_model_folder, load_model, save_model
+from jattn.load.model import embedded_model_folder, load_model
+from jattn.load.save import save_model
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [

@@ -23,8 +23,15 @@ _NAME = "config.json"
 _REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_value_heads", "head_dim"))
 #: What an encoder does not have.
 _OF_LOGITS = ("decoder_start_token_id", "logits_bias", "logits_scale", "tie_word_embeddings")
+#: Of the parts that a family may have, what none is made without.
+_REQUIRED_OF_PARTS = tuple(
+    f"{part}.{field.name}"
+    for part, kind in (("moe", MoEConfig), ("latent", LatentConfig))
+    for field in dataclasses.fields(kind)
+    if field.default is dataclasses.MISSING
+)
 #: How weights may be quantised; they are read as numbers of the model's dtype.
-QUANT_METHODS = ("fp8", "mxfp4")
+QUANT_METHODS = ("fp8", "mxfp4", "compressed-tensors")
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
 #: Keys that every file may have besides those that set a field.
 _STRUCTURE = (
@@ -307,10 +314,14 @@ def _check_quantization(given: Any) -> None:
             f"{_NAME}: quantization_config.quant_method is {shown(method)}; this build reads "
             f"{', '.join(QUANT_METHODS)}."
         )
-    if method == "fp8" and given.get("weight_block_size") != [128, 128]:
+    if method == "fp8" and given.get("weight_block_size") not in (None, [128, 128]):
         raise Unsupported(
             f"{_NAME}: quantization_config.weight_block_size is {shown(given.get('weight_block_size'))}; this build "
-            "reads [128, 128]."
+            "reads [128, 128], or one scale for a tensor or an output."
+        )
+    if method == "compressed-tensors" and given.get("format") != "float-quantized":
+        raise Unsupported(
+            f"{_NAME}: quantization_config.format is {shown(given.get('format'))}; this build reads float-quantized."
         )
 
 
@@ -344,7 +355,7 @@ def _checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     required = [
         name
         for name, key in family.all_keys.items()
-        if {field.removeprefix("encoder.") for field in key.fields} & {*_REQUIRED_FIELDS}
+        if {field.removeprefix("encoder.") for field in key.fields} & {*_REQUIRED_FIELDS, *_REQUIRED_OF_PARTS}
     ]
     missing = [key for key in required if key not in given and key not in family.defaults]
     if missing:
@@ -356,7 +367,24 @@ def _checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
                 given[key] = default(given)
         elif not callable(default):
             given.setdefault(key, default)
+    _check_derived(given, family)
     return given
+
+
+def _check_derived(given: dict[str, Any], family: Family) -> None:
+    """Checks what functions of a family read before anything else looks at it; a null flag is its default."""
+    for name, default in family.defaults.items():
+        if isinstance(default, bool) and name not in _WINDOW_KEYS:
+            given[name] = default if given[name] is None else given[name]
+            if not isinstance(given[name], bool):
+                raise InvalidInput(f"{_NAME}: {name} is {shown(given[name])}; it must be true or false.")
+    for name in ("decoder_sparse_step", "no_rope_layer_interval"):
+        if given.get(name) is not None:
+            check_int(f"{_NAME}: {name}", given[name], 1, SIZE_LIMITS["num_hidden_layers"])
+    for name in ("mlp_only_layers", "no_rope_layers"):
+        layers = given.get(name)
+        if layers is not None and not (isinstance(layers, list) and all(isinstance(each, int) for each in layers)):
+            raise InvalidInput(f"{_NAME}: {name} is {shown(layers)}; it must be a list of whole numbers, or null.")
 
 
 def _popped(options: dict[str, Any], prefix: str) -> dict[str, Any]:

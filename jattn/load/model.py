@@ -1,10 +1,9 @@
-"""load_model and save_model: a Hugging Face folder to a Flax decoder and back."""
+"""load_model: a Hugging Face folder to a Flax decoder."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable
 from importlib import resources
@@ -13,27 +12,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import safetensors.numpy
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
-from tokenizers import Tokenizer
 
-from jattn.load.config import family_of, parse_config, render_config
+from jattn.load.config import family_of, parse_config
 from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
 from jattn.load.plan import ParameterPlan, plan_parameters
-from jattn.load.safetensors_file import STORED_DTYPES, SafetensorsFile
+from jattn.load.read_ahead import read_ahead
+from jattn.load.safetensors_file import SafetensorsFile
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
-from jattn.load.weights import check_weights, find_weights, read_parameter, read_places
+from jattn.load.weights import (
+    check_weights,
+    find_weights,
+    is_quantized,
+    ranges_of,
+    read_kv_scales,
+    read_parameter,
+    read_places,
+    read_quantized,
+)
 from jattn.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
+from jattn.models.encoder_decoder import build_model
+from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear
 from torch_core.checks import check_int, shown
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
-__all__ = ["embedded_model_folder", "load_model", "save_model"]
+__all__ = ["embedded_model_folder", "load_model"]
+
+#: Modules whose kernels may stay in fewer bits.
+_QUANTIZED_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 
 
 def embedded_model_folder() -> Path:
@@ -51,6 +62,7 @@ def load_model(
     mesh: Mesh | None = None,
     parallel: TensorParallel | None = None,
     progress: bool = False,
+    quantization: str | None = None,
 ) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
     """Loads a Hugging Face folder of any family in `jattn.load.known_families()`.
 
@@ -60,7 +72,8 @@ def load_model(
     `bos_token_id` and `eos_token_id` are taken; they win over config.json's (`load_generation_defaults` has the rest).
 
     Weights are mapped into memory and go to the device tensor by tensor, where they are cast, transposed and joined.
-    Those in FP8 (with scales by blocks of 128 x 128) and MXFP4 become numbers of `dtype` there.
+    Those in FP8 (with scales by tensor, by output or by blocks of 128 x 128) and MXFP4 become numbers of `dtype` there,
+    or stay what they are.
 
     Args:
         folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name like
@@ -74,6 +87,9 @@ def load_model(
         mesh: whose axis "tp" (or that of `parallel`) cuts the model; each device's part alone is read, into its memory.
         parallel: how to cut; see `jattn.models.shard_model`.
         progress: show a bar on stderr.
+        quantization: "keep" leaves the weights of linear layers and experts that are stored in FP8 or MXFP4 so on the
+            device, and they become numbers of `dtype` in each product: less memory, and in FP8 less to read in
+            decoding. None makes them numbers of `dtype` now. Latent attention's are made numbers always.
 
     Returns:
         The model, on JAX's default device or cut over the mesh, its config (with the dtype in use) and its tokenizer.
@@ -82,6 +98,11 @@ def load_model(
         InvalidInput: a file is missing, broken or contradicts another, or a model that cannot be cut so.
         Unsupported: a valid model that this build does not serve.
     """
+    if quantization is not None and mesh is not None:
+        raise Unsupported(
+            f"quantization is {shown(quantization)} and there is a mesh; weights that stay quantised are not cut. "
+            "Leave quantization away, or load onto one device."
+        )
     path = check_folder(folder)
     config = parse_config(read_object(path, "config.json"))
     config = _with_generation_config(path, config)
@@ -92,6 +113,8 @@ def load_model(
             config = dataclasses.replace(config, max_position_embeddings=max_model_len)
     if dtype is not None and dtype not in QUERY_DTYPES:
         raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
+    if quantization not in (None, "keep"):
+        raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep' or None.")
     tensors = find_weights(path)
     family = family_of(config)
     is_bare = not any(name.startswith(family.prefix) for name in tensors)
@@ -105,63 +128,28 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
+    on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
     if mesh is not None:
         parallel = tensor_parallel_of(mesh, parallel)
         read = _reader_of_parts(tensors, config, mesh, parallel)
     else:
-        on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
         read = functools.partial(read_parameter, tensors, dtype=jnp.dtype(dtype), on_host=on_host)
-    values = {
-        parameter.path: read(parameter)
-        for parameter in track(plan, "Loading", console=Console(stderr=True), disable=not progress)
-    }
-    return decoder_of(config, values, implementation, parallel), config, tokenizer
-
-
-def save_model(
-    folder: str | os.PathLike[str],
-    model: Decoder,
-    config: ModelConfig,
-    tokenizer: TextTokenizer | Tokenizer | None = None,
-    *,
-    dtype: str | None = None,
-) -> None:
-    """Writes a folder that `load_model` and transformers read: config, weights and, if given, the tokenizer.
-
-    Each file is written under another name and then renamed, so a reader never sees half of one.
-
-    Args:
-        folder: made if it does not exist; files of the same names are replaced.
-        model: its parameters are copied to the host.
-        config: of the model.
-        tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers, and its chat template.
-        dtype: in which to store the weights; None for the config's.
-
-    Raises:
-        InvalidInput: dtype is not float32, bfloat16 or float16.
-        Unsupported: no supported architecture stores this config.
-    """
-    dtype = config.dtype if dtype is None else dtype
-    codes = {str(stored): code for code, stored in STORED_DTYPES.items()}
-    if dtype not in codes:
-        raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(codes)}, or None.")
-    rendered = render_config(config, dtype=dtype)
-    values = dict(nnx.to_flat_state(nnx.state(model)))
-    tensors = {}
-    for parameter in plan_parameters(config):
-        stored = STORED_DTYPES[codes["float32" if parameter.is_float32 else dtype]]
-        for name, data in _pieces(parameter, np.asarray(values[parameter.path][...])):
-            tensors[name] = np.ascontiguousarray(data.astype(stored))
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    _write(path / "model.safetensors", safetensors.numpy.save(tensors, {"format": "pt"}))
-    _write_json(path / "config.json", rendered)
-    end = list(config.eos_token_ids) or None
-    _write_json(path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": end})
-    if isinstance(tokenizer, TextTokenizer) and tokenizer.chat_template is not None:
-        _write(path / "chat_template.jinja", tokenizer.chat_template.encode())
-    if tokenizer is not None:
-        _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
+    values: dict[Any, Any] = {}
+    # Of a model that is cut no more is read than the devices here need.
+    in_memory = read_ahead([ranges_of(tensors, parameter) for parameter in plan]) if mesh is None else plan
+    bar = {"total": len(plan), "console": Console(stderr=True), "disable": not progress}
+    for parameter, _ in track(zip(plan, in_memory, strict=False), "Loading", **bar):
+        if quantization == "keep" and _stays_quantized(config, parameter) and is_quantized(tensors, parameter):
+            values[parameter.path] = read_quantized(tensors, parameter, on_host=on_host)
+        else:
+            values[parameter.path] = read(parameter)
+    if mesh is not None:
+        model = decoder_of(config, values, implementation, parallel)
+    else:
+        model = _build(config, values, implementation)
+    for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
+        model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
+    return model, config, tokenizer
 
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
@@ -185,40 +173,31 @@ def _reader_of_parts(
     return read
 
 
-def _pieces(parameter: ParameterPlan, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Cuts one parameter of the model into the tensors of the file; the inverse of `read_parameter`."""
-    if parameter.order is not None:
-        value = value[..., np.argsort(parameter.order)]
-    groups = list(value) if parameter.num_stacked else [value]
-    size = len(parameter.pieces) // len(groups)
-    axis = 0 if parameter.transposed else -1
-    ends = np.cumsum([piece.shape[axis] for piece in parameter.pieces[:size]])
-    parts = [part for group in groups for part in np.split(group, ends[:-1], axis=-1)]
-    return [
-        (piece.name, part.T if parameter.transposed else part)
-        for piece, part in zip(parameter.pieces, parts, strict=True)
-    ]
+def _stays_quantized(config: ModelConfig, parameter: ParameterPlan) -> bool:
+    # Latent attention reads kernels itself.
+    is_latent = config.latent is not None and "self_attn" in parameter.path
+    return parameter.path[-1] == "kernel" and parameter.path[-2] in _QUANTIZED_MODULES and not is_latent
 
 
-def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
-    described: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.max_position_embeddings,
-        "clean_up_tokenization_spaces": False,
-    }
-    if config.bos_token_id is not None:
-        described["bos_token"] = tokenizer.id_to_token(config.bos_token_id)
-    if config.eos_token_ids:
-        described["eos_token"] = tokenizer.id_to_token(config.eos_token_ids[0])
-    _write_json(folder / "tokenizer_config.json", described)
+def _build(config: ModelConfig, values: dict[Any, Any], implementation: str | None) -> Decoder:
+    """Makes the model around the given parameters, without ever initialising random ones.
 
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    A parameter of two values, a quantised kernel and its scale, makes a quantised module of its own.
+    """
+    abstract = nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0), implementation=implementation))
+    for path in [path for path, value in values.items() if isinstance(value, tuple)]:
+        *front, name, _ = path
+        parent: Any = abstract
+        for key in front:
+            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+        old, (kernel, scale) = getattr(parent, name), values.pop(path)
+        bias = values.get((*front, name, "bias"))
+        if isinstance(old, nnx.Linear):
+            new = QuantizedLinear(kernel, scale, bias, old.preferred_element_type)
+        else:
+            new = QuantizedExpertLinear(kernel, scale, bias)
+        setattr(parent, name, new)
+        values |= {(*front, name, "kernel"): kernel, (*front, name, "scale"): scale}
+    graph, state = nnx.split(abstract)
+    filled = [(path, variable.replace(values[path])) for path, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(filled))

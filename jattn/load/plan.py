@@ -104,6 +104,10 @@ class _Planner:
             suffix = ".bias" if leaf == "bias" else ".weight"
         names = family.tensor_name(module, self._config)
         names = (names,) if isinstance(names, str) else names
+        order = self._orders.get(module)
+        if module == "self_attn.qkv_proj" and shape[-1] == self._config.query_size:
+            # Keys and values are another layer's, and queries come first.
+            names, order = names[:1], None if order is None else order[: shape[-1]]
         transposed = leaf == "kernel" and not (family.in_out and where)
         is_expert = module in _EXPERTS
         if is_expert and "{expert}" not in names[0]:
@@ -120,7 +124,7 @@ class _Planner:
             ]
         where = where.format(layer=layer)
         planned = tuple(TensorPlan(self._renamed(f"{where}{name}{suffix}"), each) for name, each in pieces)
-        return ParameterPlan(path, shape, planned, transposed, self._orders.get(module))
+        return ParameterPlan(path, shape, planned, transposed, order)
 
     def _renamed(self, name: str) -> str:
         own = self._family.prefix

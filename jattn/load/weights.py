@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,36 @@ import numpy as np
 
 from jattn.load.folder import member, read_json, read_text
 from jattn.load.plan import ParameterPlan, TensorPlan
-from jattn.load.quantized import dequantized, parts_of
+from jattn.load.quantized import kernel_and_scale, parts_of
+from jattn.load.read_ahead import FileRange
 from jattn.load.safetensors_file import SafetensorsFile, open_safetensors, read_tensor
+from jattn.models.quantized import dequantize
 from torch_core.errors import InvalidInput
 
-__all__ = ["check_weights", "find_weights", "read_parameter", "read_places"]
+__all__ = [
+    "check_weights",
+    "find_weights",
+    "is_quantized",
+    "ranges_of",
+    "read_kv_scales",
+    "read_parameter",
+    "read_places",
+    "read_quantized",
+]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 32 << 20
 _MAX_SHARDS = 1000
+#: Of memory that XLA takes as it is.
+_ALIGNMENT = 64
+_TILE = 256
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-#: Buffers that older writers stored next to the weights; they follow from the config.
-_IGNORED_TENSOR = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias)")
+#: Scales of an fp8 cache, under the names that vLLM knows.
+_KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
+#: Buffers that older writers stored next to the weights, which follow from the config, and scales of inputs in fp8,
+#: which stay in the model's dtype here.
+_IGNORED_TENSOR = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|input_scale)")
 
 
 def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
@@ -71,7 +90,11 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
         raise InvalidInput(
             f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
         )
-    unknown = (name for name in tensors if name not in expected and not _IGNORED_TENSOR.fullmatch(name))
+    unknown = (
+        name
+        for name in tensors
+        if name not in expected and not _IGNORED_TENSOR.fullmatch(name) and not _KV_SCALE.fullmatch(name)
+    )
     extra = sorted(name for name in unknown if not re.fullmatch(unread, name))
     if extra:
         hint = " (tie_word_embeddings is true, so the head is the embedding)" if extra == ["lm_head.weight"] else ""
@@ -82,6 +105,34 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
             raise InvalidInput(
                 f"{tensors[name].path.name}: tensor {name!r} has shape {found}; the config asks for {shape}."
             )
+
+
+def is_quantized(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> bool:
+    """Returns whether every tensor of a parameter is stored in fewer bits, with scales of one kind beside it."""
+    parts = [tuple(parts_of(piece, tensors).items()) for piece in parameter.pieces]
+    kinds = {(name.rsplit("_", 1)[-1], len(shape)) for (_, *scales) in parts for name, shape in scales}
+    return all(len(each) > 1 for each in parts) and len(kinds) == 1
+
+
+def read_kv_scales(tensors: dict[str, SafetensorsFile], num_layers: int) -> dict[int, dict[str, float]]:
+    """Returns the scales of an fp8 cache that lie beside the weights: for each layer those of "k" and "v".
+
+    Raises:
+        InvalidInput: a scale that is no finite number above 0, of no layer, or without the other one of its layer.
+    """
+    scales: dict[int, dict[str, float]] = {}
+    for name, file in tensors.items():
+        if match := _KV_SCALE.fullmatch(name):
+            value = np.asarray(read_tensor(file, name), np.float32).reshape(-1)
+            if value.size != 1 or not 0 < value[0] < np.inf:
+                raise InvalidInput(f"{file.path.name}: tensor {name!r} must be one finite number above 0.")
+            scales.setdefault(int(match[1]), {})[match[2]] = float(value[0])
+    for layer, found in scales.items():
+        if layer >= num_layers:
+            raise InvalidInput(f"there is a k_scale or v_scale of layer {layer}; the model has {num_layers}.")
+        if len(found) != 2:
+            raise InvalidInput(f"layer {layer} has a scale of its {min(found)} cache alone; it must have k and v.")
+    return scales
 
 
 def read_parameter(
@@ -96,27 +147,82 @@ def read_parameter(
         on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
             Otherwise each tensor goes to the device as it lies in the file, and the host never holds a copy.
     """
-    xp: Any = np if on_host else jnp
+    dtype = np.dtype(np.float32) if parameter.is_float32 else dtype
+    home = _home(on_host)
+    blocks = (
+        kernel if scale is None else dequantize(kernel, scale, home)
+        for kernel, scale in _pieces(tensors, parameter, on_host)
+    )
+    return _joined(blocks, parameter, parameter.shape, dtype, on_host)
+
+
+def read_quantized(
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, *, on_host: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a parameter for which `is_quantized` as it is stored: a kernel and its scale, as `dequantize` takes them.
+
+    Args:
+        tensors, parameter, on_host: as in `read_parameter`.
+    """
+    kernels, scales = zip(*_pieces(tensors, parameter, on_host), strict=True)
+
+    def joined(parts: tuple[Any, ...]) -> jax.Array:
+        shape = (*parameter.shape[:-2], parts[0].shape[-2], parameter.shape[-1])
+        return _joined(iter(parts), parameter, shape, parts[0].dtype, on_host)
+
+    return joined(kernels), joined(scales)
+
+
+def ranges_of(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> list[FileRange]:
+    """Returns where the bytes of a parameter lie."""
+    names = [name for piece in parameter.pieces for name in parts_of(piece, tensors)]
+    stored = [(tensors[name].path, tensors[name].tensors[name]) for name in names]
+    return [FileRange(path, each.offset, math.prod(each.shape) * each.dtype.itemsize) for path, each in stored]
+
+
+def _home(on_host: bool) -> Any:
+    return np if on_host else jnp
+
+
+def _pieces(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, on_host: bool) -> Iterator[tuple[Any, Any]]:
+    """Yields each piece as the model's [in, out] has it, and its scale; None of what is not quantised."""
 
     def read(name: str) -> Any:
         view = read_tensor(tensors[name], name)
         return view if on_host else jnp.asarray(view)
 
-    blocks, dtype = [], np.dtype(np.float32) if parameter.is_float32 else dtype
     for piece in parameter.pieces:
-        parts = parts_of(piece, tensors)
-        block = read(piece.name) if len(parts) == 1 else dequantized(piece, read, parts, xp)
-        blocks.append((block.T if parameter.transposed else block).astype(dtype))
-    if parameter.num_stacked:
-        size = len(blocks) // parameter.num_stacked
-        groups = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-        value = xp.stack([group[0] if size == 1 else xp.concatenate(group, -1) for group in groups])
-    else:
-        value = blocks[0] if len(blocks) == 1 else xp.concatenate(blocks, -1)
-    if parameter.order is not None:
-        value = value[..., parameter.order]
-    # A copy of its own on a host: a view of the file would change with the file.
-    return jnp.array(value, dtype) if on_host else value
+        parts, transposed = parts_of(piece, tensors), parameter.transposed
+        if len(parts) > 1:
+            yield kernel_and_scale(piece, read, parts, _home(on_host), transposed=transposed)
+        else:
+            block = read(piece.name)
+            yield block.T if transposed else block, None
+
+
+def _joined(
+    blocks: Iterator[Any], parameter: ParameterPlan, shape: tuple[int, ...], dtype: np.dtype, on_host: bool
+) -> jax.Array:
+    """Casts and joins blocks along the last axis, stacks what is one of several, and puts the last axis in order."""
+    size = len(parameter.pieces) // max(parameter.num_stacked, 1)
+    if on_host:
+        value, end = _aligned_empty(shape, dtype), 0
+        for index, block in enumerate(blocks):
+            start = end if index % size else 0
+            end = start + block.shape[-1]
+            target = value[index // size] if parameter.num_stacked else value
+            if parameter.order is None:
+                _copy(block, target[..., start:end])
+            else:
+                places = np.flatnonzero((parameter.order >= start) & (parameter.order < end))
+                target[..., places] = block[..., parameter.order[places] - start]
+        # Aligned as XLA wants it, so it is taken and not copied.
+        return jnp.asarray(value)
+    cast = [block.astype(dtype) for block in blocks]
+    groups = [cast[first : first + size] for first in range(0, len(cast), size)]
+    joined = [group[0] if size == 1 else jnp.concatenate(group, -1) for group in groups]
+    value = jnp.stack(joined) if parameter.num_stacked else joined[0]
+    return value if parameter.order is None else value[..., parameter.order]
 
 
 def read_places(
@@ -136,11 +242,11 @@ def read_places(
     groups = [parameter.pieces[first : first + size] for first in range(0, len(parameter.pieces), size)]
     if parameter.num_stacked and axis == 0:
         groups, axis = [groups[place] for place in places], None
-    found = [_joined(tensors, parameter, group, axis, places) for group in groups]
+    found = [_taken(tensors, parameter, group, axis, places) for group in groups]
     return np.stack(found) if parameter.num_stacked else found[0]
 
 
-def _joined(
+def _taken(
     tensors: dict[str, SafetensorsFile],
     parameter: ParameterPlan,
     pieces: tuple[TensorPlan, ...],
@@ -151,8 +257,12 @@ def _joined(
     for piece in pieces:
         parts = parts_of(piece, tensors)
         read = lambda name: read_tensor(tensors[name], name)  # noqa: E731
-        block = read(piece.name) if len(parts) == 1 else dequantized(piece, read, parts, np)
-        blocks.append(block.T if parameter.transposed else block)
+        if len(parts) > 1:
+            kernel, scale = kernel_and_scale(piece, read, parts, np, transposed=parameter.transposed)
+            blocks.append(dequantize(kernel, scale, np))
+        else:
+            block = read(piece.name)
+            blocks.append(block.T if parameter.transposed else block)
     if axis != last:
         # An axis of stacked experts stands before those of a block.
         inner = None if axis is None else axis - bool(parameter.num_stacked)
@@ -197,6 +307,24 @@ def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
     if absent:
         raise InvalidInput(f"{_INDEX} places {_listed(absent)} in a file that does not hold it.")
     return tensors
+
+
+def _copy(block: Any, target: np.ndarray) -> None:
+    if block.ndim != 2:
+        target[...] = block
+        return
+    # In tiles that fit the processor's caches: a transposed block is read across its rows.
+    for row in range(0, block.shape[0], _TILE):
+        for column in range(0, block.shape[1], _TILE):
+            tile = slice(row, row + _TILE), slice(column, column + _TILE)
+            target[tile] = block[tile]
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
 def _listed(names: list[str], shapes: dict[str, tuple[int, ...]] | None = None) -> str:

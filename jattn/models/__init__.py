@@ -7,7 +7,7 @@ from jattn.models.decoder import Decoder
 from jattn.models.encoder_decoder import EncoderDecoder
 from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_specs
 from jattn.models.paged_model import EncoderModel, PagedModel, PagedSpec
-from jattn.models.parts import LatentConfig, MoEConfig
+from jattn.models.parts import LatentConfig, MoEConfig, last_of_each_window
 from jattn.models.rope_scaling import RopeScaling
 from jattn.models.sharding import ParameterShards, decoder_of, parameter_shards, shard_model, tensor_parallel_of
 from jattn.models.tensor_parallel import TensorParallel
@@ -26,6 +26,7 @@ __all__ = [
     "RopeScaling",
     "TensorParallel",
     "decoder_of",
+    "last_of_each_window",
     "logical_axes",
     "parameter_shards",
     "partition_specs",

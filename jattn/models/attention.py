@@ -15,12 +15,16 @@ from jattn.models.layers import linear, norm
 from jattn.models.rotary import apply_rotary
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import PagedAttention, attention_fn
+from jattn.nn.kv_scales import KVScales
 
-__all__ = ["Angles", "Attention", "alibi_slopes"]
+__all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
 
 #: What attention makes of positions: cosine and sine for a layer that sees everything, and for one with a window; or
 #: the bias of `relative_bias`.
 Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | jax.Array
+
+#: Of dense sequences, by the index of their layer: what later layers read.
+KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
 
 
 class Attention(nnx.Module):
@@ -48,8 +52,10 @@ class Attention(nnx.Module):
         self.window = config.window_of(layer)
         self.rotates = config.position_embedding == "rope" and layer not in config.nope_layers
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.layer, self.kv_sharing_target = layer, config.kv_sharing_target(layer)
+        self.num_kv_heads = kv_heads if self.kv_sharing_target is None else 0
         options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
-        fused = config.query_size + 2 * config.key_value_size
+        fused = (heads + 2 * self.num_kv_heads) * size
         self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
         self.o_proj = linear(config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options)
         if config.qk_norm is not None:
@@ -60,7 +66,9 @@ class Attention(nnx.Module):
                     use_bias=False,
                     parallel=parallel if config.qk_norm == "all" else None,
                 )
-                for count in (heads, kv_heads)
+                if count
+                else None
+                for count in (heads, self.num_kv_heads)
             )
         self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(config.dtype))) if config.attention_sinks else None
         self.paged_attention = PagedAttention(
@@ -82,12 +90,26 @@ class Attention(nnx.Module):
         output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases(angles))
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
 
-    def forward_dense(self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None) -> jax.Array:
-        """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache."""
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
+    ) -> jax.Array:
+        """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache.
+
+        What later layers read is put into `shared`, by the index of the layer, and what earlier ones put is read there.
+        """
         query, key, value = self._project(x, angles)
+        shared = {} if shared is None else shared
+        if key is None or value is None:
+            key, value = shared[self.kv_sharing_target]
+        elif self.layer in self.config.kv_sharing_targets:
+            shared[self.layer] = key, value
         options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
         output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
+
+    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        """Says what a unit of an 8-bit cache is worth, as it came with a checkpoint; other caches do not ask."""
+        self.paged_attention.kv_scales = KVScales(k_scale, v_scale)
 
     def _biases(self, angles: Angles | None) -> dict[str, Any]:
         config = self.config
@@ -103,20 +125,26 @@ class Attention(nnx.Module):
             biases["relative_bias"] = angles
         return biases
 
-    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        config = self.config
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, Any, Any]:
+        """Returns query, key and value; None for keys and values that are another layer's."""
+        config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
         heads = self.qkv_proj(x).reshape(*x.shape[:-1], num_heads + 2 * num_kv_heads, config.head_dim)
         rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
         if config.qk_norm is not None:
-            query, key = rotated[..., :num_heads, :], rotated[..., num_heads:, :]
-            if config.qk_norm == "all":
-                query, key = (part.reshape(*x.shape[:-1], 1, -1) for part in (query, key))
-            normed = [part.reshape(*x.shape[:-1], -1) for part in (self.q_norm(query), self.k_norm(key))]
+            parts = ((self.q_norm, rotated[..., :num_heads, :]), (self.k_norm, rotated[..., num_heads:, :]))
+            normed = [self._normed(weight, part) for weight, part in parts if weight is not None]
             rotated = jnp.concatenate(normed, axis=-1).reshape(rotated.shape)
         if self.rotates and angles is not None:
             rotated = apply_rotary(rotated, *angles[self.window is not None])
+        if not num_kv_heads:
+            return rotated, None, None
         return rotated[..., :num_heads, :], rotated[..., num_heads:, :], value
+
+    def _normed(self, weight: Any, part: jax.Array) -> jax.Array:
+        front = part.shape[:-2]
+        if self.config.qk_norm == "all":
+            part = part.reshape(*front, 1, -1)
+        return weight(part).reshape(*front, -1)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

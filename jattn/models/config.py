@@ -62,6 +62,7 @@ _NOT_LATENT = {
     "sliding_window": None,
     "layer_windows": (),
     "encoder": None,
+    "kv_sharing_targets": (),
 }
 #: What an encoder and the decoder that reads it share: one vocabulary, one width, and a cache for both.
 _SHARED_WITH_ENCODER = ("vocab_size", "hidden_size", "num_key_value_heads", "head_dim", "embedding_multiplier", "dtype")
@@ -126,6 +127,8 @@ class ModelConfig:
         mlp_bias: the feed-forward projections have one.
         sliding_window: tokens that a query sees in every layer, its own included; None for all.
         layer_windows: where layers differ, the window of each; empty otherwise.
+        kv_sharing_targets: where layers read the keys and values of an earlier one and have none of their own, the
+            index of that layer, and None for the others; empty otherwise. `last_of_each_window` is Gemma 3n's pattern.
         dtype: of the parameters and the computation, by name: float32, bfloat16 or float16.
         bos_token_id: the token that starts a document, or None.
         eos_token_ids: the tokens that end a generation.
@@ -191,6 +194,7 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_window: int | None = None
     layer_windows: tuple[int | None, ...] = ()
+    kv_sharing_targets: tuple[int | None, ...] = ()
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -216,6 +220,7 @@ class ModelConfig:
             if name in _SCALARS or getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 1e-6, 1e6)
         self._check_windows()
+        self._check_kv_sharing()
         if self.moe is not None and not isinstance(self.moe, MoEConfig):
             raise InvalidInput(f"moe is {shown(self.moe)}; it must be a MoEConfig or None.")
         if self.moe is not None and not self.gated_mlp:
@@ -259,6 +264,30 @@ class ModelConfig:
                 f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
                 "second where they differ: leave one out."
             )
+
+    def _check_kv_sharing(self) -> None:
+        targets = self.kv_sharing_targets
+        if targets and len(targets) != self.num_hidden_layers:
+            raise InvalidInput(
+                f"kv_sharing_targets has {len(targets)} entries; it must have one for each of the "
+                f"{self.num_hidden_layers} layers, or none."
+            )
+        if targets and self.is_encoder:
+            raise Unsupported("kv_sharing_targets is given and is_encoder is True; layers of an encoder share nothing.")
+        for layer, target in enumerate(targets):
+            if target is None:
+                continue
+            name = f"kv_sharing_targets[{layer}]"
+            check_int(name, target, 0, layer - 1, also=", or None")
+            if targets[target] is not None:
+                raise InvalidInput(
+                    f"{name} is {target}, which has no keys and values of its own; name the layer that has."
+                )
+            if self.window_of(layer) != self.window_of(target):
+                raise InvalidInput(
+                    f"{name} is {target}, whose window is {self.window_of(target)}; layer {layer} has "
+                    f"{self.window_of(layer)}. Layers that share keys and values keep the same part of the past."
+                )
 
     def _check_latent(self) -> None:
         latent, scaling = self.latent, self.rope_scaling
@@ -337,6 +366,20 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Returns the tokens that a query of this layer sees, its own included; None for all."""
         return self.layer_windows[layer] if self.layer_windows else self.sliding_window
+
+    def kv_sharing_target(self, layer: int) -> int | None:
+        """Returns the layer whose keys and values this one reads; None if it has its own."""
+        return self.kv_sharing_targets[layer] if self.kv_sharing_targets else None
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """The layers that have a cache, in order."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if self.kv_sharing_target(layer) is None)
+
+    def cache_of(self, layer: int) -> int:
+        """Returns which of the caches, in the order of `cache_layers`, a layer reads."""
+        target = self.kv_sharing_target(layer)
+        return self.cache_layers.index(layer if target is None else target)
 
     def is_sparse(self, layer: int) -> bool:
         """Returns whether this layer has experts."""

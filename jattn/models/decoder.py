@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.metadata import AttentionMetadata
-from jattn.models.attention import Angles, Attention
+from jattn.metadata import AttentionMetadata, GroupedMetadata
+from jattn.models.attention import Angles, Attention, KeysValues
 from jattn.models.config import ModelConfig
 from jattn.models.cross_attention import CrossAttention
 from jattn.models.experts import SparseMLP
@@ -80,10 +80,11 @@ class DecoderLayer(nnx.Module):
         dropout: nnx.Dropout,
         lengths: jax.Array | None = None,
         encoded: Encoded | None = None,
+        shared: KeysValues | None = None,
     ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
         normed = _through(self.input_layernorm, x)
-        attended = self.self_attn.forward_dense(normed, angles, lengths)
+        attended = self.self_attn.forward_dense(normed, angles, lengths, shared)
         cross = None
         if self.cross_attn is not None and encoded is not None:
             cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
@@ -191,26 +192,34 @@ class Decoder(nnx.Module):
         return PagedSpec(
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
-            num_layers=config.num_hidden_layers,
+            num_layers=len(config.cache_layers),
             num_kv_heads=kv_heads if config.latent is None else 1,
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
+            layer_windows=tuple(config.window_of(layer) for layer in config.cache_layers)
+            if config.layer_windows
+            else (),
             eos_token_ids=config.eos_token_ids,
         )
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
 
         Args:
             token_ids: int32[tokens], below vocab_size; the caller checks that on the host. Padding may be any token.
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
-            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
-                `(num_blocks, block_size, kv_lora_rank + qk_rope_head_dim)`.
-            metadata: block tables, lengths and slots of the step.
+            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer that has one
+                (`ModelConfig.cache_layers`), or one of latents, `(num_blocks, block_size, kv_lora_rank +
+                qk_rope_head_dim)`; fewer where the metadata has several groups, whose layers share them.
+            metadata: block tables, lengths and slots of the step, one record for all layers or one for each group.
 
         Returns:
             The normalised hidden states `[tokens, hidden]`, to be given to `logits` (pick the rows first), and the
@@ -220,9 +229,13 @@ class Decoder(nnx.Module):
         return hidden, new_caches
 
     def paged_hidden_states(
-        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
     ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
-        """Yields what `hidden_states` does, of packed tokens, each with the caches that were written so far.
+        """Yields what `hidden_states` does, of packed tokens, each with the caches as they are then.
 
         Args:
             token_ids, positions, kv_caches, metadata: of a call.
@@ -230,13 +243,13 @@ class Decoder(nnx.Module):
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         x, angles = self.embedded(token_ids, positions)
-        new_caches: list[jax.Array] = []
-        yield x, ()
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, kv_cache = layer(x, angles, kv_cache, metadata)
-            new_caches.append(kv_cache)
-            yield x, tuple(new_caches)
-        yield _through(self.norm, x), tuple(new_caches)
+        caches = list(kv_caches)
+        yield x, tuple(caches)
+        for index, layer in enumerate(self.layers):
+            own, array = metadata.of_layer(self.config.cache_of(index))
+            x, caches[array] = layer(x, angles, caches[array], own)
+            yield x, tuple(caches)
+        yield _through(self.norm, x), tuple(caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows.
@@ -278,13 +291,16 @@ class Decoder(nnx.Module):
         *_, hidden = self.hidden_states(token_ids, checked_dropout(dropout_rate, dropout_key))
         return self.logits(hidden)
 
-    def embed(self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean") -> jax.Array:
-        """Returns float32[batch, hidden], a vector of length 1 for each row: what a text is about.
+    def embed(
+        self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean", normalize: bool = True
+    ) -> jax.Array:
+        """Returns float32[batch, hidden], a vector for each row: what a text is about.
 
         Args:
             token_ids: int32[batch, tokens]; what lies past a row's length may be any token.
             lengths: int32[batch], real tokens of each row, at least 1.
             pooling: the "mean" of the last hidden states, that of the first token ("cls") or of the last ("last").
+            normalize: divide each vector by its length.
 
         Raises:
             InvalidInput: another pooling.
@@ -300,7 +316,7 @@ class Decoder(nnx.Module):
         chosen = jnp.broadcast_to(chosen, token_ids.shape)
         # Not a product with 0: padding may hold anything, and 0 times NaN is NaN.
         pooled = jnp.where(chosen[..., None] > 0, hidden * chosen[..., None], 0).sum(1)
-        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True)
+        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True) if normalize else pooled
 
     def hidden_states(
         self,
@@ -323,8 +339,9 @@ class Decoder(nnx.Module):
         x, angles = self.embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
         x = dropout(x)
         yield x
+        shared: KeysValues = {}
         for layer in self.layers:
-            x = layer.forward_dense(x, angles, dropout, lengths, encoded)
+            x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared)
             yield x
         yield _through(self.norm, x)
 

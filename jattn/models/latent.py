@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.metadata import AttentionMetadata
-from jattn.models.attention import Angles
+from jattn.models.attention import Angles, KeysValues
 from jattn.models.config import ModelConfig
 from jattn.models.layers import INITIALIZER
 from jattn.models.tensor_parallel import TensorParallel
@@ -63,7 +63,13 @@ class LatentAttention(MultiHeadLatentAttention):
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         return self(x, cache=kv_cache, metadata=metadata)
 
-    def forward_dense(self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None) -> jax.Array:
+    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        """Does what `Attention` does; keys and values are one latent, of one scale."""
+        self.k_scale = k_scale
+
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
+    ) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`; what lies past a row's length is behind its tokens."""
         return self(x)
 

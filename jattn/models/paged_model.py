@@ -8,7 +8,7 @@ from typing import Protocol
 import jax
 
 from jattn.metadata import AttentionMetadata
-from torch_core.checks import check_int
+from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
@@ -32,6 +32,8 @@ class PagedSpec:
         dtype: of the keys and values that the layers write, by name.
         sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
             back. None if a layer sees all.
+        layer_windows: where layers differ, what each sees, None for all; empty otherwise. Layers of one window keep
+            their blocks apart from the others' then, and the model must ask its metadata for those of each layer.
         eos_token_ids: tokens that end a generation.
         max_encoder_len: tokens of an encoder's input at most, in a model that has an `encode`; 0 without one. A prompt
             is the encoder's input then, and a generation starts with decoder_start_token_id.
@@ -54,6 +56,7 @@ class PagedSpec:
     kv_lora_rank: int | None = None
     dtype: str = "float32"
     sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     max_encoder_len: int = 0
     decoder_start_token_id: int | None = None
@@ -63,6 +66,7 @@ class PagedSpec:
             check_int(name, getattr(self, name), 1, _MOST)
         if self.sliding_window is not None:
             check_int("sliding_window", self.sliding_window, 1, _MOST, also=", or None")
+        self._check_layer_windows()
         if not isinstance(self.eos_token_ids, tuple):
             raise InvalidInput(f"eos_token_ids is {self.eos_token_ids!r}; it must be a tuple of token ids.")
         for index, token in enumerate(self.eos_token_ids):
@@ -81,6 +85,11 @@ class PagedSpec:
             )
         self.cache_spec(block_size=1)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What each layer with a cache sees."""
+        return self.layer_windows or (self.sliding_window,) * self.num_layers
+
     def cache_spec(self, block_size: int) -> KVCacheSpec | LatentCacheSpec:
         """Returns the layout of each layer's cache in blocks of so many tokens."""
         if self.kv_lora_rank is not None:
@@ -90,6 +99,22 @@ class PagedSpec:
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads, head_size=self.head_dim, block_size=block_size, dtype=self.dtype
         )
+
+    def _check_layer_windows(self) -> None:
+        windows = self.layer_windows
+        if not isinstance(windows, tuple) or len(windows) not in (0, self.num_layers):
+            raise InvalidInput(
+                f"layer_windows is {shown(windows)}; it must be a tuple of one entry for each of the {self.num_layers} "
+                "layers, or empty."
+            )
+        if windows and self.sliding_window is not None:
+            raise InvalidInput(
+                f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
+                "second where they differ: leave one out."
+            )
+        for index, window in enumerate(windows):
+            if window is not None:
+                check_int(f"layer_windows[{index}]", window, 1, _MOST, also=", or None")
 
 
 class PagedModel(Protocol):
@@ -114,7 +139,10 @@ class PagedModel(Protocol):
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
             kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
                 `(num_blocks, block_size, kv_lora_rank + head_dim)`; donated.
-            metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`.
+            metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model with
+                `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index is
+                that of the layer's array; several layers may share one, so each passes on what it wrote. It may be a
+                `jattn.metadata.GroupedMetadata` then.
 
         Returns:
             Hidden states `[tokens, ...]` and the caches with the new keys and values.

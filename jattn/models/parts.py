@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jattn.models.rope_scaling import check_number
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["MAX_HEAD_DIM", "MAX_INNER", "LatentConfig", "MoEConfig", "check_flags"]
+__all__ = ["MAX_HEAD_DIM", "MAX_INNER", "LatentConfig", "MoEConfig", "check_flags", "last_of_each_window"]
 
 #: Of a head's elements, and of a feed-forward layer's.
 MAX_HEAD_DIM, MAX_INNER = 256, 1 << 18
@@ -131,8 +132,36 @@ class LatentConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
+def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int) -> tuple[int | None, ...]:
+    """Returns `ModelConfig.kv_sharing_targets` of a model whose last layers share, as Gemma 3n's do.
+
+    Each of them reads the keys and values of the last layer of its window that has some.
+
+    Args:
+        windows: of each layer; None for all.
+        num_kv_shared_layers: the last layers, which have no keys and values of their own.
+
+    Raises:
+        InvalidInput: no layer of such a window is left, or there are fewer layers.
+
+    Example:
+        >>> last_of_each_window([8, 8, None, 8, 8, None], 3)
+        (None, None, None, 1, 1, 2)
+    """
+    check_int("num_kv_shared_layers", num_kv_shared_layers, 0, len(windows))
+    own = len(windows) - num_kv_shared_layers
+    last = {window: layer for layer, window in enumerate(windows[:own])}
+    for layer, window in enumerate(windows[own:], own):
+        if window not in last:
+            raise InvalidInput(
+                f"num_kv_shared_layers is {num_kv_shared_layers}; layer {layer} has the window {window}, and none of "
+                f"the {own} layers with keys and values has."
+            )
+    return (*[None] * own, *(last[window] for window in windows[own:]))
+
+
 def check_flags(config: object, names: tuple[str, ...]) -> None:
     """Raises InvalidInput unless every named attribute is a bool."""
     for name in names:
         if not isinstance(getattr(config, name), bool):
-            raise InvalidInput(f"{name} is {getattr(config, name)!r}; it must be true or false.")
+            raise InvalidInput(f"{name} is {shown(getattr(config, name))}; it must be true or false.")

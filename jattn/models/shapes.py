@@ -56,7 +56,7 @@ def _layer(config: ModelConfig, index: int) -> _Shapes:
     shapes: _Shapes = {}
     for name in names:
         shapes |= _norm(config, name, hidden)
-    attention = _attention(config) if config.latent is None else _latent_attention(config, config.latent)
+    attention = _attention(config, index) if config.latent is None else _latent_attention(config, config.latent)
     shapes |= {("self_attn", *path): shape for path, shape in attention.items()}
     if config.encoder is not None:
         shapes |= {("cross_attn", *path): shape for path, shape in _cross_attention(config).items()}
@@ -66,14 +66,14 @@ def _layer(config: ModelConfig, index: int) -> _Shapes:
     return shapes | {("moe", *path): shape for path, shape in _experts(config).items()}
 
 
-def _attention(config: ModelConfig) -> _Shapes:
-    hidden = config.hidden_size
+def _attention(config: ModelConfig, index: int) -> _Shapes:
+    hidden, has_own = config.hidden_size, config.kv_sharing_target(index) is None
     attention: _Shapes = _linear(
-        "qkv_proj", hidden, config.query_size + 2 * config.key_value_size, config.attention_bias
+        "qkv_proj", hidden, config.query_size + 2 * config.key_value_size * has_own, config.attention_bias
     )
     attention |= _linear("o_proj", config.query_size, hidden, config.attention_output_bias)
     for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", config.num_key_value_heads)):
-        if config.qk_norm is not None:
+        if config.qk_norm is not None and (has_own or name == "q_norm"):
             sizes = {
                 "head": (config.head_dim,),
                 "per_head": (heads, config.head_dim),

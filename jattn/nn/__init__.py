@@ -6,14 +6,17 @@ from jattn.nn.latent import MultiHeadLatentAttention
 from jattn.nn.multi_head import MultiHeadAttention
 from jattn.nn.paged import PagedAttention
 from jattn.nn.scan import layer_metadata, scan_layers
+from jattn.nn.sparse_latent import LatentIndexer, SparseLatentAttention
 from jattn.nn.yarn import DeepSeekRoPE
 
 __all__ = [
     "DeepSeekRoPE",
+    "LatentIndexer",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "PagedAttention",
     "PagedCache",
+    "SparseLatentAttention",
     "attention_fn",
     "layer_metadata",
     "scan_layers",

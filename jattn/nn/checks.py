@@ -63,8 +63,12 @@ def check_cache_dtype(dtype: Any, k_scale: float | None, v_scale: float | None) 
         raise InvalidInput("kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing.")
 
 
-def check_inputs(module: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any, shared_kv: Any, *, cached: bool) -> None:
+def check_inputs(
+    module: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any, input_positions: Any, shared_kv: Any, *, cached: bool
+) -> None:
     """Refuses inputs that do not fit a module or each other."""
+    if input_positions is not None and module.rope is None:
+        raise InvalidInput("input_positions is given and the module has no rope; build it with one, or leave them out.")
     if inputs_q.ndim < 2 or inputs_q.shape[-1] != module.in_features:
         raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {module.in_features}].")
     if inputs_k is None and inputs_v is not None:

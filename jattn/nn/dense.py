@@ -127,8 +127,8 @@ def attention_fn(
     size = math.prod(batch_dims)
     if key_lengths is None and key.shape[-3] == query.shape[-3]:
         key_lengths = lengths
-    lengths = flat_lengths("lengths", lengths, batch_dims)
-    key_lengths = flat_lengths("key_lengths", key_lengths, batch_dims)
+    lengths = flat_lengths("lengths", lengths, batch_dims, query.shape[-3])
+    key_lengths = flat_lengths("key_lengths", key_lengths, batch_dims, key.shape[-3])
     out = dense_attention(
         *(x.reshape(size, *x.shape[-3:]) for x in (query, key, value)),
         mask=None if mask is None else _scores_like("mask", mask, query, key).astype(bool),
@@ -216,10 +216,17 @@ def dense_attention(
 
 
 def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row unless they are given."""
+    """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row unless they are given.
+
+    Raises:
+        InvalidInput: positions of another shape.
+    """
     if positions is None:
         positions = jnp.arange(x.shape[-3])
-    positions = jnp.broadcast_to(positions, x.shape[:-2])
+    shape, tokens = jnp.shape(positions), x.shape[:-2]
+    if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
+        raise InvalidInput(f"input_positions has shape {shape}; it must be {tokens}, or {tokens[-1:]} for all rows.")
+    positions = jnp.broadcast_to(positions, tokens)
     tokens = x.reshape(-1, *x.shape[-2:]).swapaxes(0, 1)
     # nnx.RoPE takes one row of positions: all tokens of the batch make one.
     return rope(tokens, positions.reshape(-1)).swapaxes(0, 1).reshape(x.shape).astype(x.dtype)

@@ -134,7 +134,7 @@ def decode_held(
         new: keys and values, [batch..., key_length, num_kv_heads, head_dim].
         cache: see `HeldCache`.
         lengths: int32[batch...], real tokens of each row of queries; None for all.
-        key_lengths: the same of keys; `lengths` for self-attention.
+        key_lengths: the same of keys, in cross attention alone.
         **options: what the core takes with each call.
 
     Returns:
@@ -142,12 +142,15 @@ def decode_held(
         the cache are NaN, because under jit nothing can be raised.
 
     Raises:
+        InvalidInput: key_lengths of self-attention, or lengths that are none of the rows.
         RequestTooLong: the tokens do not fit; outside jit only.
     """
+    if core.causal and key_lengths is not None:
+        raise InvalidInput("key_lengths is given for self-attention with a cache; lengths says which tokens are new.")
     batch_dims, length, sequences = query.shape[:-3], query.shape[-3], cache.seq_lens.size
     lens = cache.seq_lens.reshape(-1)
     blocks, block_size = cache.blocks_per_sequence, cache.key.shape[1]
-    lengths = flat_lengths("lengths", lengths, batch_dims)
+    lengths = flat_lengths("lengths", lengths, batch_dims, length)
     queries = Packing.of(sequences, length, real_tokens(lengths, length))
     before = lens if core.causal else jnp.zeros_like(lens)
     after, overflow, keys = lens, jnp.zeros_like(lens, bool), None
@@ -155,7 +158,7 @@ def decode_held(
     slots = jnp.zeros(0, jnp.int32)
     if new is not None:
         key_length = new[0].shape[-3]
-        key_lengths = lengths if core.causal else flat_lengths("key_lengths", key_lengths, batch_dims)
+        key_lengths = lengths if core.causal else flat_lengths("key_lengths", key_lengths, batch_dims, key_length)
         keys = Packing.of(sequences, key_length, real_tokens(key_lengths, key_length))
         after = before + jnp.diff(keys.start_loc)
         _check_room(cache, after)

@@ -147,13 +147,7 @@ class MultiHeadLatentAttention(nnx.Module):
         Raises:
             InvalidInput: one of cache and metadata, or shapes that do not fit.
         """
-        if (cache is None) != (metadata is None):
-            raise InvalidInput("one of cache and metadata is None; a cache is read by the metadata of a step.")
-        if inputs.ndim < 2 or (metadata is not None and inputs.ndim != 2):
-            wanted = "[batch..., length, features]" if metadata is None else "[tokens, features]"
-            raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted}.")
-        if metadata is not None and input_positions is None:
-            input_positions = metadata.positions(inputs.shape[0])
+        input_positions = self._checked(inputs, cache, metadata, input_positions)
         query, latent, k_pe = self._projected(inputs, input_positions)
         if metadata is None or cache is None:
             length = inputs.shape[-2]
@@ -168,6 +162,17 @@ class MultiHeadLatentAttention(nnx.Module):
         else:
             out = self._absorbed(query, cache, metadata)
         return self.o_proj(out.reshape(inputs.shape[0], -1)), cache
+
+    def _checked(
+        self, inputs: jax.Array, cache: Any, metadata: AttentionMetadata | None, positions: jax.Array | None
+    ) -> jax.Array | None:
+        """Returns the positions, those of the metadata unless they are given."""
+        if (cache is None) != (metadata is None):
+            raise InvalidInput("one of cache and metadata is None; a cache is read by the metadata of a step.")
+        if inputs.ndim < 2 or (metadata is not None and inputs.ndim != 2):
+            wanted = "[batch..., length, features]" if metadata is None else "[tokens, features]"
+            raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted}.")
+        return metadata.positions(inputs.shape[0]) if metadata is not None and positions is None else positions
 
     def _projected(self, inputs: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns packed queries [tokens, heads, nope + rope], latents [tokens, rank], rotary keys [tokens, rope]."""
@@ -198,17 +203,23 @@ class MultiHeadLatentAttention(nnx.Module):
         options = {"scale": self.scale, "implementation": self.implementation}
         return ops.attention(query, key, value, starts, max_query_len=max_query_len, **options)
 
-    def _absorbed(self, query: jax.Array, cache: jax.Array, metadata: AttentionMetadata) -> jax.Array:
+    def _absorbed(
+        self, query: jax.Array, cache: jax.Array, metadata: AttentionMetadata, chosen: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns [tokens, heads, v_head_dim], of all tokens before or of those at the positions `chosen`."""
         kernel = self.kv_b_proj.kernel[...].astype(query.dtype)
         kernel = kernel.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         to_key, to_value = jnp.split(kernel, [self.qk_nope_head_dim], axis=-1)
         nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
-        out = ops.mla_attention(
-            jnp.concatenate([jnp.einsum("thd,rhd->thr", nope, to_key), rope], axis=-1),
-            cache,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_start_loc,
+        choice: dict[str, Any] = {} if chosen is None else {"topk_indices": chosen}
+        attend = ops.mla_attention if chosen is None else ops.sparse_mla_attention
+        out = attend(
+            query=jnp.concatenate([jnp.einsum("thd,rhd->thr", nope, to_key), rope], axis=-1),
+            latent_cache=cache,
+            **choice,
+            block_tables=metadata.block_tables,
+            seq_lens=metadata.seq_lens,
+            query_start_loc=metadata.query_start_loc,
             kv_lora_rank=self.kv_lora_rank,
             max_query_len=metadata.max_query_len,
             scale=self.scale,

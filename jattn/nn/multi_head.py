@@ -143,7 +143,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 it is None. Keys of the same length have the same positions, others count from 0.
             lengths: int32[batch...], real tokens of each row of `inputs_q`; the rest is padding, whose outputs are 0
                 but for the output bias.
-            key_lengths: the same of `inputs_k`.
+            key_lengths: the same of `inputs_k`; in self-attention without a cache alone, and in cross attention.
             shared_kv: another layer's `keys_and_values`, for `kv_sharing` without a cache.
             cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch, for `cache`. In cross attention its lengths, tables and slots are the
@@ -160,7 +160,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             decode = False
         decode = first_from(decode, self.decode, error_msg="decode was given neither to the module nor to the call.")
         cached = decode or cache is not None
-        check_inputs(self, inputs_q, inputs_k, inputs_v, shared_kv, cached=cached)
+        check_inputs(self, inputs_q, inputs_k, inputs_v, input_positions, shared_kv, cached=cached)
         check_explicit(self, cache, metadata, (lengths, key_lengths))
         drops = self._drops(deterministic)
         if cached:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from torch_core.errors import InvalidInput
 
@@ -47,18 +49,27 @@ class Packing(NamedTuple):
         return jnp.where(self.real.reshape(-1, *(1,) * (packed.ndim - 1)), found, 0)
 
 
-def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...]) -> jax.Array | None:
+def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...], longest: int) -> jax.Array | None:
     """Returns the lengths of a batch's rows as one axis; None where there are none.
 
     Raises:
-        InvalidInput: they are not integers, or not one for each row.
+        InvalidInput: they are not integers, not one for each row, or, where the host has their values, not from 0 to
+            `longest`.
     """
     if lengths is None:
         return None
+    # Those on a device would have to be waited for, and what is traced has no values.
+    known = not isinstance(lengths, jax.Array) or (jax.default_backend() == "cpu" and not isinstance(lengths, Tracer))
+    found = np.asarray(lengths).reshape(-1) if known else None
     lengths = jnp.asarray(lengths)
     if lengths.shape != batch_dims or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise InvalidInput(
             f"{name} is {lengths.dtype}{list(lengths.shape)}; it must be int32{list(batch_dims)}, one for each row."
+        )
+    if found is not None and ((found < 0) | (found > longest)).any():
+        row = np.argmax((found < 0) | (found > longest))
+        raise InvalidInput(
+            f"{name} of row {row} is {found[row]}; it must be from 0 to {longest}, the tokens of a padded row."
         )
     return lengths.reshape(-1)
 

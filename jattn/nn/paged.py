@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from torch_core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from jattn.nn.kv_scales import KVRange, KVScales
 
 __all__ = ["CORE_OPTIONS", "PagedAttention"]
 
@@ -45,6 +48,10 @@ class PagedAttention(nnx.Module):
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
         rngs: not needed; `nnx.bridge.to_linen` gives them to every module.
 
+    Attributes:
+        kv_scales: the scales of an 8-bit cache where a call brings none; `jattn.nn.kv_scales`.
+        kv_range: notes how large keys and values get, while scales are measured.
+
     Raises:
         InvalidInput: num_heads is no multiple of num_kv_heads, a size is below 1, or a slope is missing.
 
@@ -58,6 +65,10 @@ class PagedAttention(nnx.Module):
         >>> output.shape, cache.shape
         ((3, 4, 8), (2, 2, 4, 2, 8))
     """
+
+    # On the class: nnx takes an attribute that an instance had as None for a static one.
+    kv_scales: KVScales | None = None
+    kv_range: KVRange | None = None
 
     def __init__(
         self,
@@ -132,7 +143,8 @@ class PagedAttention(nnx.Module):
             value: float[num_tokens, num_kv_heads, value_head_dim]; None with key.
             kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch.
-            k_scale, v_scale: what a stored unit is worth, for a quantised cache: written and read with it.
+            k_scale, v_scale: what a stored unit is worth, for a quantised cache: written and read with it; None for
+                what `kv_scales` says.
             **options: what else `jattn.paged_attention` takes with each call.
 
         Returns:
@@ -154,6 +166,7 @@ class PagedAttention(nnx.Module):
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
+        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
         output = ops.paged_attention(
@@ -188,5 +201,19 @@ class PagedAttention(nnx.Module):
             key, value, kv_cache, k_scale, v_scale: as in a call.
             slot_mapping: int32[num_tokens], where each token goes; -1 for nowhere.
         """
+        if self.kv_range is not None:
+            self.kv_range.see(key, value, slot_mapping)
+        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)
+
+    def _scales(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+        """Returns what a call or a write brings, or the layer's own for an 8-bit cache."""
+        if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
+            return self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
+        return k_scale, v_scale
+
+
+def _is_8_bits(kv_cache: jax.Array | tuple[jax.Array, jax.Array]) -> bool:
+    first = kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
+    return first.dtype.itemsize == 1

@@ -19,7 +19,7 @@ class DeepSeekRoPE:
     """Rotates the pairs (0, 1), (2, 3) and so on of a head; a function of x[heads, tokens, dim] and positions[tokens].
 
     The rotated pairs come out apart, all first elements before all second ones: what is multiplied with itself in this
-    order gives the same scores.
+    order gives the same scores. Without `interleaved`, as in DeepSeek-V3.2's indexer, they also come in like this.
 
     Attributes:
         dim: elements of a head; even.
@@ -28,6 +28,7 @@ class DeepSeekRoPE:
         original_max_position_embeddings: the context that the model was trained with first.
         beta_fast, beta_slow: turns within it from which a frequency is kept, and up to which it is divided by factor.
         mscale, mscale_all_dim: weights of the correction of scores, of rotated parts and of all; 0 for none.
+        interleaved: pairs are neighbours.
 
     Example:
         >>> rope = DeepSeekRoPE(dim=4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
@@ -45,6 +46,7 @@ class DeepSeekRoPE:
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    interleaved: bool = True
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
@@ -72,7 +74,8 @@ class DeepSeekRoPE:
             weight /= self._mscale(self.mscale_all_dim)
         angles = positions.astype(jnp.float32)[:, None] * self.frequencies()
         cosine, sine = jnp.cos(angles) * weight, jnp.sin(angles) * weight
-        first, second = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+        wide = x.astype(jnp.float32)
+        first, second = (wide[..., 0::2], wide[..., 1::2]) if self.interleaved else jnp.split(wide, 2, axis=-1)
         rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
         return rotated.astype(x.dtype)
 

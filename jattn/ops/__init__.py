@@ -16,6 +16,7 @@ from jattn.ops.dropout import dropout_seeds
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
+from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
 from jattn.ops.transforms import RESIDUAL_NAMES
 from torch_core.calls import IMPLEMENTATIONS
 
@@ -31,6 +32,7 @@ __all__ = [
     "cascade_attention",
     "choose",
     "dropout_seeds",
+    "indexer_topk",
     "masked_attention",
     "merge_states",
     "mla_attention",
@@ -39,6 +41,8 @@ __all__ = [
     "paged_attention_with_lse",
     "run",
     "shared_prefix",
+    "sparse_mla_attention",
+    "sparse_mla_attention_with_lse",
     "write_kv_cache",
     "write_kv_cache_per_token_head",
     "write_latent_cache",

@@ -8,10 +8,10 @@ from jattn.ops.attention import Request, operation, output, output_and_lse, requ
 from jattn.ops.run import run
 from torch_core.calls import LatentCall, LatentWriteCall
 
-__all__ = ["mla_attention", "mla_attention_with_lse", "write_latent_cache"]
+__all__ = ["latent_request", "mla_attention", "mla_attention_with_lse", "write_latent_cache"]
 
 
-def _latent(
+def latent_request(
     query: jax.Array,
     latent_cache: jax.Array,
     block_tables: jax.Array,
@@ -42,7 +42,7 @@ def _latent(
     Args:
         query: float[num_tokens, num_heads, kv_lora_rank + rope_dim], or fp8 with q_scale: the query projected into
             latent space, and its rotary part.
-        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim].
+        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim], or uint8 of packed rows.
         block_tables, seq_lens, query_start_loc, max_query_len: as in `paged_attention`.
         kv_lora_rank: elements of a latent.
         scale: factor on the scores: that of the plain form, `(nope_dim + rope_dim) ** -0.5` for most models.
@@ -68,6 +68,9 @@ def write_latent_cache(
     slot_mapping: jax.Array,
     *,
     k_scale: float | jax.Array | None = None,
+    cos_sin_cache: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    is_neox_style: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Writes each token's latent and rotary key into its slot of the cache.
@@ -77,10 +80,14 @@ def write_latent_cache(
 
     Args:
         kv_c: float[num_tokens, kv_lora_rank], normalised.
-        k_pe: float[num_tokens, rope_dim], rotated.
-        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim]; consumed.
+        k_pe: float[num_tokens, rope_dim], rotated, or with `positions` to be rotated here.
+        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim], or uint8 of packed rows as
+            `LatentCacheSpec(dtype="uint8")` has them; consumed.
         slot_mapping: as in `write_kv_cache`.
-        k_scale: stored value = real value / scale, saturating, for an fp8 cache.
+        k_scale: stored value = real value / scale, saturating, for an fp8 cache; packed rows have scales of their own.
+        cos_sin_cache: float[max_positions, rope_dim], for each position all cosines and then all sines.
+        positions: int32[num_slots or more], of the tokens.
+        is_neox_style: element i is rotated with element i + rope_dim / 2; otherwise neighbours are (DeepSeek).
         implementation: "triton", "torch", "xla", or None for the fastest that runs here.
 
     Returns:
@@ -90,9 +97,18 @@ def write_latent_cache(
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here.
     """
-    call = LatentWriteCall(kv_c=kv_c, k_pe=k_pe, latent_cache=latent_cache, slot_mapping=slot_mapping, k_scale=k_scale)
+    call = LatentWriteCall(
+        kv_c=kv_c,
+        k_pe=k_pe,
+        latent_cache=latent_cache,
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        cos_sin_cache=cos_sin_cache,
+        positions=positions,
+        is_neox_style=is_neox_style,
+    )
     return run(call, implementation)["latent_cache"]
 
 
-mla_attention = operation(_latent, "mla_attention", with_lse=False, of=output)
-mla_attention_with_lse = operation(_latent, "mla_attention_with_lse", with_lse=True, of=output_and_lse)
+mla_attention = operation(latent_request, "mla_attention", with_lse=False, of=output)
+mla_attention_with_lse = operation(latent_request, "mla_attention_with_lse", with_lse=True, of=output_and_lse)

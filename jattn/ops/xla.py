@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from jattn.bridge.calls import empty_outputs
-from jattn.ops import softmax
+from jattn.ops import latents, softmax
+from jattn.ops.indexer import indexer_logits
 from jattn.ops.softmax import compute_dtype
 from torch_core.calls import (
     AttentionCall,
     Call,
     DenseBackwardCall,
     DenseCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
@@ -57,6 +59,8 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
         return _write_latent_cache(call)
     if isinstance(call, MergeCall):
         return _merge_states(call)
+    if isinstance(call, IndexerCall):
+        return _one_program(indexer_logits)(call)
     raise Unsupported(f"{call.name} has no implementation in jnp.")
 
 
@@ -191,8 +195,11 @@ def _write_kv_cache(call: WriteCall[jax.Array]) -> dict[str, jax.Array]:
 @_one_program
 def _write_latent_cache(call: LatentWriteCall[jax.Array]) -> dict[str, jax.Array]:
     cache, num_slots = call.latent_cache, call.slot_mapping.shape[0]
-    parts = (call.kv_c[:num_slots], call.k_pe[:num_slots])
-    rows = jnp.concatenate([_quantised(part, call.k_scale, cache.dtype.name) for part in parts], axis=1)
+    kv_c, k_pe = call.kv_c[:num_slots], latents.rotated(call)
+    if call.is_packed:
+        rows = latents.packed(kv_c, k_pe)
+    else:
+        rows = jnp.concatenate([_quantised(part, call.k_scale, cache.dtype.name) for part in (kv_c, k_pe)], axis=1)
     blocks, offsets = _places(call.slot_mapping, *cache.shape[:2])
     return {"latent_cache": cache.at[blocks, offsets].set(rows, mode="drop")}
 
@@ -220,6 +227,9 @@ def _blocks(call: Any, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the keys and the values of blocks, indexed through whole arrays: a view of a part would copy it."""
     if isinstance(call, LatentCall):
         rows = call.latent_cache[blocks]
+        if call.is_packed:
+            dtype = call.query.dtype if call.query.dtype.itemsize > 1 else jnp.bfloat16
+            rows = latents.unpacked(rows, call.kv_lora_rank).astype(dtype)
         return rows, rows[..., : call.kv_lora_rank]
     if call.kv_cache is not None:
         return call.kv_cache[blocks, 0], call.kv_cache[blocks, 1]

@@ -360,7 +360,7 @@ class KVPool:
 
         Args:
             tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all alike.
-            kv_lora_rank: of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim).
+            kv_lora_rank: of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim), or packed.
 
         Raises:
             InvalidInput: no tensors, or tensors that are not alike or not such a cache.
@@ -399,9 +399,7 @@ class KVPool:
             spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype)
         else:
             block_size, size = shape[1:]
-            spec = LatentCacheSpec(
-                kv_lora_rank=kv_lora_rank, rope_dim=size - kv_lora_rank, block_size=block_size, dtype=dtype
-            )
+            spec = LatentCacheSpec.of_rows(size, kv_lora_rank=kv_lora_rank, block_size=block_size, dtype=dtype)
         pool = cls(spec, num_layers=len(tensors), num_blocks=shape[0], device=arrays[0].device, _arrays=arrays)
         pool._owners = tuple(tensors)
         return pool

@@ -27,6 +27,7 @@ class PoolPlan:
         num_layers: cache arrays.
         num_blocks: blocks of each, the null block included.
         further: layouts of the layers behind those; see `KVPool`.
+        num_groups: cache groups that draw on the blocks, each for layers of its own in the same arrays.
 
     Example:
         >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
@@ -38,11 +39,12 @@ class PoolPlan:
     num_layers: int
     num_blocks: int
     further: tuple[KVCacheSpec | LatentCacheSpec, ...] = ()
+    num_groups: int = 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pool can hold; the null block holds none."""
-        return (self.num_blocks - 1) * self.spec.block_size
+        """Tokens that the pool can hold in all groups; the null block holds none, and a window gives blocks back."""
+        return (self.num_blocks - 1) // self.num_groups * self.spec.block_size
 
     @property
     def num_bytes(self) -> int:
@@ -51,9 +53,10 @@ class PoolPlan:
 
     def __str__(self) -> str:
         num_layers = self.num_layers + len(self.further)
+        groups = f" of each of {self.num_groups} groups" if self.num_groups > 1 else ""
         return (
-            f"{self.num_blocks:,} blocks of {self.spec.block_size} tokens in {num_layers} layers: room for "
-            f"{self.num_tokens:,} tokens, {self.num_bytes / 2**30:.3f} GiB"
+            f"{self.num_blocks:,} blocks of {self.spec.block_size} tokens in {num_layers} layers{groups}: "
+            f"room for {self.num_tokens:,} tokens, {self.num_bytes / 2**30:.3f} GiB"
         )
 
 
@@ -64,6 +67,7 @@ def plan_pool(
     num_bytes: int | None = None,
     memory_fraction: float | None = None,
     min_tokens: int = 1,
+    min_blocks: int | None = None,
     further: Sequence[KVCacheSpec | LatentCacheSpec] = (),
     device: Any = None,
 ) -> PoolPlan:
@@ -76,6 +80,7 @@ def plan_pool(
         memory_fraction: the share, above 0 and at most 1, of the memory that JAX may use on `device` and that is free
             now. JAX itself takes a part of the device only; see XLA_CLIENT_MEM_FRACTION.
         min_tokens: tokens of one sequence that must fit.
+        min_blocks: blocks that they need; by default those of a sequence that keeps all of them, in one group.
         further: layouts of the layers behind those; see `KVPool`.
         device: JAX's default device if None.
 
@@ -95,7 +100,7 @@ def plan_pool(
         raise InvalidInput(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1.")
     if num_bytes is None:
         num_bytes = int(_free_bytes(_device(device)) * (memory_fraction or 0))
-    needed = -(-min_tokens // spec.block_size) + 1
+    needed = 1 + (-(-min_tokens // spec.block_size) if min_blocks is None else min_blocks)
     per_block = _bytes_per_block(spec, num_layers, further)
     num_blocks = num_bytes // per_block
     if num_blocks < needed:

@@ -115,7 +115,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
                 raise InvalidInput("the AsyncLLM is closed; build another one.")
             request = self.llm.engine.add(
                 token_ids,
-                params,
+                self.llm.get_default_sampling_params() if params is None else params,
                 prompt=text,
                 request_id=request_id,
                 salt=salt,

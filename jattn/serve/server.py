@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from pathlib import Path
 import uvicorn
 
 from jattn.arguments import add_device_arguments, device_settings, join_processes
-from jattn.engine import LLM, EngineConfig, SpeculativeConfig
-from jattn.load import ChatTemplate, embedded_model_folder, load_generation_defaults
+from jattn.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
+from jattn.load import ChatTemplate, embedded_model_folder
 from jattn.load.folder import read_given
 from jattn.serve import access
 from jattn.serve.app import ServeConfig, create_app
@@ -51,9 +52,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
     parser.add_argument("--implementation", choices=("triton", "torch", "xla"), help="of the attention ops")
+    parser.add_argument("--quantization", choices=("keep",), help="keep FP8 and MXFP4 weights as they are stored")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_e5m2 or int8; the model's own by default")
+    parser.add_argument("--kv-cache-scales", metavar="FILE", help="of an 8-bit cache, as KVCacheScales.save writes it")
     parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache on each device (1 GiB)")
@@ -75,20 +79,23 @@ def main(argv: Sequence[str]) -> int:
         max_unfinished=arguments.max_unfinished,
         chat_template=template,
         trust_request_chat_template=arguments.trust_request_chat_template,
-        default_sampling=None if arguments.ignore_generation_config else load_generation_defaults(folder).sampling,
     )
-    speculative = arguments.speculative_config
+    speculative, scales = arguments.speculative_config, arguments.kv_cache_scales
     engine = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_cache_bytes=arguments.kv_cache_bytes,
         **device_settings(arguments),
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        kv_cache_scales=scales and KVCacheScales.load(scales),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
-    llm = LLM(folder, dtype=arguments.dtype, implementation=arguments.implementation, config=engine)
+    loading = {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
+    llm = LLM(folder, **loading, config=engine, use_generation_config=not arguments.ignore_generation_config)
     if llm.engine.follow():
         return 0
+    config = dataclasses.replace(config, default_sampling=llm.default_sampling)
     if not arguments.no_warmup:
         llm.engine.warmup()
     if not arguments.no_access_log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -24,6 +25,12 @@ def tiny_decoder(**changes: Any) -> Decoder:
     }
     implementation = changes.pop("implementation", "torch")
     return Decoder(ModelConfig(**{**sizes, **changes}), rngs=nnx.Rngs(0), implementation=implementation)
+
+
+@functools.cache
+def alternating_decoder(*windows: int | None) -> Decoder:
+    """A decoder whose layers have these windows."""
+    return tiny_decoder(num_hidden_layers=len(windows), layer_windows=windows)
 
 
 @pytest.fixture(scope="session")

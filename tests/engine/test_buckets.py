@@ -18,7 +18,7 @@ from jattn.engine.runner import ModelRunner
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
-from torch_core.cache import CommittedStep
+from torch_core.cache import CommittedStep, group_layers
 
 SIZES: dict[str, Any] = {
     "block_size": 4,
@@ -35,7 +35,8 @@ def runner(ragged: bool, invariant: bool, guesses: int) -> tuple[ModelRunner, fr
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
     speculative = SpeculativeConfig(num_speculative_tokens=guesses) if guesses else None
     config = EngineConfig(**SIZES, batch_invariant=invariant, speculative_config=speculative)
-    made = ModelRunner(model, pool, config, Placement(), max_blocks=8, ragged=ragged)
+    layers = group_layers(model.paged_spec.windows)
+    made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=ragged)
     return made, frozenset(made._all_buckets())
 
 
@@ -49,7 +50,9 @@ def row_of(num_new: int, kind: int, num_samples: int, guesses: int = 0) -> Sched
 def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
     model = tiny_decoder()
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
-    made = ModelRunner(model, pool, EngineConfig(**SIZES, max_logprobs=0), Placement(), max_blocks=8, ragged=True)
+    layers = group_layers(model.paged_spec.windows)
+    config = EngineConfig(**SIZES, max_logprobs=0)
+    made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=True)
 
     made.programs._lowered(made._decode_bucket(1, made._full, 1))
 

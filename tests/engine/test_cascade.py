@@ -12,6 +12,7 @@ from jattn.engine.cascade import Cascade
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_weights import other_decoder
+from torch_core.cache import group_layers
 from torch_core.errors import InvalidInput
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -58,11 +59,11 @@ def test_requests_that_share_nothing_run_the_plain_program(decoder, seed) -> Non
 def test_where_it_cannot_serve_no_program_is_made_for_it(model, changes) -> None:
     config = EngineConfig(**(SIZES | {"enable_cascade_attention": True} | changes))
 
-    assert Cascade.of(model, config) is None
+    assert Cascade.of(model, config, group_layers(model.paged_spec.windows)) is None
 
 
 def test_by_itself_it_is_chosen_on_gpus_alone(decoder) -> None:
-    chosen = Cascade.of(decoder, EngineConfig(**SIZES))
+    chosen = Cascade.of(decoder, EngineConfig(**SIZES), group_layers(decoder.paged_spec.windows))
 
     assert (chosen is not None) == (jax.default_backend() == "gpu")
 

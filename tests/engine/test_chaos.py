@@ -8,7 +8,7 @@ import pytest
 
 from jattn.engine import Engine, EngineConfig
 from jattn.models import Decoder
-from tests.engine.conftest import tiny_decoder
+from tests.engine.conftest import alternating_decoder, tiny_decoder
 from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -20,17 +20,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "single steps": {"num_scheduler_steps": 1},
     "swap": {"num_host_blocks": 8},
     "draft model": {},
+    "8 bits": {"kv_cache_dtype": "fp8"},
     "speculation": {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "swap without overlap": {"num_host_blocks": 8, "steps_in_flight": 1},
     "scrub": {"scrub_on_free": True},
     "one at a time": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
     "small chunks": {"max_num_batched_tokens": 4},
+    "window groups": {"num_blocks": 20},
+    "window groups and swap": {"num_blocks": 20, "num_host_blocks": 16},
 }
 
 
 def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
-    lone = Engine(decoder, EngineConfig(**SIZES))
+    if config.startswith("window groups"):
+        decoder = alternating_decoder(6, None)
     changes = CONFIGS[config]
+    kv_cache_dtype = changes.get("kv_cache_dtype", "auto")
+    lone = Engine(decoder, EngineConfig(**SIZES, disable_hybrid_kv_cache_manager=True, kv_cache_dtype=kv_cache_dtype))
     if config == "draft model":
         changes = {"speculative_config": {"num_speculative_tokens": 2, "model": tiny_decoder(num_hidden_layers=1)}}
     engine = Engine(decoder, EngineConfig(**(SIZES | changes)))

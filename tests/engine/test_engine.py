@@ -450,7 +450,6 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'bfloat16'; this model writes float32 caches only."),
         ({"config": {"block_size": 4}}, "config is a dict; it must be an EngineConfig, or None."),
         (
             {"model": tiny_decoder(implementation="fast")},

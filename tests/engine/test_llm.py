@@ -172,7 +172,7 @@ def test_an_llm_of_the_wrong_things_is_not_built(llm, arguments, message) -> Non
 
 
 def test_a_decoder_brings_its_own_dtype(llm) -> None:
-    with pytest.raises(InvalidInput, match="dtype and implementation belong to the module that was passed"):
+    with pytest.raises(InvalidInput, match=r"^dtype, implementation and quantization belong to the module"):
         LLM(llm.model, dtype="float32")
 
 
@@ -241,3 +241,15 @@ def test_progress_goes_to_stderr(llm, capsys) -> None:
     llm.generate(["x", "y"], GREEDY, use_tqdm=True)
 
     assert "2/2" in capsys.readouterr().err
+
+
+def test_a_folders_own_defaults_hold_for_requests_without_parameters(tmp_path, seed) -> None:
+    folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1)
+    (folder / "generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 3}')
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, batch_invariant=True)
+    with LLM(folder, config=config) as llm, LLM(folder, config=config, use_generation_config=False) as plain:
+        (output,) = llm.generate("a")
+
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+        assert len(output.outputs[0].token_ids) == 3 or output.outputs[0].finish_reason == "stop"
+        assert plain.get_default_sampling_params() == SamplingParams()

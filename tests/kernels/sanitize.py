@@ -17,12 +17,15 @@ import torch
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case, with_dropout
 from tests.support.backward_cases import backward_call
 from tests.support.latent_cases import LatentCase, latent_case
+from tests.support.latent_writes import rotary_write
+from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
 from torch_core.specs import AttentionSpec
 
 __all__ = ["backward_shapes", "dropout_shapes", "latent_shapes", "shapes"]
 
+_INDEXED: dict[str, Any] = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 9], "num_heads": 64, "head_size": 128}
 _LENGTHS = (
     ([1, 17, 300], [1, 1, 1]),
     ([129, 0, 64], [4, 0, 1]),
@@ -82,7 +85,10 @@ def latent_shapes() -> list[LatentCase]:
         latent_case(1, seq_lens=[1500, 1, 0, 70], query_lens=[2, 1, 0, 2], num_heads=heads, block_size=block, **sizes)
         for heads, block in ((9, 7), (16, 64), (63, 48), (128, 64))
     ]
-    return [*cases, latent_case(1, seq_lens=[333], query_lens=[8], num_heads=16, cache_dtype="float8_e4m3fn", **sizes)]
+    cases.append(latent_case(1, seq_lens=[333], query_lens=[8], num_heads=16, cache_dtype="float8_e4m3fn", **sizes))
+    cases.append(latent_case(1, seq_lens=[333, 0, 9], query_lens=[2, 0, 1], num_heads=16, packed=True, **sizes))
+    chosen = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 1], "topk": 130}
+    return [*cases, sparse_case(1, num_heads=16, **chosen, **sizes)]
 
 
 def _long_shapes() -> list[AttentionCase]:
@@ -96,7 +102,7 @@ def _long_shapes() -> list[AttentionCase]:
     for head_size, window in ((64, None), (128, 100)):
         sizes = {**_long_sizes(head_size, window), "dtype": "float8_e4m3fn"}
         cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
-    return cases + _tall_shapes() + _packed_shapes()
+    return cases + _tall_shapes() + _packed_shapes() + _wide_key_shapes()
 
 
 def _packed_shapes() -> list[AttentionCase]:
@@ -109,6 +115,12 @@ def _packed_shapes() -> list[AttentionCase]:
         # Few tiles over many keys: these are split.
         cases.append(paged_case(1, seq_lens=[2100, 60, 0, 130], block_size=16, **sizes))
     return cases
+
+
+def _wide_key_shapes() -> list[AttentionCase]:
+    """Returns the problems whose keys have 192 elements and values 128, for both tiles of the Hopper kernel."""
+    case = dense_case(1, key_lens=[333, 60, 0, 130], value_head_size=128, **_long_sizes(192, None))
+    return [case, replace(case, limits={**case.limits, "max_query_len": 4096})]
 
 
 def _tall_shapes() -> list[AttentionCase]:
@@ -138,12 +150,15 @@ def main(groups: Sequence[str]) -> None:
     for name in groups or _GROUPS:
         for case in _GROUPS[name]():
             _run(case, differentiate=name in ("backward", "dropout"))
+    if "latent" in (groups or _GROUPS):
+        for call in (indexer_call(1, **_INDEXED), rotary_write(1, torch.uint8, rank=512, rope_dim=64, tokens=70)):
+            ops.run(call.map(torch.Tensor.cuda))
     torch.cuda.synchronize()
 
 
 def _run(case: AttentionCase, *, differentiate: bool) -> None:
     if isinstance(case, LatentCase):
-        case.run(ops.mla_attention_with_lse, "cuda")
+        ops.run(case.call("cuda", with_lse=True))
     elif differentiate:
         ops.run(backward_call(case, ops.run, "cuda", with_d_lse=True))
     else:

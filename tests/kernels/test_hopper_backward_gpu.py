@@ -14,12 +14,14 @@ import jattn.ops
 from jattn.bridge import to_jax
 from tests.ops.runner import keywords
 from tests.support.attention_cases import AttentionCase, dense_case
-from tests.support.backward_cases import assert_poisoned_match, backward_call, poisoned
+from tests.support.backward_cases import assert_poisoned_match, backward_call, hopper_backward_case, poisoned
 from torch_core import ops
+from torch_core.attention.backward_hopper.plan import hopper_backward_plan
+from torch_core.attention.backward_hopper.tiles import WIDE_TILE
 from torch_core.calls import DenseBackwardCall
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
-from torch_core.run.launch import device_limits
+from torch_core.run.launch import device_limits, run_operation
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
@@ -32,39 +34,21 @@ def _call(case: AttentionCase, *, with_d_lse: bool = False) -> DenseBackwardCall
     return call
 
 
-def _random_case(seed: int) -> AttentionCase:
-    rng = np.random.default_rng([seed, 17])
-    head_size = int(rng.choice([64, 128]))
-    group = int(rng.choice([1, 3, 4]))
-    num_seqs = int(rng.choice([1, 3, 40]))
-    longest = 500 if num_seqs < 9 else 100
-    key_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs - 1)] + [int(rng.integers(280, 700))]
-    query_lens = [min(n, int(rng.choice([0, 1, 70, n]))) for n in key_lens[:-1]] + [int(rng.integers(256, 600))]
-    causal = bool(rng.random() < 0.6)
-    sizes: dict[str, Any] = {
-        "num_heads": 2 * group,
-        "num_kv_heads": 2,
-        "head_size": head_size,
-        "dtype": str(rng.choice(["bfloat16", "float16"])),
-        "spec": AttentionSpec(
-            scale=head_size**-0.5,
-            causal=causal,
-            window_left=int(rng.choice([256, 319, 320, 400])) if rng.random() < 0.3 else None,
-            window_right=int(rng.choice([0, 70])) if not causal and rng.random() < 0.5 else None,
-        ),
-        "padding_tokens": int(rng.choice([0, 1, 40])),
-        "values": str(rng.choice(["gaussian", "sparse"], p=[0.8, 0.2])),
-    }
-    if rng.random() < 0.3:
-        sizes["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
-    return dense_case(seed, key_lens=key_lens, query_lens=query_lens, **sizes)
-
-
 @pytest.mark.parametrize("seed", range(300))
 def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(seed: int) -> None:
-    case = _random_case(seed)
+    case = hopper_backward_case(seed)
     call = _call(poisoned(case), with_d_lse=bool(seed % 2))
     assert_poisoned_match(case, call, ops.run(call))
+
+
+@pytest.mark.parametrize("head_sizes", WIDE_TILE.head_sizes)
+@pytest.mark.parametrize("seed", range(40))
+def test_gradients_of_wide_heads_are_as_exact_as_torch_in_its_dtype(seed: int, head_sizes: tuple[int, int]) -> None:
+    case = hopper_backward_case(seed, head_sizes)
+    call = backward_call(poisoned(case), ops.run, "cuda", with_d_lse=bool(seed % 2))
+    plan = hopper_backward_plan(call.map(array_spec), device_limits(torch.device("cuda", 0)), tile=WIDE_TILE)
+    assert plan is not None
+    assert_poisoned_match(case, call, run_operation(plan, call.arrays()))
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

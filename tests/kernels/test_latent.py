@@ -7,6 +7,7 @@ import torch
 
 from tests.support.attention_cases import assert_matches_reference
 from tests.support.latent_cases import latent_case, random_latent_case
+from tests.support.latent_writes import rotary_write
 from tests.support.triton_ops import run_triton
 from torch_core.calls import LatentWriteCall
 from torch_core.reference import write_latent_cache
@@ -40,6 +41,26 @@ def test_a_long_query_is_served_in_one_chunk():
 def test_a_window_reads_nothing_before_it():
     spec = AttentionSpec(scale=0.3, window_left=5)
     _check(latent_case(7, seq_lens=[150], query_lens=[2], num_heads=2, spec=spec, block_size=4), kv_chunk_size=128)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_rows_are_read_as_what_they_stand_for(dtype):
+    _check(
+        latent_case(
+            8, seq_lens=[40, 3], query_lens=[2, 1], num_heads=3, kv_lora_rank=256, rope_dim=8, dtype=dtype, packed=True,
+            block_size=4,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("is_neox_style", [False, True])
+def test_a_write_rotates_and_packs_as_the_reference_does(dtype, is_neox_style, seed):
+    call = rotary_write(seed, dtype, is_neox_style=is_neox_style)
+    expected = call.map(torch.clone)
+    run_triton(call)
+    write_latent_cache(expected)
+    assert torch.equal(call.latent_cache.view(torch.uint8), expected.latent_cache.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])

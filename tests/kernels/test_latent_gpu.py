@@ -14,6 +14,7 @@ import torch
 import jattn
 from tests.support.attention_cases import assert_matches_reference
 from tests.support.latent_cases import latent_case, random_latent_case
+from tests.support.latent_writes import rotary_write
 from torch_core import ops, reference
 from torch_core.calls import LatentWriteCall
 from torch_core.specs import AttentionSpec
@@ -74,6 +75,18 @@ def test_quantised_latents_are_as_exact_as_torch(cache_dtype, heads, seed):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("heads", [3, 16, 128])
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_packed_rows_are_as_exact_as_torch(heads, query_len, dtype, seed):
+    _check(
+        latent_case(
+            seed, seq_lens=[1000, 0, 33], query_lens=[query_len, 0, 1], num_heads=heads, dtype=dtype, packed=True,
+            **DEEPSEEK,
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_wide_random_problem_is_as_exact_as_torch_in_its_dtype(seed):
     _check(random_latent_case(seed, max_seq_len=400, sizes=(32, 100, 256, 512)))
@@ -100,6 +113,16 @@ def test_jax_gives_torchs_bits(heads, seed):
     expected = case.run(ops.mla_attention_with_lse, device="cuda")
     for ours, theirs in zip(found, expected, strict=True):
         assert np.array_equal(np.array(ours, np.float32), theirs.float().cpu().numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("is_neox_style", [False, True])
+def test_a_write_rotates_and_packs_as_the_reference_does(dtype, is_neox_style, seed):
+    call = rotary_write(seed, dtype, is_neox_style=is_neox_style, rank=512, rope_dim=64, tokens=700)
+    on_device = call.map(torch.Tensor.cuda)
+    ops.run(on_device)
+    reference.write_latent_cache(call)
+    assert torch.equal(on_device.latent_cache.cpu().view(torch.uint8), call.latent_cache.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from jattn.load import parse_config, render_config
 from jattn.models import RopeScaling
+from tests.support import encoder_decoders, family_models
 from tests.support.tiny_models import tiny_config
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -283,3 +285,48 @@ def test_a_combination_without_an_architecture_cannot_be_rendered():
     message = f"config has attention_sinks=True; no supported architecture of {NAMES}, .* stores that"
     with pytest.raises(Unsupported, match=message):
         render_config(tiny_config(attention_sinks=True), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": ...}, "config.json lacks moe_intermediate_size."),
+        ("GptOssForCausalLM", {"num_experts_per_tok": ...}, "config.json lacks num_experts_per_tok."),
+        (
+            "Qwen3MoeForCausalLM",
+            {"mlp_only_layers": 0.5},
+            "config.json: mlp_only_layers is 0.5; it must be a list of whole numbers, or null.",
+        ),
+        (
+            "SmolLM3ForCausalLM",
+            {"no_rope_layer_interval": ""},
+            "config.json: no_rope_layer_interval is ''; it must be an int from 1 to 512.",
+        ),
+        ("FalconForCausalLM", {"alibi": "no"}, "config.json: alibi is 'no'; it must be true or false."),
+        ("LlamaForCausalLM", {"attention_bias": "x" * 10**5}, "; it must be true or false."),
+        ("T5ForConditionalGeneration", {"feed_forward_proj": []}, "config.json: of the encoder, hidden_act is []; "),
+        ("T5ForConditionalGeneration", {"num_layers": ...}, "config.json lacks num_layers."),
+        (
+            "BartForConditionalGeneration",
+            {"encoder_attention_heads": 8},
+            "config.json: encoder.num_key_value_heads is 8 and the decoder's 4; this build has the same in both.",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith(("LM", "Generation")) else "",
+)
+def test_a_wrong_value_of_a_family_is_named_with_what_it_must_be(architecture, changes, message):
+    raw = written_by_transformers(architecture)
+    raw = {key: value for key, value in (raw | changes).items() if value is not ...}
+    with pytest.raises((InvalidInput, Unsupported), match=re.escape(message)) as caught:
+        parse_config(raw)
+    assert len(str(caught.value)) < 500
+
+
+def written_by_transformers(architecture):
+    transformers = pytest.importorskip("transformers")
+    name, variants = (family_models.CASES | encoder_decoders.CASES)[architecture]
+    sizes = {} if architecture in encoder_decoders.CASES else family_models.SIZES
+    left_out = ("no_rope_layer_interval", *family_models.ABSENT.get(architecture, ()))
+    options = {key: value for key, value in (sizes | variants[0]).items() if key not in left_out}
+    config = getattr(transformers, name)(**options)
+    return json.loads(config.to_json_string()) | {"architectures": [architecture], "no_rope_layers": None}

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+from jattn.engine import KVCacheScales
 from jattn.load import load_model, parse_config
 from jattn.load.folder import check_folder, read_object
 from jattn.load.plan import plan_parameters
@@ -90,6 +91,40 @@ def test_many_missing_tensors_are_counted(folder):
 def test_an_extra_tensor_is_named(folder):
     write_tensors(folder, tensors_of(folder) | {"model.extra": np.ones(3, np.float32)})
     refused(folder, "the weights have 'model.extra', which the config does not ask for.")
+
+
+def test_scales_of_an_fp8_cache_are_read_under_all_their_names(folder):
+    scales = {
+        "model.layers.0.self_attn.k_scale": np.full(1, 0.5, np.float32),
+        "model.layers.0.self_attn.attn.v_scale": np.full((), 0.25, np.float32),
+        "model.layers.1.self_attn.k_proj.k_scale": np.full(1, 2, np.float32),
+        "model.layers.1.self_attn.v_proj.v_scale": np.full(1, 4, np.float32),
+    }
+    write_tensors(folder, tensors_of(folder) | scales)
+
+    model, *_ = load_model(folder)
+    carried = KVCacheScales.carried_by(model)
+
+    # e4m3's largest number is worth 448 units.
+    assert carried is not None
+    assert [*carried.ranges.values()] == [(224, 112), (896, 1792)]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        ("0.self_attn.k_scale", [0.5], "layer 0 has a scale of its k cache alone; it must have k and v."),
+        ("9.self_attn.k_scale", [0.5], "there is a k_scale or v_scale of layer 9; the model has 2."),
+        (
+            "0.self_attn.k_scale",
+            [0.5, 1.0],
+            "model.safetensors: tensor 'model.layers.0.self_attn.k_scale' must be one finite number above 0.",
+        ),
+    ],
+)
+def test_a_scale_that_cannot_be_is_refused(folder, name, scale, message):
+    write_tensors(folder, tensors_of(folder) | {f"model.layers.{name}": np.array(scale, np.float32)})
+    refused(folder, message)
 
 
 def test_a_head_beside_a_tied_embedding_is_explained(tmp_path, seed):

@@ -9,7 +9,7 @@ import pytest
 
 from torch_core.errors import InvalidInput
 from torch_core.metadata import SequenceRow, build_common_metadata, check_metadata, metadata_layout
-from torch_core.metadata import build as build_module
+from torch_core.metadata import tables as tables_module
 from torch_core.vllm import StepBuffers
 
 ROWS = [SequenceRow([5, 6], 3, 3), SequenceRow([9, 7], 4, 1)]
@@ -17,13 +17,13 @@ SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 16, "num_seqs": 4, "num_
 
 
 def test_fault_16_a_table_without_its_last_column_is_caught_while_building(monkeypatch):
-    honest = build_module.write_tables
+    honest = tables_module.write_tables
 
     def loses_last_column(tables, out, live, totals, **options):
         honest(tables, out, live, totals, **options)
         out[np.arange(len(tables)), live - 1] = 0
 
-    monkeypatch.setattr(build_module, "write_tables", loses_last_column)
+    monkeypatch.setattr(tables_module, "write_tables", loses_last_column)
 
     with pytest.raises(InvalidInput, match=r"^block_tables\[0, 1\] is the null block but tokens 4..5 are visible"):
         build_common_metadata(ROWS, **SIZES)
@@ -77,7 +77,7 @@ def test_fault_19_a_stale_tail_in_a_wider_table_is_caught(monkeypatch):
     layout = metadata_layout(num_seqs=4, num_tokens=8, max_blocks=3)
     buffer = np.zeros(layout.num_elements, np.int32)
     build_common_metadata([SequenceRow([1, 2, 3], 9, 1)], layout=layout, buffer=buffer, **SIZES)
-    monkeypatch.setattr(build_module, "write_tables", leaves_the_tail)
+    monkeypatch.setattr(tables_module, "write_tables", leaves_the_tail)
 
     step_rows = [SequenceRow([5, 6], 3, 3)]
     with pytest.raises(InvalidInput, match=r"^block_tables\[0, 2\] is 3, beyond the 2 blocks of sequence 0"):

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jattn.engine import LLM
+from jattn.engine import LLM, Engine
+from jattn.engine.embeddings import embed
 from jattn.load import load_model, save_model
 from jattn.metadata import AttentionMetadata
 from jattn.testing import compare_with_torch
-from tests.support.tiny_models import reference_bound
-from torch_core.errors import InvalidInput, Unsupported
+from tests.support.tiny_models import reference_bound, tiny_config, tiny_model
+from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 from torch_core.metadata import SequenceRow
 
 LENGTHS = (9, 4)
@@ -104,9 +105,13 @@ def test_an_encoder_generates_nothing(theirs, tmp_path):
     with pytest.raises(Unsupported, match=r"^this model is an encoder, which has no cache and generates nothing; use"):
         model(jnp.zeros(3, jnp.int32), jnp.arange(3), (), metadata)
     with pytest.raises(
+        InvalidInput, match=r"^model is an encoder, which generates nothing; LLM\.embed gives vectors\.$"
+    ):
+        LLM(model).generate([[1]])
+    with pytest.raises(
         InvalidInput, match=r"^model is an encoder, which generates nothing; its embed gives vectors\.$"
     ):
-        LLM(model)
+        Engine(model)
     with pytest.raises(Unsupported, match=r"is an encoder; logits and greedy tokens are compared\.$"):
         compare_with_torch(tmp_path)
     with pytest.raises(Unsupported, match=r"^this model is an encoder and has no output projection; use embed\.$"):
@@ -117,3 +122,56 @@ def test_another_pooling_is_refused(theirs, tmp_path):
     model, _, _ = load_model(tmp_path, with_tokenizer=False)
     with pytest.raises(InvalidInput, match=r"^pooling is 'max'; use 'mean', 'cls' or 'last'\.$"):
         model.embed(jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32), pooling="max")
+
+
+def cosines(theirs, prompts, pooled):
+    """As sentence-transformers does it: the mean of the last hidden states or one of them, made 1 long."""
+    import torch
+
+    vectors = []
+    for prompt in prompts:
+        with torch.no_grad():
+            states = theirs.double()(torch.tensor([prompt])).last_hidden_state[0]
+        vectors.append(torch.nn.functional.normalize(pooled(states), dim=0))
+    stacked = torch.stack(vectors)
+    return (stacked @ stacked.T).numpy()
+
+
+@pytest.mark.parametrize(
+    ("pooling", "pooled"),
+    [
+        ("mean", lambda states: states.mean(0)),
+        ("cls", lambda states: states[0]),
+        ("last", lambda states: states[-1]),
+    ],
+)
+def test_similarities_of_prompts_are_those_of_transformers(theirs, tmp_path, seed, pooling, pooled):
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, 99, length).tolist() for length in (3, 32, 1, 17, 9)]
+    model, _, _ = load_model(tmp_path, with_tokenizer=False)
+    with LLM(model) as llm:
+        outputs = llm.embed(prompts, pooling=pooling)
+    vectors = np.stack([output.outputs.embedding for output in outputs])
+    assert [output.prompt_token_ids for output in outputs] == list(map(tuple, prompts))
+    np.testing.assert_allclose(vectors @ vectors.T, cosines(theirs, prompts, pooled), rtol=0, atol=2.0**-17)
+
+
+def test_a_decoder_has_vectors_too_of_any_length(seed):
+    model = tiny_model(tiny_config(num_hidden_layers=1), seed)
+    with LLM(model) as llm:
+        (found,) = llm.embed([[1, 2, 3]], pooling="last", normalize=False)
+    *_, hidden = model.hidden_states(jnp.asarray([[1, 2, 3]]))
+    np.testing.assert_allclose(found.outputs.embedding, hidden[0, -1], rtol=0, atol=2.0**-17)
+
+
+def test_prompts_without_a_vector_are_refused(theirs, tmp_path):
+    model, _, _ = load_model(tmp_path, with_tokenizer=False)
+    with LLM(model) as llm:
+        with pytest.raises(InvalidInput, match=r"^prompts\[1\] is empty; it needs at least one token\.$"):
+            llm.embed([[1], []])
+        with pytest.raises(InvalidInput, match=r"^prompts\[0\]\[1\] is 99; token ids are 0 to 98\.$"):
+            llm.embed([[1, 99]])
+        with pytest.raises(RequestTooLong, match=r"^prompts\[0\] has 33 tokens; the model reads 32 at most\.$"):
+            llm.embed([[1] * 33])
+    with pytest.raises(Unsupported, match=r"^model is a NoneType; vectors come from encoders and from decoders alone"):
+        embed(None, [[1]], pooling="mean", normalize=True)

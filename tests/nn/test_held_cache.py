@@ -32,7 +32,7 @@ def holding(max_length: int = 12, **options: Any) -> MultiHeadAttention:
     return module
 
 
-def lengths_of(module: MultiHeadAttention) -> list[int]:
+def lengths_of(module: MultiHeadAttention) -> list[Any]:
     assert module.cache_index is not None
     return module.cache_index[...].tolist()
 
@@ -165,6 +165,34 @@ def test_every_way_to_carry_the_cache_keeps_it_without_a_warning(way: str, seed:
 
 
 # T1 of the traps that users meet.
+def test_layers_that_hold_caches_are_scanned_and_mapped_by_nnx(seed: int) -> None:
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def layers(rngs: nnx.Rngs) -> MultiHeadAttention:
+        module = MultiHeadAttention(2, 8, decode=True, rngs=rngs)
+        module.init_cache((1, 6, 8))
+        return module
+
+    @nnx.jit
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def scanned(module: MultiHeadAttention, x: jax.Array) -> jax.Array:
+        return x + module(x)
+
+    stacked, each, x = layers(nnx.Rngs(seed)), layers(nnx.Rngs(seed)), inputs(seed, 1, 5, 8)
+    graph, state = nnx.split(each)
+    expected = [x]
+    for index in range(2):
+        module = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], state))
+        expected.append(expected[-1] + module(expected[-1]))
+
+    found = [scanned(stacked, x[:, :3]), scanned(stacked, x[:, 3:])]
+    assert close(jnp.concatenate(found, 1), expected[-1])
+    assert lengths_of(stacked) == [[5], [5]]
+    mapped = nnx.vmap(lambda module, x: x + module(x), in_axes=(0, None))(each, x)
+    assert close(mapped[0], expected[1])
+    assert lengths_of(each) == [[5], [5]]
+
+
 def test_a_jitted_function_that_drops_the_module_is_found_out(seed: int) -> None:
     module = holding()
 
@@ -300,6 +328,36 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
         InvalidInput,
         lambda x: build()(x, lengths=jnp.arange(3)),
         "lengths is int32[3]; it must be int32[2], one for each row.",
+    ),
+    "a length beyond the row": (
+        InvalidInput,
+        lambda x: build()(x, lengths=jnp.array([7, 8])),
+        "lengths of row 1 is 8; it must be from 0 to 7, the tokens of a padded row.",
+    ),
+    "a negative length in decode": (
+        InvalidInput,
+        lambda x: holding()(x, decode=True, lengths=jnp.array([-1, 7])),
+        "lengths of row 0 is -1; it must be from 0 to 7",
+    ),
+    "an encoder's length beyond the row": (
+        InvalidInput,
+        lambda x: build(attention_type="encoder_decoder")(x, x[:, :4], key_lengths=jnp.array([4, 5])),
+        "key_lengths of row 1 is 5; it must be from 0 to 4",
+    ),
+    "an encoder's lengths for self-attention": (
+        InvalidInput,
+        lambda x: holding()(x, decode=True, key_lengths=jnp.array([7, 7])),
+        "key_lengths is given for self-attention with a cache",
+    ),
+    "positions without rope": (
+        InvalidInput,
+        lambda x: build()(x, input_positions=jnp.arange(7)),
+        "input_positions is given and the module has no rope",
+    ),
+    "positions of another shape": (
+        InvalidInput,
+        lambda x: build(rope=turned)(x, input_positions=jnp.arange(5)),
+        "input_positions has shape (5,); it must be (2, 7), or (7,) for all rows.",
     ),
     "lengths in decode": (
         InvalidInput,

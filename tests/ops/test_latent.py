@@ -9,12 +9,17 @@ import jax.numpy as jnp
 import jax.test_util
 import numpy as np
 import pytest
+import torch
 
 import jattn
 from jattn import ops
+from jattn.bridge import to_jax
 from tests.ops.runner import QUICK_COMPILE, arrays, keywords
 from tests.support.attention_cases import assert_matches_reference, to_torch
 from tests.support.latent_cases import LatentCase, latent_case, random_latent_case
+from tests.support.latent_writes import rotary_write
+from torch_core.packed import unpack_latents
+from torch_core.reference import write_latent_cache
 
 each_implementation = pytest.mark.parametrize(
     "implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)]
@@ -41,6 +46,34 @@ def test_a_random_problem_matches_the_reference(implementation, number):
     case = random_latent_case(number + 50)
     out, lse = _run(case, implementation)
     assert_matches_reference(case, to_torch(np.array(out)), to_torch(np.array(lse)))
+
+
+@each_implementation
+def test_packed_rows_are_read_as_what_they_stand_for(implementation, seed):
+    case = latent_case(
+        seed, seq_lens=[40, 0, 7], query_lens=[2, 0, 1], num_heads=3, kv_lora_rank=256, rope_dim=8, dtype="bfloat16",
+        packed=True,
+    )  # fmt: skip
+    out, lse = _run(case, implementation)
+    assert_matches_reference(case, to_torch(np.array(out)), to_torch(np.array(lse)))
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("is_neox_style", [False, True])
+def test_a_write_rotates_and_packs_as_the_reference_does(implementation, dtype, is_neox_style, seed):
+    call = rotary_write(seed, dtype, is_neox_style=is_neox_style)
+    given: dict[str, Any] = {name: to_jax(array.clone()) for name, array in call.arrays().items()}
+    found = jattn.write_latent_cache(**given, is_neox_style=is_neox_style, implementation=implementation)
+    write_latent_cache(call)
+    if implementation == "xla" and dtype == torch.uint8:
+        ours, theirs = (
+            unpack_latents(rows, 256, torch.float32) for rows in (to_torch(np.array(found)), call.latent_cache)
+        )
+        # A scale may differ in its last bit, and so a code by one.
+        torch.testing.assert_close(ours, theirs, rtol=2**-3, atol=1e-6)
+    else:
+        assert np.array_equal(np.array(found).view(np.uint8), call.latent_cache.view(torch.uint8).numpy())
 
 
 @each_implementation

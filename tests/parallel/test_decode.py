@@ -25,7 +25,7 @@ WHOLE = PartitionSpec()
 OWN_HEADS = PartitionSpec(None, "cp")
 # Blocks of 4 tokens on each of four devices, 16 together.
 ROWS = [SequenceRow([1, 2, 3], 40, 1), SequenceRow([4], 0, 3), SequenceRow([5], 9, 2)]
-METADATA = {"block_size": 16, "num_blocks": 6, "num_seqs": 4, "num_tokens": 8}
+METADATA: dict[str, Any] = {"block_size": 16, "num_blocks": 6, "num_seqs": 4, "num_tokens": 8}
 
 
 def arrays(seed: int = 0, dtype: Any = np.float32) -> tuple[np.ndarray, ...]:

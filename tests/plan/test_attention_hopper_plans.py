@@ -19,6 +19,11 @@ def _cache(block_size: int = 16, head_size: int = 128, dtype: str = "bfloat16", 
     return ArraySpec((64, 2, block_size, 2, head_size), dtype, **more)
 
 
+def _rows(size: int, padding: int = 0) -> ArraySpec:
+    """One of a pair of caches, with rows of padding behind each block."""
+    return ArraySpec((9, 16, 2, size), "bfloat16", ((16 + padding) * 2 * size, 2 * size, size, 1))
+
+
 def _paged(**changes: Any) -> OperationPlan:
     return paged_plan(**{"num_tokens": 1000, "max_query_len": 256, "kv_chunk_size": 1024, **changes})
 
@@ -82,11 +87,32 @@ def test_the_hopper_kernel_serves(changes):
         {"query": ArraySpec((1000, 8, 128), "bfloat16", aligned=False)},
         {"out": ArraySpec((1000, 8, 128), "bfloat16", (2047, 128, 1))},
         {"head_size": 96},
+        {"kv_cache": (_rows(128), _rows(128, padding=16))},
+        {"query": ArraySpec((1000, 8, 192), "bfloat16"), "kv_cache": (_rows(192), _rows(192))},
+        {
+            "query": ArraySpec((1000, 8, 192), "bfloat16"),
+            "kv_cache": (_rows(192), _rows(128)),
+            "max_query_len": 100,
+        },
         {"kv_cache": ArraySpec((2**27, 2, 16, 2, 128), "bfloat16")},
     ],
 )  # fmt: skip
 def test_the_portable_kernel_keeps(changes):
     assert _first(_paged(**changes)).name == _ROWS
+
+
+@pytest.mark.parametrize(("max_query_len", "warpgroups"), [(256, 2), (8192, 3)])
+def test_keys_of_192_elements_are_copied_in_two_parts_beside_values_of_128(max_query_len, warpgroups):
+    query = ArraySpec((1000, 8, 192), "bfloat16")
+    for plan in (
+        _paged(query=query, kv_cache=(_rows(192), _rows(128)), max_query_len=max_query_len),
+        dense_plan(query=query, key=query, value=ArraySpec((1000, 8, 128), "bfloat16"), max_query_len=max_query_len),
+    ):
+        constexprs = dict(_first(plan).constexprs)
+        assert _first(plan).name == _HOPPER
+        assert (constexprs["HEAD_SIZE"], constexprs["REST_SIZE"], constexprs["WARPGROUPS"]) == (128, 64, warpgroups)
+        boxes = {name: descriptor.box[1] for name, descriptor in _descriptors(plan).items()}
+        assert boxes == {"query": 128, "key_cache": 128, "value_cache": 128, "query_rest": 64, "key_rest": 64}
 
 
 def test_dense_keys_run_the_hopper_kernel_but_an_empty_array_of_them_does_not():
@@ -104,7 +130,7 @@ def test_three_warpgroups_share_a_tile_of_long_queries_with_heads_up_to_128(head
     assert dict(_first(plan).constexprs)["WARPGROUPS"] == warpgroups
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 @pytest.mark.parametrize("max_query_len", [256, 8192])
 def test_the_registers_of_a_tile_fit_a_multiprocessor(head_size, max_query_len):
     tile = hopper_tile(head_size=head_size, max_query_len=max_query_len)
@@ -115,7 +141,7 @@ def test_the_registers_of_a_tile_fit_a_multiprocessor(head_size, max_query_len):
     assert tile.consumer_registers % 8 == tile.producer_registers % 8 == 0
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_all_tiles_of_a_head_size_have_keys_in_the_same_steps(head_size):
     """So a row has the same bits in all of them."""
     tiles = [hopper_tile(head_size=head_size, max_query_len=length) for length in (128, 2048, 1 << 20)]

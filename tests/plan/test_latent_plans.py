@@ -26,6 +26,10 @@ def _kernel(**changes: Any) -> str:
     ("changes", "hopper"),
     [
         ({"num_heads": 16}, False),
+        ({"num_heads": 16, "num_seqs": 8}, True),
+        ({"num_heads": 3, "num_seqs": 128, "table_tokens": 512}, True),
+        ({"num_heads": 16, "num_seqs": 8, "arch": 80}, False),
+        ({"num_heads": 16, "num_seqs": 7}, False),
         ({"num_heads": 17}, True),
         ({"num_heads": 128}, True),
         ({"num_heads": 8, "query_len": 4}, True),
@@ -100,7 +104,7 @@ def test_a_tile_fits_its_device(rows, arch, shared_memory, tile):
 
 
 def test_partial_results_are_planned_and_nothing_else_is_made():
-    plan = _plan(num_heads=16, num_seqs=8)
+    plan = _plan(num_heads=16, num_seqs=8, arch=80)
     assert [launch.name for launch in plan.launches] == ["latent_attention_kernel", "attention_combine_kernel"]
     assert {name: spec.shape for name, spec in plan.scratch} == {
         "partial_out": (8, 32, 16, 512),

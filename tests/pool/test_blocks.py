@@ -15,10 +15,12 @@ SPEC = KVCacheSpec(num_kv_heads=1, head_size=4, block_size=2, dtype="float32")
 
 
 LATENTS = LatentCacheSpec(kv_lora_rank=3, rope_dim=1, block_size=2, dtype="float32")
+PACKED = LatentCacheSpec(kv_lora_rank=128, rope_dim=2, block_size=2, dtype="uint8")
 
 
 @pytest.fixture(
-    params=[[SPEC, SPEC], [LATENTS, LATENTS], [SPEC, LATENTS]], ids=["keys and values", "latents", "of two sizes"]
+    params=[[SPEC, SPEC], [LATENTS, LATENTS], [PACKED, PACKED], [SPEC, LATENTS]],
+    ids=["keys and values", "latents", "packed latents", "of two sizes"],
 )
 def pool(request: pytest.FixtureRequest) -> KVPool:
     first, *further = request.param
@@ -99,7 +101,7 @@ def test_a_block_outside_the_pool_is_refused_and_nothing_changes(pool) -> None:
 
 
 def test_contents_of_another_shape_are_refused(pool) -> None:
-    with pytest.raises(InvalidInput, match=r"2 arrays of \(1, 2, .*4\) float32 are required"):
+    with pytest.raises(InvalidInput, match=r"2 arrays of \(1, 2, .*\) (float32|uint8) are required"):
         pool.write_blocks([1], [np.zeros((1, 2, 2, 1, 3), np.float32)] * 2)
 
 

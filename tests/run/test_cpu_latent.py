@@ -8,6 +8,7 @@ import torch
 from tests.support import reference
 from tests.support.attention_cases import assert_matches_reference
 from tests.support.latent_cases import latent_case, random_latent_case
+from tests.support.latent_writes import rotary_write
 from torch_core import ops
 from torch_core.calls import LatentWriteCall
 from torch_core.errors import InvalidInput
@@ -66,6 +67,41 @@ def test_a_write_stores_what_the_reference_stores(dtype, scale, seed):
     assert found.float().abs().sum(-1).flatten().nonzero().flatten().tolist() == [0, 7, 11]
 
 
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_packed_rows_are_read_as_what_they_stand_for(dtype, query_len, seed):
+    case = latent_case(
+        seed, seq_lens=[40, 0, 7], query_lens=[query_len, 0, 1], num_heads=3, kv_lora_rank=256, rope_dim=8, dtype=dtype,
+        packed=True, padding_tokens=1,
+    )  # fmt: skip
+    assert_matches_reference(case, *case.run(ops.mla_attention_with_lse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("is_neox_style", [False, True])
+def test_a_write_rotates_and_packs_as_the_reference_does(dtype, is_neox_style, seed):
+    call = rotary_write(seed, dtype, is_neox_style=is_neox_style)
+    expected = call.map(torch.clone)
+    ops.run(call)
+    write_latent_cache(expected)
+    assert torch.equal(call.latent_cache.view(torch.uint8), expected.latent_cache.view(torch.uint8))
+
+
+def test_a_packed_row_is_flash_mlas(seed):
+    """512 e4m3, four scales, 64 bfloat16: 656 bytes, whose scales bring each group's largest element to 448."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_c, k_pe = torch.randn(1, 512, generator=generator), torch.randn(1, 64, generator=generator).bfloat16()
+    cache = torch.zeros(1, 1, 656, dtype=torch.uint8)
+    ops.write_latent_cache(kv_c, k_pe, cache, torch.tensor([0]).int())
+    row = cache.flatten()
+    groups, scales = kv_c.view(4, 128), row[512:528].view(torch.float32)
+    assert torch.equal(scales, groups.abs().amax(1) / 448)
+    assert torch.equal(row[:512].view(torch.float8_e4m3fn).float().view(4, 128).abs().amax(1), torch.full((4,), 448.0))
+    torch.testing.assert_close(row[:512].view(torch.float8_e4m3fn).float().view(4, 128) * scales[:, None], groups,
+                               rtol=2**-4, atol=float(scales.max()) * 2**-10)  # fmt: skip
+    assert torch.equal(row[528:].view(torch.bfloat16), k_pe[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -92,6 +128,16 @@ def test_bad_input_is_refused_with_the_fix(change, message):
         ({"kv_c": torch.zeros(2, 12).int()}, "kv_c is int32 and latent_cache float32; give float32, bfloat16"),
         ({"latent_cache": torch.zeros(3, 4, 16).int()}, "latent_cache is int32; it must be one of float32"),
         ({"latent_cache": torch.zeros(3, 2, 4, 1, 16)}, "latent_cache has shape .*; it must have 3 axes"),
+        ({"latent_cache": torch.zeros(3, 4, 16).byte()}, "kv_lora_rank is 12 and rope_dim 4; a packed row has"),
+        ({"kv_c": torch.ones(2, 128), "latent_cache": torch.zeros(3, 4, 16).byte()}, "rows of 16 bytes; .* has 140"),
+        (
+            {"kv_c": torch.ones(2, 128), "latent_cache": torch.zeros(3, 4, 140).byte(), "k_scale": 2.0},
+            "k_scale is given and latent_cache packed; packed rows have scales of their own",
+        ),
+        ({"positions": torch.zeros(2).int()}, "one of cos_sin_cache and positions is None; a rotary key is rotated"),
+        ({"cos_sin_cache": torch.ones(3, 2), "positions": torch.zeros(2).int()}, "k_pe has 4 elements and cos_sin_"),
+        ({"cos_sin_cache": torch.ones(3, 4), "positions": torch.zeros(1).int()}, "2 entries and positions 1; give"),
+        ({"cos_sin_cache": torch.ones(3, 4), "positions": torch.tensor([0, 3]).int()}, r"positions\[1\] is 3; cos_sin"),
         ({"slot_mapping": torch.tensor([1, 12]).int()}, r"slot_mapping\[1\] is 12; a cache of 3 blocks of 4 has"),
     ],
 )  # fmt: skip
@@ -119,6 +165,23 @@ def test_a_plain_cache_cannot_be_given_to_latent_attention_nor_the_reverse():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 200}, "kv_lora_rank is 200 and rope_dim 64; a packed row has a latent of a multiple of 128"),
+        ({"kv_lora_rank": 128}, "latent_cache is uint8 with rows of 280 bytes; .* 128 and .* 136 elements has 404"),
+        ({"k_scale": 0.5}, "k_scale is given and latent_cache packed"),
+    ],
+)
+def test_packed_rows_that_do_not_fit_are_refused(change, message):
+    case = latent_case(1, seq_lens=[9], query_lens=[1], num_heads=2, kv_lora_rank=256, rope_dim=8, packed=True)
+    case.operands["query"] = case.operands["query"][..., :264]
+    with pytest.raises(InvalidInput, match=message):
+        case.run(ops.mla_attention, **change)
+
+
 def test_a_spec_of_latents_says_what_is_wrong():
+    with pytest.raises(InvalidInput, match="kv_lora_rank is 96 and rope_dim 8; a packed row has"):
+        LatentCacheSpec(kv_lora_rank=96, rope_dim=8, block_size=64, dtype="uint8")
     with pytest.raises(InvalidInput, match="rope_dim is 0; it must be from 1 to 65536"):
         LatentCacheSpec(kv_lora_rank=512, rope_dim=0, block_size=64, dtype="bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import openai
@@ -57,5 +58,15 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=600) as client:
         yield client
+
+
+def wait_until_idle(server: Running) -> None:
+    """Waits for cancelled requests to be gone."""
+    for _ in range(600):
+        if not server.llm.num_unfinished and not server.llm.llm.engine.num_unfinished:
+            break
+        time.sleep(0.05)
+    assert server.llm.num_unfinished == 0
+    assert server.llm.llm.engine.cache_stats().used == 0

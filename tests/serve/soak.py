@@ -109,7 +109,7 @@ def read(ledger: Path) -> list[dict[str, Any]]:
 
 
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the sums of a ledger; the memory's slope is within processes, without their first quarter."""
+    """Returns the sums of a ledger; the memory's slope is that of each process's second half."""
     sums = {
         name: sum(each[name] for each in rounds)
         for name in ("requests", "dropped", "tokens", "wrong", "leaked_blocks", "unfinished", "compilations", "seconds")
@@ -118,7 +118,8 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     runs = list(dict.fromkeys(each["run"] for each in rounds))
     for run in runs:
         own = [each for each in rounds if each["run"] == run]
-        own = own[len(own) // 4 :]
+        # Before that, programs run for the first time.
+        own = own[len(own) // 2 :]
         at, used = np.cumsum([each["requests"] for each in own]), np.array([each["resident_mib"] for each in own])
         requests += (at - at.mean()).tolist()
         memory += (used - used.mean()).tolist()

@@ -24,7 +24,8 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROMPTS = [f"The {word} statement is used" for word in ("for", "while", "with", "try", "if", "del", "import", "yield")]
-_SETTINGS = ("--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--max-model-len", "128", "--no-access-log")
+# Few programs to compile.
+_SETTINGS = ("--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-model-len", "64", "--no-access-log")
 _MIB = 1 << 20
 
 

@@ -16,7 +16,7 @@ BODY = {"prompt": "The list", "max_tokens": 3, "ignore_eos": True}
 
 @pytest.fixture
 def http_client(server):
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as client:
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=600) as client:
         yield client
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import jattn
-from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL
+from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL, wait_until_idle
 from tests.serve.malformed import BAD_CHATS, BAD_COMPLETIONS, Malformed, drawn
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -23,18 +23,8 @@ LONG = {"prompt": "The", "max_tokens": 240, "ignore_eos": True, "temperature": 0
 
 @pytest.fixture(scope="module")
 def http_client(server):
-    with httpx.Client(base_url=server.url, headers=HEADERS, timeout=120) as client:
+    with httpx.Client(base_url=server.url, headers=HEADERS, timeout=600) as client:
         yield client
-
-
-def wait_until_idle(server) -> None:
-    """Waits for cancelled requests to be gone."""
-    for _ in range(600):
-        if not server.llm.num_unfinished and not server.llm.llm.engine.num_unfinished:
-            break
-        time.sleep(0.05)
-    assert server.llm.num_unfinished == 0
-    assert server.llm.llm.engine.cache_stats().used == 0
 
 
 def check_refusal(http_client, bad: Malformed) -> None:

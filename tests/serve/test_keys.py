@@ -62,7 +62,7 @@ def test_tenants_share_no_prefixes_and_a_salt_parts_those_of_one() -> None:
     config = ServeConfig(model_name="x", api_keys=TENANTS, isolate_tenants=True)
     body = {"prompt": list(range(1, 41)), "max_tokens": 1, "temperature": 0}
 
-    with BackgroundServer(AsyncLLM(LLM(config=engine)), config) as server, httpx.Client(timeout=120) as client:
+    with BackgroundServer(AsyncLLM(LLM(config=engine)), config) as server, httpx.Client(timeout=600) as client:
 
         def cached(key: str, **fields: str) -> int:
             headers = {"Authorization": f"Bearer {key}"}

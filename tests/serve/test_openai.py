@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from jattn.engine import SamplingParams
-from tests.serve.conftest import MODEL
+from tests.serve.conftest import MODEL, wait_until_idle
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 8}
 MESSAGES: Any = [{"role": "user", "content": "What is a list?"}]
@@ -200,6 +200,14 @@ def test_a_wrong_key_is_refused(server) -> None:
         pytest.raises(openai.AuthenticationError, match=r"the API key is missing or wrong\."),
     ):
         client.models.list()
+
+
+def test_a_stream_that_is_closed_early_frees_what_it_held(client, server) -> None:
+    options: Any = {"prompt": "The", "model": MODEL, "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(stream=True, n=3, **options) as stream:
+        next(iter(stream))
+
+    wait_until_idle(server)
 
 
 def test_many_at_once_get_their_own_answers(client, server) -> None:

@@ -36,7 +36,7 @@ def test_what_runs_is_finished_after_sigterm(tmp_path) -> None:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
         texts = []
         with httpx.stream(
-            "POST", f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer second"}, timeout=120
+            "POST", f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer second"}, timeout=600
         ) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):

@@ -21,11 +21,13 @@ from tests.support.kernel_cases import wide_case
 from torch_core import reference
 from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
 from torch_core.reference.masks import visible_keys
+from torch_core.specs import AttentionSpec
 
 __all__ = [
     "assert_gradients_match",
     "assert_poisoned_match",
     "backward_call",
+    "hopper_backward_case",
     "poisoned",
     "random_backward_case",
     "wide_backward_case",
@@ -88,6 +90,48 @@ def random_backward_case(seed: int, max_len: int = 100) -> AttentionCase:
     for name in ("qq_bias", "relative_bias"):
         case.options.pop(name, None)
     return case
+
+
+def hopper_backward_case(seed: int, head_sizes: tuple[int, int] | None = None, *, small: bool = False) -> AttentionCase:
+    """Draws a dense problem that the Hopper backward kernel serves, of heads of 64 or 128 unless `head_sizes` says it.
+
+    Args:
+        seed: of everything.
+        head_sizes: elements of a head of keys and of values.
+        small: one or two sequences of half the length, and few heads.
+    """
+    rng = np.random.default_rng([seed, 17])
+    head_size = int(rng.choice([64, 128]))
+    head_size, value_head_size = head_sizes or (head_size, head_size)
+    group = int(rng.choice([1, 2] if small else [1, 3, 4]))
+    num_seqs = int(rng.choice([1, 2] if small else [1, 3, 40]))
+    parts = 2 if small else 1
+    longest = 500 // parts if num_seqs < 9 else 100
+    key_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs - 1)]
+    key_lens.append(int(rng.integers(280 // parts, 700 // parts)))
+    query_lens = [min(n, int(rng.choice([0, 1, 70, n]))) for n in key_lens[:-1]]
+    query_lens.append(int(rng.integers(256 // parts, 600 // parts)))
+    causal = bool(rng.random() < 0.6)
+    sizes: dict[str, Any] = {
+        "num_heads": 2 * group,
+        "num_kv_heads": 2,
+        "head_size": head_size,
+        "value_head_size": value_head_size,
+        "dtype": str(rng.choice(["bfloat16", "float16"])),
+        "spec": AttentionSpec(
+            scale=head_size**-0.5,
+            causal=causal,
+            window_left=int(rng.choice([256, 319, 320, 400])) if rng.random() < 0.3 else None,
+            window_right=int(rng.choice([0, 70])) if not causal and rng.random() < 0.5 else None,
+        ),
+        "padding_tokens": int(rng.choice([0, 1, 40])),
+        "values": str(rng.choice(["gaussian", "sparse"], p=[0.8, 0.2])),
+    }
+    if rng.random() < 0.3:
+        sizes["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
+    case = dense_case(seed, key_lens=key_lens, query_lens=query_lens, **sizes)
+    # Shorter queries do not go to the kernel; the bound may be larger than they are.
+    return replace(case, limits={**case.limits, "max_query_len": max(256, case.limits["max_query_len"])})
 
 
 def wide_backward_case(seed: int) -> AttentionCase:

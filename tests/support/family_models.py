@@ -172,12 +172,13 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
 }
 #: Sizes that a class does not know; it would write them down all the same.
-_ABSENT = {
+ABSENT = {
     "GPTNeoXForCausalLM": ("num_key_value_heads",),
     "GPT2LMHeadModel": ("num_key_value_heads", "intermediate_size"),
     "BloomForCausalLM": ("num_key_value_heads", "intermediate_size"),
     "FalconForCausalLM": ("num_key_value_heads", "intermediate_size"),
 }
+_NORMS = tuple(f"{name}.weight" for name in ("norm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))
 VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]
 
 
@@ -189,7 +190,7 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     name, variants = CASES[architecture]
-    absent = _ABSENT.get(architecture, ())
+    absent = ABSENT.get(architecture, ())
     common = {key: value for key, value in (SIZES | sizes).items() if key not in absent}
     options = common | variants[variant]
     for key in ("layer_types", "no_rope_layers"):
@@ -201,11 +202,7 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     with torch.no_grad():
         biases = (entry for entry in model.named_buffers() if entry[0].endswith("e_score_correction_bias"))
         for path, parameter in (*model.named_parameters(), *biases):
-            centre = (
-                1.0
-                if path.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight"))
-                else 0.0
-            )
+            centre = 1.0 if path.endswith(_NORMS) else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
     return folder

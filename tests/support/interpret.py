@@ -28,10 +28,10 @@ from triton.runtime.jit import JITFunction
 
 from torch_core.attention.split.pairs import widened
 from torch_core.errors import Unsupported
-from torch_core.plan.plan import Descriptor, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.run import torch_dtype
 
-__all__ = ["run_interpreted", "run_interpreted_operation"]
+__all__ = ["run_interpreted", "run_interpreted_launch", "run_interpreted_operation"]
 
 _TORCH_DTYPES = {
     "fp64": torch.float64,
@@ -84,16 +84,21 @@ def run_interpreted_operation(plan: OperationPlan, buffers: Mapping[str, torch.T
         if name not in tensors:
             tensors[name] = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     for launch in plan.launches:
-        values: dict[str, Any] = dict(launch.constexprs)
-        for name, argument in launch.arguments:
-            if isinstance(argument, (Pointer, Descriptor)):
-                values[name] = tensors[argument.buffer]
-            elif isinstance(argument, Scalar):
-                values[name] = argument.value
-            else:
-                values[name] = None
-        run_interpreted(launch.kernel, launch.grid, values)
+        run_interpreted_launch(launch, tensors)
     return {name: tensors[name] for name, _ in plan.outputs}
+
+
+def run_interpreted_launch(launch: LaunchPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Runs one launch of a plan on the buffers, which it writes in place."""
+    values: dict[str, Any] = dict(launch.constexprs)
+    for name, argument in launch.arguments:
+        if isinstance(argument, (Pointer, Descriptor)):
+            values[name] = tensors[argument.buffer]
+        elif isinstance(argument, Scalar):
+            values[name] = argument.value
+        else:
+            values[name] = None
+    run_interpreted(launch.kernel, launch.grid, values)
 
 
 @contextlib.contextmanager

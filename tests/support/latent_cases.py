@@ -12,8 +12,9 @@ import torch
 from tests.support import reference
 from tests.support.attention_cases import AttentionCase, paged_case
 from torch_core import ops
-from torch_core.calls import LatentCall
-from torch_core.specs import AttentionSpec
+from torch_core.calls import LatentCall, LatentWriteCall
+from torch_core.reference import write_latent_cache
+from torch_core.specs import AttentionSpec, packed_latent_bytes
 
 __all__ = ["LatentCase", "latent_case", "random_latent_case"]
 
@@ -31,9 +32,12 @@ class LatentCase(AttentionCase):
 
 def latent_case(
     seed: int, *, seq_lens: Sequence[int], query_lens: Sequence[int], kv_lora_rank: int = 32, rope_dim: int = 16,
-    spec: AttentionSpec | None = None, **options: Any,
+    spec: AttentionSpec | None = None, packed: bool = False, **options: Any,
 ) -> LatentCase:  # fmt: skip
-    """Makes a problem; the arguments are those of `paged_case`. Poison stands in all that is not in use."""
+    """Makes a problem; the arguments are those of `paged_case`. Poison stands in all that is not in use.
+
+    With `packed` the cache has packed rows, whose poison is bytes of 255: NaN in every part of a row.
+    """
     case = paged_case(
         seed,
         seq_lens=list(seq_lens),
@@ -46,9 +50,25 @@ def latent_case(
     operands = {name: x for name, x in case.operands.items() if name != "kv_cache"}
     # Keys of the combined cache; `paged_case` has made other values.
     operands["latent_cache"] = np.ascontiguousarray(case.operands["kv_cache"][:, 0, :, 0])
+    if packed:
+        operands["latent_cache"] = _packed(operands["latent_cache"].astype(np.float32), kv_lora_rank)
     return LatentCase(
         seed, case.spec, operands, {**case.limits, "kv_lora_rank": kv_lora_rank}, paged=True, options=case.options
     )
+
+
+def _packed(latents: np.ndarray, kv_lora_rank: int) -> np.ndarray:
+    live = ~np.isnan(latents).any(-1)
+    rows = torch.from_numpy(latents[live])
+    row_bytes = packed_latent_bytes(kv_lora_rank, latents.shape[-1] - kv_lora_rank)
+    cache = torch.full((*latents.shape[:2], row_bytes), 255, dtype=torch.uint8)
+    slots = torch.from_numpy(np.flatnonzero(live)).int()
+    write_latent_cache(
+        LatentWriteCall(
+            kv_c=rows[:, :kv_lora_rank], k_pe=rows[:, kv_lora_rank:], slot_mapping=slots, latent_cache=cache
+        )
+    )
+    return cache.numpy()
 
 
 def random_latent_case(seed: int, *, max_seq_len: int = 150, sizes: Sequence[int] = (16, 32, 40, 64)) -> LatentCase:

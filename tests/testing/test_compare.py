@@ -149,6 +149,7 @@ def test_a_torch_side_that_reads_the_folder_differently_fails_although_jattn_agr
 
 def test_a_nan_in_our_logits_fails(folder: Path, no_transformers: None) -> None:
     model, _, _ = load_model(folder)
+    assert model.norm is not None
     model.norm.weight[...] = model.norm.weight[...].at[0].set(np.nan)
 
     report = compare_with_torch(model, PROMPTS, torch_model=folder, implementations=["torch"], max_tokens=6)

@@ -336,6 +336,7 @@ def test_latent_layers_get_a_backend_of_their_own(make_config):
 
 def test_the_cache_of_latents_has_blocks_first():
     assert TritonMLABackend.get_kv_cache_shape(7, 64, 1, 576) == (7, 64, 576)
+    assert TritonMLABackend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla") == (7, 64, 656)
     assert TritonMLABackend.get_kv_cache_block_dim(64, 1, 576) == 0
     assert TritonMLABackend.get_kv_cache_stride_order(True) == (1, 0, 2, 3)
     assert TritonMLABackend.get_builder_cls() is TritonMLAMetadataBuilder

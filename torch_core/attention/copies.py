@@ -58,6 +58,7 @@ def copied_launch(
     block_n: int,
     kv_heads: int,
     query: Descriptor,
+    query_rest: Argument = ABSENT,
     min_query: int,
     chunks: Chunks | None = None,
 ) -> LaunchPlan | None:
@@ -74,6 +75,7 @@ def copied_launch(
         block_n: keys of one step.
         kv_heads: key/value heads worked on side by side, at most.
         query: the query's descriptor.
+        query_rest: its descriptor for the elements that queries and keys have more than values, where they have any.
         min_query: query rows from which on a sequence is served.
         chunks: each of them is an item of its own, for `combine_launch` to finish; None for whole rows.
     """
@@ -87,10 +89,11 @@ def copied_launch(
     if chunks is not None:
         items *= chunks.number
         splitting = {**chunks.arguments(), "chunk": count(chunks.size), "max_query": count(chunks.max_query)}
-    if key is None or value is None or items >= 2**31:
+    if key is None or value is None or key.block_rows != value.block_rows or items >= 2**31:
         return None
     key_name, value_name = buffers(call)
-    box = (copy_box(call, block_n), call.head_size)
+    size, rest_size, box = call.value_head_size, call.head_size - call.value_head_size, copy_box(call, block_n)
+    key_dtype = keys(call).dtype
     # The key/value heads worked on side by side are as many as divide all of them.
     together = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
     return make_launch(
@@ -102,11 +105,12 @@ def copied_launch(
             **constexprs,
             "NUM_HEADS": call.num_heads,
             "GROUP": call.group,
-            "HEAD_SIZE": call.head_size,
+            "HEAD_SIZE": size,
+            "REST_SIZE": rest_size,
             "HEADS_TOGETHER": call.group * together // pack,
             "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
             "BLOCK_ROWS": key.block_rows,
-            "BOX": box[0],
+            "BOX": box,
             "MIN_QUERY": min_query,
             "KEY_STRIDE": key.head_stride,
             "VALUE_STRIDE": value.head_stride,
@@ -116,8 +120,10 @@ def copied_launch(
         arguments={
             **splitting,
             "query": query,
-            "key_cache": copy_descriptor(key_name, key, box, keys(call).dtype),
-            "value_cache": copy_descriptor(value_name, value, box, values(call).dtype),
+            "key_cache": copy_descriptor(key_name, key, (box, size), key_dtype),
+            "value_cache": copy_descriptor(value_name, value, (box, size), values(call).dtype),
+            "query_rest": query_rest,
+            "key_rest": copy_descriptor(key_name, key, (box, rest_size), key_dtype) if rest_size else ABSENT,
         },
         writes=() if chunks is None else chunks.buffers,
         # Not hot: a few bytes of state outside the loops are spilled.
@@ -125,14 +131,20 @@ def copied_launch(
     )
 
 
-def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
-    """Whether a Hopper device can copy a call's operands by boxes, and every row's mask is a pair of bounds."""
+def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits, *, rest_size: int = 0) -> bool:
+    """Whether a Hopper device can copy a call's operands by boxes, and every row's mask is a pair of bounds.
+
+    Args:
+        call: the call.
+        limits: the device.
+        rest_size: elements that queries and keys have more than values.
+    """
     out = output(call)
     return (
         limits.arch == _ARCH
         and call.spec.logits_soft_cap is None
         and call.spec.attention_chunk is None
-        and call.value_head_size == call.head_size
+        and call.value_head_size == call.head_size - rest_size
         and call.spec.scale > 0
         and out.aligned
         and all(_fits(stride, out.dtype) for stride in out.element_strides[:2])

@@ -166,6 +166,20 @@ class GroupLayout:
             return position // self._chunk * self._chunk
         return 0
 
+    def most_blocks(self, num_tokens: int, max_step_tokens: int | None = None) -> int:
+        """Returns the blocks that a sequence of so many tokens holds at most, at any time.
+
+        Args:
+            num_tokens: of the whole sequence.
+            max_step_tokens: most new tokens of one step; None for a sequence that is computed in one piece.
+        """
+        everything = -(-num_tokens // self.block_size)
+        if self.reach is None or max_step_tokens is None:
+            return everything
+        # What a step sees of the past and its own tokens can begin and end inside a block.
+        seen = self.reach - 1 + max_step_tokens
+        return min(everything, (seen - 2) // self.block_size + 2)
+
     def position_that_frees(self, num_tokens: int) -> int | float:
         """Returns the first query position that no longer needs any of the first `num_tokens` tokens."""
         if self._window is not None:

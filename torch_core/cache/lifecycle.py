@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
-from torch_core.cache.config import NULL_BLOCK, GroupLayout
+from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.keys import KeyChain, encode_root
 from torch_core.cache.records import BlockSwap, CommittedStep
 from torch_core.cache.state import CacheState
@@ -47,7 +47,7 @@ def check_admission(state: CacheState, seq_id: str, num_prompt_tokens: int, max_
         raise RequestTooLong(
             f"{seq_id!r} needs {width} blocks {asked}; a block table has {config.max_blocks_per_seq} columns."
         )
-    needed = sum(_most_blocks(group, total, config.max_step_tokens) for group in state.groups)
+    needed = sum(group.most_blocks(total, config.max_step_tokens) for group in state.groups)
     if needed > config.capacity:
         raise RequestTooLong(f"{seq_id!r} needs {needed} blocks {asked}; the pool can ever give {config.capacity}.")
 
@@ -242,16 +242,6 @@ def _running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, 
         place = "preempted" if sequence.swapped is None else "swapped out"
         raise InvalidInput(f"sequence {seq_id!r} cannot be {verb}: it is {place} and has no blocks on the device.")
     return sequence, sequence.table
-
-
-def _most_blocks(group: GroupLayout, total: int, max_step_tokens: int | None) -> int:
-    size = group.block_size
-    everything = -(-total // size)
-    if group.reach is None or max_step_tokens is None:
-        return everything
-    # What a step sees of the past and its own tokens can begin and end inside a block.
-    seen = group.reach - 1 + max_step_tokens
-    return min(everything, (seen - 2) // size + 2)
 
 
 def _check_new_id(state: CacheState, seq_id: object) -> None:

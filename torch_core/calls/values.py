@@ -11,6 +11,7 @@ from torch_core.calls.attention import DenseCall, TableCall
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call
 from torch_core.calls.latent import LatentWriteCall
+from torch_core.calls.sparse import IndexerCall
 from torch_core.errors import InvalidInput
 
 __all__ = ["check_values"]
@@ -39,8 +40,11 @@ def check_values(call: Call[Any], *, more_queries: bool = False) -> None:
         _check_slots(call.slot_mapping, call.num_blocks, call.block_size)
     elif isinstance(call, LatentWriteCall):
         _check_slots(call.slot_mapping, *call.latent_cache.shape[:2])
+        _check_positions(call)
     elif isinstance(call, CopyCall):
         _check_copies(call)
+    elif isinstance(call, IndexerCall):
+        _check_tables(call, _check_starts("query_start_loc", call.query_start_loc, call.num_tokens, call.max_query_len))
 
 
 def _check_starts(name: str, start_loc: Any, num_rows: int, max_len: int | None) -> list[int]:
@@ -62,7 +66,7 @@ def _check_starts(name: str, start_loc: Any, num_rows: int, max_len: int | None)
     return lens
 
 
-def _check_tables(call: TableCall[Any], query_lens: list[int] | None) -> None:
+def _check_tables(call: TableCall[Any] | IndexerCall[Any], query_lens: list[int] | None) -> None:
     # Without the causal mask a sequence may have more query rows than keys: cross attention to a short input.
     lens, max_blocks, block_size = call.seq_lens.tolist(), call.block_tables.shape[1], call.block_size
     for seq, seq_len in enumerate(lens):
@@ -100,6 +104,17 @@ def _check_slots(slot_mapping: Any, num_blocks: int, block_size: int) -> None:
             f"slot_mapping[{first}] is {slots[first]}; a cache of {num_blocks} blocks of {block_size} has "
             f"slots 0 to {limit - 1}."
         )
+
+
+def _check_positions(call: LatentWriteCall[Any]) -> None:
+    if call.positions is None or call.cos_sin_cache is None:
+        return
+    slots, limit = np.asarray(call.slot_mapping), call.cos_sin_cache.shape[0]
+    positions = np.asarray(call.positions)[: len(slots)]
+    bad = (slots >= 0) & ((positions < 0) | (positions >= limit))
+    if bad.any():
+        first = int(bad.argmax())
+        raise InvalidInput(f"positions[{first}] is {positions[first]}; cos_sin_cache has positions 0 to {limit - 1}.")
 
 
 def _check_copies(call: CopyCall[Any]) -> None:

@@ -17,17 +17,18 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
     PagedCall,
     WriteCall,
-    as_paged,
-    as_write,
 )
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.dense import attention
+from torch_core.cpu.indexer import indexer_logits
+from torch_core.cpu.latent import mla_attention, write_latent_cache
 from torch_core.cpu.merge import merge_states
 from torch_core.cpu.paged import paged_attention
 from torch_core.errors import Unsupported
@@ -36,13 +37,14 @@ __all__ = ["run_on_cpu"]
 
 _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     PagedCall: paged_attention,
-    LatentCall: lambda call: paged_attention(as_paged(call)),
+    LatentCall: mla_attention,
     DenseCall: attention,
     DenseBackwardCall: attention_backward,
     WriteCall: write_kv_cache,
-    LatentWriteCall: lambda call: write_kv_cache(as_write(call)),
+    LatentWriteCall: write_latent_cache,
     CopyCall: copy_blocks,
     MergeCall: merge_states,
+    IndexerCall: indexer_logits,
 }
 
 

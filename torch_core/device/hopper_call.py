@@ -55,6 +55,7 @@ class Call(NamedTuple):
 
     Attributes:
         query, key_cache, value_cache: what the copy engine reads.
+        query_rest, key_rest: the same arrays, for the REST_SIZE last elements of a head; None without them.
         scale: of the scores.
         bounds: which keys a row sees.
         output: where finished rows go, a hopper_rows.Output.
@@ -66,6 +67,8 @@ class Call(NamedTuple):
     query: Any
     key_cache: Any
     value_cache: Any
+    query_rest: Any
+    key_rest: Any
     scale: Any
     bounds: Any
     output: Any
@@ -81,7 +84,8 @@ class Shape(NamedTuple):
         NUM_HEADS, GROUP: query heads; those of one key/value head.
         PACK: query heads that lie side by side in a tile.
         HEADS_TOGETHER: heads, in units of PACK, that are worked on side by side.
-        HEAD_SIZE: elements of a head.
+        HEAD_SIZE: elements of a value, and of the part of a query or key head that is copied first.
+        REST_SIZE: elements of a query or key head after these: sides of a tile are powers of two.
         WARPGROUPS: warpgroups of 64 rows that multiply.
         PING_PONG: they do so in turns.
         BLOCK_N: keys of a tile.
@@ -99,6 +103,7 @@ class Shape(NamedTuple):
     PACK: Any
     HEADS_TOGETHER: Any
     HEAD_SIZE: Any
+    REST_SIZE: Any
     WARPGROUPS: Any
     PING_PONG: Any
     BLOCK_N: Any

@@ -166,13 +166,20 @@ def tile_rows(table, position, low, high, base, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr):
-    """Starts the copies of a tile's boxes, with the rows of `tile_rows`, into a slot; then `barrier` completes."""
-    mbarrier.expect(barrier, SHAPE.BLOCK_N * SHAPE.HEAD_SIZE * array.dtype.primitive_bitwidth // 8)
+def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr, rest=None, rest_tiles=None):
+    """Starts the copies of a tile's boxes, with the rows of `tile_rows`, into a slot; then `barrier` completes.
+
+    With `rest`, the same array as seen for the last REST_SIZE elements of a head, these go to `rest_tiles`.
+    """
+    WIDTH: gl.constexpr = SHAPE.HEAD_SIZE if rest is None else SHAPE.HEAD_SIZE + SHAPE.REST_SIZE
+    mbarrier.expect(barrier, SHAPE.BLOCK_N * WIDTH * array.dtype.primitive_bitwidth // 8)
     lanes = gl.arange(0, 32, layout=rows.type.layout)
     for i in gl.static_range(SHAPE.BLOCK_N // SHAPE.BOX):
         row = gl.sum(gl.where(lanes == i, rows, 0), 0)
         async_load(array, [row, column], barrier, tiles.index(slot).slice(i * SHAPE.BOX, SHAPE.BOX))
+        if rest is not None:
+            column_rest = column + SHAPE.HEAD_SIZE
+            async_load(rest, [row, column_rest], barrier, rest_tiles.index(slot).slice(i * SHAPE.BOX, SHAPE.BOX))
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ Each file says in its `__all__` what it offers here.
 from torch_core.metadata.batch import *
 from torch_core.metadata.buckets import *
 from torch_core.metadata.build import *
+from torch_core.metadata.cache_groups import *
 from torch_core.metadata.cascade import *
 from torch_core.metadata.check import *
 from torch_core.metadata.common import *

@@ -8,14 +8,14 @@ import numpy as np
 
 from torch_core.checks import INT32_MAX
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata.check import check_block_tables, check_written_blocks, row_name
+from torch_core.metadata.check import check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.rows import RowColumns, SequenceRowLike, lengths_of
 from torch_core.metadata.slots import multiples, write_slots, write_uniform_slots
 from torch_core.metadata.table_cache import BlockTableCache
-from torch_core.metadata.tables import write_tables
+from torch_core.metadata.tables import write_checked_tables
 
 __all__ = ["build_common_metadata"]
 
@@ -58,7 +58,7 @@ def build_common_metadata(
         window_left: keys before its own position that a query still sees, when *every* layer has a window: blocks
             that are wholly before it may be the null block. None demands real blocks throughout.
         cache_group: index into the rows' `group_block_ids`, for allocators with several groups of layers; None reads
-            `block_ids`.
+            `block_ids`. `build_group_metadata` adds the other groups of the step.
         table_cache: remembers the tables' int32 form between steps; for rows with a `seq_id` and tuples of ids. One
             for each cache group.
         encoder_rows: the encoder tokens of each row, for cross attention; a given `layout` needs the fields of
@@ -110,27 +110,17 @@ def build_common_metadata(
         query_start_loc[num_reqs + 1 :] = num_new
         seq_lens[num_reqs:] = 0
         tables[num_reqs:] = 0
-    converted = write_tables(
-        columns.tables(cache_group),
+    write_checked_tables(
+        columns,
         tables[:num_reqs],
-        live,
         totals,
+        new,
         block_size=block_size,
-        seq_ids=columns.seq_ids,
+        num_blocks=num_blocks,
+        window_left=window_left,
+        cache_group=cache_group,
         table_cache=table_cache,
     )
-    # What every id that a cache has seen is, need not be looked for in each table.
-    if not (converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks):
-        check_block_tables(
-            tables[:num_reqs],
-            totals,
-            new,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            window_left=window_left,
-            seq_ids=columns.seq_ids,
-            tails_are_zero=True,
-        )
 
     if uniform:
         write_uniform_slots(slot_mapping, positions, computed, uniform, tables, block_size=block_size)

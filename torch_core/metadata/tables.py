@@ -9,10 +9,58 @@ from typing import Any
 import numpy as np
 
 from torch_core.errors import InvalidInput
-from torch_core.metadata.check import SeqIds, row_name
+from torch_core.metadata.check import SeqIds, check_block_tables, row_name
+from torch_core.metadata.rows import RowColumns
 from torch_core.metadata.table_cache import BlockTableCache
 
-__all__ = ["write_tables"]
+__all__ = ["write_checked_tables", "write_tables"]
+
+
+def write_checked_tables(
+    columns: RowColumns,
+    out: np.ndarray,
+    totals: np.ndarray,
+    new: np.ndarray,
+    *,
+    block_size: int,
+    num_blocks: int,
+    window_left: int | None,
+    cache_group: int | None,
+    table_cache: BlockTableCache | None,
+) -> None:
+    """Writes the tables of one cache group to the rows of `out`, and checks every id that the step follows.
+
+    Args:
+        columns: the rows of the step.
+        out: int32[rows, columns], wide enough.
+        totals: int32[rows], tokens of each row after the step.
+        new: int32[rows], those of the step.
+        block_size, num_blocks, window_left, cache_group, table_cache: as in `build_common_metadata`.
+
+    Raises:
+        InvalidInput: a table is too short, or holds an id that the step must not follow.
+    """
+    converted = write_tables(
+        columns.tables(cache_group),
+        out,
+        -(-totals // block_size),
+        totals,
+        block_size=block_size,
+        seq_ids=columns.seq_ids,
+        table_cache=table_cache,
+    )
+    # What every id that a cache has seen is, need not be looked for in each table.
+    if not (converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks):
+        check_block_tables(
+            out,
+            totals,
+            new,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            window_left=window_left,
+            seq_ids=columns.seq_ids,
+            tails_are_zero=True,
+        )
 
 
 def write_tables(

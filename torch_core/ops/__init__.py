@@ -12,6 +12,8 @@ from torch_core.ops.attention import (
 from torch_core.ops.cache import copy_blocks, merge_states, write_kv_cache
 from torch_core.ops.cascade import cascade_attention
 from torch_core.ops.latent import mla_attention, mla_attention_with_lse, mla_call, write_latent_cache
+from torch_core.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse, sparse_mla_call
+from torch_core.packed import unpack_latents
 from torch_core.run import run
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "cascade_attention",
     "copy_blocks",
     "dense_call",
+    "indexer_topk",
     "merge_states",
     "mla_attention",
     "mla_attention_with_lse",
@@ -29,6 +32,10 @@ __all__ = [
     "paged_attention_with_lse",
     "paged_call",
     "run",
+    "sparse_mla_attention",
+    "sparse_mla_attention_with_lse",
+    "sparse_mla_call",
+    "unpack_latents",
     "write_kv_cache",
     "write_latent_cache",
 ]

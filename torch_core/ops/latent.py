@@ -37,7 +37,7 @@ def mla_call(
     Args:
         query: float32, bfloat16 or float16 `[num_tokens, num_heads, kv_lora_rank + rope_dim]`: the query projected into
             latent space, and its rotary part. fp8 with `q_scale`.
-        latent_cache: `[num_blocks, block_size, kv_lora_rank + rope_dim]`. Only read.
+        latent_cache: `[num_blocks, block_size, kv_lora_rank + rope_dim]`, or uint8 of packed rows. Only read.
         block_tables: int32 `[num_seqs, max_blocks]`.
         seq_lens: int32 `[num_seqs]`, tokens in the cache; 0 for a padding row.
         query_start_loc: int32 `[num_seqs + 1]`.
@@ -95,15 +95,23 @@ def write_latent_cache(
     slot_mapping: Tensor,
     *,
     k_scale: Tensor | float | None = None,
+    cos_sin_cache: Tensor | None = None,
+    positions: Tensor | None = None,
+    is_neox_style: bool = False,
 ) -> None:
     """Stores new latents and rotary keys in the cache, in place (vLLM: concat_and_cache_mla).
 
     Args:
         kv_c: `[num_tokens, kv_lora_rank]`, normalised.
-        k_pe: `[num_tokens, rope_dim]`, rotated.
-        latent_cache: `[num_blocks, block_size, kv_lora_rank + rope_dim]`; written in place.
+        k_pe: `[num_tokens, rope_dim]`, rotated, or with `positions` to be rotated here.
+        latent_cache: `[num_blocks, block_size, kv_lora_rank + rope_dim]`, or uint8 of packed rows as
+            `LatentCacheSpec(dtype="uint8")` has them (vLLM: fp8_ds_mla); written in place.
         slot_mapping: int32 `[rows]`, `rows <= num_tokens`; a negative slot writes nothing.
-        k_scale: an element is stored as `real / scale`; a number or a one-element float32 tensor; None for 1.
+        k_scale: an element is stored as `real / scale`; a number or a one-element float32 tensor; None for 1. Packed
+            rows have scales of their own.
+        cos_sin_cache: `[max_positions, rope_dim]`, for each position all cosines and then all sines.
+        positions: int32 `[rows or more]`, of the tokens.
+        is_neox_style: element i is rotated with element i + rope_dim / 2; otherwise neighbours are (DeepSeek).
 
     Raises:
         InvalidInput: ranks, shapes, dtypes, devices or, on the CPU, slots that do not fit.
@@ -116,7 +124,18 @@ def write_latent_cache(
         >>> latents.tolist()
         [[[0.0, 0.0, 0.0]], [[1.0, 1.0, 5.0]]]
     """
-    run(LatentWriteCall(kv_c=kv_c, k_pe=k_pe, latent_cache=latent_cache, slot_mapping=slot_mapping, k_scale=k_scale))
+    run(
+        LatentWriteCall(
+            kv_c=kv_c,
+            k_pe=k_pe,
+            latent_cache=latent_cache,
+            slot_mapping=slot_mapping,
+            k_scale=k_scale,
+            cos_sin_cache=cos_sin_cache,
+            positions=positions,
+            is_neox_style=is_neox_style,
+        )
+    )
 
 
 mla_attention = output_of(mla_call, "mla_attention")

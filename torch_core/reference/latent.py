@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from torch_core.calls import LatentCall, LatentWriteCall, as_paged, as_write
+from torch_core.calls import LatentCall, LatentWriteCall, as_paged, as_write, check_values
 from torch_core.reference.attention import paged_attention
-from torch_core.reference.cache import write_kv_cache
+from torch_core.reference.cache import largest_code, write_kv_cache
+from torch_core.reference.sequence import on_the_host
+from torch_core.specs import PACKED_GROUP
 
 __all__ = ["mla_attention", "write_latent_cache"]
 
@@ -32,11 +36,17 @@ def mla_attention(call: LatentCall[Tensor], *, compute_dtype: torch.dtype | None
         >>> mla_attention(call)[0].tolist()
         [[[2.0, 3.0]]]
     """
+    if call.is_packed:
+        # An fp8 query is multiplied in bfloat16.
+        dtype = call.query.dtype if call.query.dtype.itemsize > 1 else torch.bfloat16
+        call = replace(call, latent_cache=_unpacked(call.latent_cache, call.kv_lora_rank).to(dtype))
     return paged_attention(as_paged(call), compute_dtype=compute_dtype)
 
 
 def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
     """Stores latents and rotary keys side by side, in place, as `torch_core.reference.write_kv_cache` stores keys.
+
+    With a `cos_sin_cache` the rotary keys are rotated first; the rows of a uint8 cache are packed.
 
     Raises:
         InvalidInput: the call does not hold together, or a slot lies beyond the cache.
@@ -48,4 +58,50 @@ def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
         >>> latents[1].tolist()
         [[1.0, 1.0, 5.0]]
     """
-    write_kv_cache(as_write(call))
+    call = on_the_host(call)
+    call.check()
+    check_values(call)
+    if call.cos_sin_cache is not None and call.positions is not None:
+        call = replace(
+            call, k_pe=_rotated(call, call.cos_sin_cache, call.positions), cos_sin_cache=None, positions=None
+        )
+    if not call.is_packed:
+        write_kv_cache(as_write(call))
+        return
+    for token, slot in enumerate(call.slot_mapping.tolist()):
+        if slot >= 0:
+            row = _packed_row(call.kv_c[token], call.k_pe[token])
+            call.latent_cache[divmod(slot, call.latent_cache.shape[1])] = row
+
+
+def _rotated(call: LatentWriteCall[Tensor], cos_sin_cache: Tensor, positions: Tensor) -> Tensor:
+    rotated = call.k_pe.clone()
+    half = call.k_pe.shape[1] // 2
+    for token, slot in enumerate(call.slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        angles = cos_sin_cache[int(positions[token])].float()
+        for pair in range(half):
+            first, second = (pair, pair + half) if call.is_neox_style else (2 * pair, 2 * pair + 1)
+            x, y = call.k_pe[token, first].float(), call.k_pe[token, second].float()
+            cos, sin = angles[pair], angles[half + pair]
+            rotated[token, first], rotated[token, second] = x * cos - y * sin, y * cos + x * sin
+    return rotated
+
+
+def _packed_row(latent: Tensor, rotary: Tensor) -> Tensor:
+    groups = latent.float().view(-1, PACKED_GROUP)
+    scales = (groups.abs().amax(dim=1) / largest_code(torch.float8_e4m3fn)).clamp(min=2.0**-126)
+    codes = (groups / scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    parts = (codes.flatten(), scales, rotary.bfloat16())
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+
+
+def _unpacked(rows: Tensor, rank: int) -> Tensor:
+    """Returns in float32 what packed rows stand for."""
+    groups = rank // PACKED_GROUP
+    codes = rows[..., :rank].contiguous().view(torch.float8_e4m3fn).float()
+    scales = rows[..., rank : rank + 4 * groups].contiguous().view(torch.float32)
+    latents = codes * scales.repeat_interleave(PACKED_GROUP, dim=-1)
+    rotary = rows[..., rank + 4 * groups :].contiguous().view(torch.bfloat16).float()
+    return torch.cat([latents, rotary], dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch_core.calls import (
@@ -10,6 +11,7 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
@@ -33,6 +35,7 @@ _WINDOW = AttentionSpec(scale=0.088, window_left=4095)
 _SCALE = ArraySpec((1,), "float32")
 _TOKEN_SCALES = ArraySpec((_NUM_BLOCKS, 16, 8), "float32")
 _OUT, _LSE = ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"), ArraySpec((_PREFILL_TOKENS, 32), "float32")
+_PACKED_LATENTS = ArraySpec((_NUM_BLOCKS, 64, 656), "uint8")
 _SCALED: dict[str, Any] = {"k_scale": _SCALE, "v_scale": _SCALE}
 _DROPOUT: dict[str, Any] = {"dropout_rate": 0.1, "dropout_seeds": ArraySpec((1, 32, 2), "int32")}
 _WINDOW_SINKS: dict[str, Any] = {"spec": _WINDOW, "sinks": ArraySpec((32,), "float32")}
@@ -72,10 +75,31 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
             slot_mapping=ArraySpec((64,), "int32"),
             latent_cache=_latents("bfloat16"),
         ),
+        "latent write rotated packed": LatentWriteCall(
+            kv_c=ArraySpec((64, 512), "bfloat16"),
+            k_pe=ArraySpec((64, 64), "bfloat16"),
+            slot_mapping=ArraySpec((64,), "int32"),
+            latent_cache=_PACKED_LATENTS,
+            cos_sin_cache=ArraySpec((8192, 64), "bfloat16"),
+            positions=ArraySpec((64,), "int32"),
+        ),
         "latent decode": _latent_decode(16),
+        "latent decode few tokens": _latent_decode(16, num_seqs=8),
         "latent decode fp8": _latent_decode(16, _FP8),
+        "latent decode packed": replace(_latent_decode(16), latent_cache=_PACKED_LATENTS),
         "latent decode 128 heads": _latent_decode(128),
         "latent decode float32": _latent_decode(16, "float32", dtype="float32"),
+        "indexer": IndexerCall(
+            query=ArraySpec((64, 64, 128), "bfloat16"),
+            weights=ArraySpec((64, 64), "float32"),
+            key_cache=ArraySpec((_NUM_BLOCKS, 64, 128), _FP8),
+            block_tables=ArraySpec((64, 64), "int32"),
+            seq_lens=ArraySpec((64,), "int32"),
+            query_start_loc=ArraySpec((65,), "int32"),
+            k_scale=_SCALE,
+            scale=128**-0.5,
+            max_query_len=1,
+        ),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
@@ -99,6 +123,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         ),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
+        "dense latent prompt": _latent_prompt(_PREFILL_TOKENS),
+        "dense latent prompt short": _latent_prompt(512),
         "dense dropout": _dense(**_DROPOUT),
         "backward": _backward(_dense()),
         "backward dropout": _backward(_dense(**_DROPOUT)),
@@ -163,15 +189,17 @@ def _latents(dtype: str) -> ArraySpec:
     return ArraySpec((_NUM_BLOCKS, 64, 576), dtype)
 
 
-def _latent_decode(heads: int, cache_dtype: str = "bfloat16", *, dtype: str = "bfloat16") -> LatentCall[ArraySpec]:
+def _latent_decode(
+    heads: int, cache_dtype: str = "bfloat16", *, dtype: str = "bfloat16", num_seqs: int = 64
+) -> LatentCall[ArraySpec]:
     """DeepSeek's latents of 512 and rotary keys of 64 elements, in blocks of 64."""
     return LatentCall(
-        query=ArraySpec((64, heads, 576), dtype),
+        query=ArraySpec((num_seqs, heads, 576), dtype),
         latent_cache=_latents(cache_dtype),
         kv_lora_rank=512,
-        block_tables=ArraySpec((64, 64), "int32"),
-        seq_lens=ArraySpec((64,), "int32"),
-        query_start_loc=ArraySpec((65,), "int32"),
+        block_tables=ArraySpec((num_seqs, 64), "int32"),
+        seq_lens=ArraySpec((num_seqs,), "int32"),
+        query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
         spec=AttentionSpec(scale=192**-0.5),
         max_query_len=1,
     )
@@ -217,6 +245,21 @@ def _dense(
         spec=spec,
         max_query_len=max_query_len,
         **options,
+    )
+
+
+def _latent_prompt(max_query_len: int) -> DenseCall[ArraySpec]:
+    """DeepSeek's plain form: 16 heads of 192 elements, values of 128."""
+    key, starts = ArraySpec((_PREFILL_TOKENS, 16, 192), "bfloat16"), ArraySpec((2,), "int32")
+    return DenseCall(
+        query=key,
+        key=key,
+        value=ArraySpec((_PREFILL_TOKENS, 16, 128), "bfloat16"),
+        query_start_loc=starts,
+        key_start_loc=starts,
+        spec=AttentionSpec(scale=192**-0.5),
+        max_query_len=max_query_len,
+        with_lse=True,
     )
 
 

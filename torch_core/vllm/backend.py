@@ -9,7 +9,14 @@ import torch
 
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec
-from torch_core.vllm.types import CACHE_DTYPES, AttentionType, DeviceCapability, KVCacheLayoutType, MultipleOf
+from torch_core.vllm.types import (
+    CACHE_DTYPES,
+    PACKED_LATENTS,
+    AttentionType,
+    DeviceCapability,
+    KVCacheLayoutType,
+    MultipleOf,
+)
 
 if TYPE_CHECKING:
     from torch_core.vllm.builder import AttentionMetadataBuilder
@@ -196,6 +203,7 @@ class AttentionBackend(ABC):
         del head_size, dtype, block_size, use_mla, has_sink, use_sparse
         stored = CACHE_DTYPES.get(kv_cache_dtype or "auto")
         is_fp8 = stored is not None and stored.is_floating_point and stored.itemsize == 1
+        is_fp8 |= kv_cache_dtype == PACKED_LATENTS
         if not is_fp8 or device_capability is None or device_capability >= _FP8_CAPABILITY:
             return None
         return (

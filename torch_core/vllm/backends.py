@@ -15,7 +15,7 @@ from torch_core.vllm.mla_metadata import MLACommonMetadata
 from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.types import CACHE_DTYPES, AttentionCGSupport, AttentionType, DeviceCapability
+from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionCGSupport, AttentionType, DeviceCapability
 
 __all__ = [
     "TorchAttentionBackend",
@@ -57,6 +57,9 @@ class TorchAttentionImpl(PagedAttentionImpl):
     """One layer's attention by plain torch; arguments as for `PagedAttentionImpl`."""
 
 
+_PACKED_ROPE_DIM = 64
+
+
 class _PagedAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = tuple(CACHE_DTYPES)
@@ -89,7 +92,7 @@ class TorchAttentionBackend(_PagedAttentionBackend):
 
 class _MLABackend(AttentionBackend):
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = tuple(CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = (*CACHE_DTYPES, PACKED_LATENTS)
     supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(2, 641)
     get_metadata_cls = always(MLACommonMetadata)
     is_mla = always(True)
@@ -98,9 +101,14 @@ class _MLABackend(AttentionBackend):
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Returns the shape of one layer's latents, `head_size` of each token; InvalidInput for bad sizes."""
-        del num_kv_heads, cache_dtype_str  # All heads share a latent.
-        spec = LatentCacheSpec(kv_lora_rank=head_size - 1, rope_dim=1, block_size=block_size, dtype="float32")
+        """Returns the shape of one layer's latents, `head_size` of each token; InvalidInput for bad sizes.
+
+        Packed rows ("fp8_ds_mla") are those of DeepSeek's rotary keys of 64 elements.
+        """
+        del num_kv_heads  # All heads share a latent.
+        packed = cache_dtype_str == PACKED_LATENTS
+        rope_dim, dtype = (_PACKED_ROPE_DIM, "uint8") if packed else (1, "float32")
+        spec = LatentCacheSpec(kv_lora_rank=head_size - rope_dim, rope_dim=rope_dim, block_size=block_size, dtype=dtype)
         return spec.shape(num_blocks)
 
     @classmethod

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch_core import ops
 from torch_core.calls import DenseCall, LatentCall, LatentWriteCall
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.specs import AttentionSpec, packed_latent_bytes
 from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl
 from torch_core.vllm.mla_metadata import MLACommonMetadata
-from torch_core.vllm.types import CACHE_DTYPES, AttentionType, ContextParallel, is_quantized_kv_cache
+from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionType, ContextParallel, is_quantized_kv_cache
 from torch_core.vllm.workspace import WorkspaceManager
 
 __all__ = ["TorchMLAImpl", "TritonMLAImpl"]
@@ -29,7 +29,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         scale: factor on the scores.
         num_kv_heads: 1: all heads share a latent.
         alibi_slopes, sliding_window, logits_soft_cap: None; no such model has latents.
-        kv_cache_dtype: a name of `CACHE_DTYPES`.
+        kv_cache_dtype: a name of `CACHE_DTYPES`, or "fp8_ds_mla" for packed rows, which have scales of their own.
         attn_type: "decoder".
         kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
         q_lora_rank: width of the compressed query, which is expanded before it comes here; None for none.
@@ -66,8 +66,9 @@ class TritonMLAImpl(MLAAttentionImpl):
                 raise Unsupported(f"{name} is {value!r}; latent attention is served without it: pass None.")
         if AttentionType(attn_type) is not AttentionType.DECODER:
             raise Unsupported(f"attn_type is {attn_type!r}; latent attention is served in decoders only.")
-        if kv_cache_dtype not in CACHE_DTYPES:
-            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
+        known = (*CACHE_DTYPES, PACKED_LATENTS)
+        if kv_cache_dtype not in known:
+            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(known)}.")
         for name, found, wanted in (
             ("num_kv_heads", num_kv_heads, 1),
             ("head_size", head_size, kv_lora_rank + qk_rope_head_dim),
@@ -77,6 +78,8 @@ class TritonMLAImpl(MLAAttentionImpl):
                 raise InvalidInput(f"{name} is {found}; by the other sizes it must be {wanted}.")
         self.num_heads = num_heads
         self.head_size = head_size
+        packed = kv_cache_dtype == PACKED_LATENTS
+        self.row_size = packed_latent_bytes(kv_lora_rank, qk_rope_head_dim) if packed else head_size
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -200,8 +203,10 @@ class TritonMLAImpl(MLAAttentionImpl):
         )  # fmt: skip
         results = ops.run(call)
         for chunk in prefill.context:
-            rows = kv_c_and_k_pe_cache.view(-1, self.head_size)[chunk.slots]
-            if rows.dtype.itemsize == 1:
+            rows = kv_c_and_k_pe_cache.view(-1, self.row_size)[chunk.slots]
+            if self.kv_cache_dtype == PACKED_LATENTS:
+                rows = ops.unpack_latents(rows, self.kv_lora_rank, q.dtype)
+            elif rows.dtype.itemsize == 1:
                 rows = (rows.float() * k_scale).to(q.dtype)
             key, value = self._expanded(*rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1))
             earlier = ops.run(
@@ -247,7 +252,7 @@ class TritonMLAImpl(MLAAttentionImpl):
                 query_start_loc=decode.query_start_loc,
                 spec=self.spec,
                 max_query_len=decode.max_query_len,
-                k_scale=self._scale_of(layer._k_scale),
+                k_scale=_scale_of(self.kv_cache_dtype, layer._k_scale),
                 with_lse=True,
             ),
             workspace=self.workspace,
@@ -265,17 +270,16 @@ class TritonMLAImpl(MLAAttentionImpl):
             k_pe: [num_tokens, qk_rope_head_dim] or with an axis of one head.
             kv_cache: [num_blocks, block_size, head_size].
             slot_mapping: int32 [num_tokens]; -1 writes nothing.
-            kv_cache_dtype: a name of `CACHE_DTYPES`.
+            kv_cache_dtype: as of the layer.
             k_scale: what a stored unit is worth, for an 8-bit cache.
         """
-        quantized = is_quantized_kv_cache(kv_cache_dtype)
         ops.run(
             LatentWriteCall(
                 kv_c=kv_c_normed,
                 k_pe=k_pe.view(-1, self.qk_rope_head_dim),
                 slot_mapping=slot_mapping,
                 latent_cache=_as_stored(kv_cache, kv_cache_dtype),
-                k_scale=k_scale if quantized else None,
+                k_scale=_scale_of(kv_cache_dtype, k_scale),
             )
         )
 
@@ -295,15 +299,12 @@ class TritonMLAImpl(MLAAttentionImpl):
         return self._to_latent, self._to_value
 
     def _checked_cache(self, kv_cache: Tensor, metadata: MLACommonMetadata) -> Tensor:
-        if kv_cache.dim() != 3 or tuple(kv_cache.shape[1:]) != (metadata.block_size, self.head_size):
+        if kv_cache.dim() != 3 or tuple(kv_cache.shape[1:]) != (metadata.block_size, self.row_size):
             raise InvalidInput(
                 f"kv_cache has shape {tuple(kv_cache.shape)}; the metadata is for latents of (num_blocks, "
-                f"{metadata.block_size}, {self.head_size})."
+                f"{metadata.block_size}, {self.row_size})."
             )
         return _as_stored(kv_cache, self.kv_cache_dtype)
-
-    def _scale_of(self, k_scale: Tensor) -> Tensor | None:
-        return k_scale if is_quantized_kv_cache(self.kv_cache_dtype) else None
 
 
 class TorchMLAImpl(TritonMLAImpl):
@@ -312,8 +313,12 @@ class TorchMLAImpl(TritonMLAImpl):
 
 def _as_stored(kv_cache: Tensor, kv_cache_dtype: str) -> Tensor:
     """Returns a cache as elements of its own type, which may have been allocated as bytes."""
-    stored = CACHE_DTYPES[kv_cache_dtype]
+    stored = CACHE_DTYPES.get(kv_cache_dtype)
     return kv_cache.view(stored) if kv_cache.dtype == torch.uint8 and stored is not None else kv_cache
+
+
+def _scale_of(kv_cache_dtype: str, k_scale: Tensor) -> Tensor | None:
+    return k_scale if kv_cache_dtype != PACKED_LATENTS and is_quantized_kv_cache(kv_cache_dtype) else None
 
 
 def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch_core.vllm.groups import ContextGroup
 __all__ = [
     "CACHE_DTYPES",
     "FP8_STATIC_TENSOR",
+    "PACKED_LATENTS",
     "AttentionCGSupport",
     "AttentionType",
     "ContextParallel",
@@ -38,6 +39,9 @@ CACHE_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
+
+#: Of latents only: rows of uint8 as FlashMLA has them, with scales of their own; see `LatentCacheSpec`.
+PACKED_LATENTS = "fp8_ds_mla"
 
 #: The order of tokens and heads inside a block: tokens first (NHD) or heads first (HND).
 KVCacheLayoutType = Literal["NHD", "HND"]

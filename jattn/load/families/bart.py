@@ -10,6 +10,11 @@ from jattn.load.families.family import Family, Key
 __all__ = ["BART"]
 
 
+_BIASES = ("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias", "logits_bias")
+#: What only its descendants have.
+_OFF = ("normalize_before", "add_final_layer_norm", "static_position_embeddings")
+
+
 def _embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"embedding_multiplier": raw["d_model"] ** 0.5 if raw.get("scale_embedding") else 1.0}
 
@@ -33,34 +38,22 @@ BART = Family(
         "max_position_embeddings": 1024,
         "activation_function": "gelu",
         "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-    },
+    }
+    | {"bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
     options={
         "rms_norm_eps": 1e-5,
         "norm_type": "layer_norm",
-        "norm_bias": True,
         "norm_placement": "residual",
         "final_norm": False,
         "embedding_norm": True,
         "position_embedding": "learned",
         "position_offset": 2,
         "gated_mlp": False,
-        "attention_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-        "logits_bias": True,
-    },
+    }
+    | dict.fromkeys(_BIASES, True),
     derive=_embedding,
     absent=("head_dim", "num_key_value_heads"),
-    inert={
-        "is_encoder_decoder": True,
-        "normalize_before": False,
-        "normalize_embedding": True,
-        "add_final_layer_norm": False,
-        "static_position_embeddings": False,
-    },
+    inert={"is_encoder_decoder": True, "normalize_embedding": True} | dict.fromkeys(_OFF, False),
     names={
         "embed_tokens": "model.shared",
         "self_attn.o_proj": "self_attn.out_proj",

@@ -1,4 +1,4 @@
-"""Gemma 1 (arXiv:2403.08295), 2 (arXiv:2408.00118) and the text models of 3 (arXiv:2503.19786)."""
+"""Gemma 1 (arXiv:2403.08295) and 2 (arXiv:2408.00118)."""
 
 from __future__ import annotations
 
@@ -7,37 +7,34 @@ from typing import Any
 
 from jattn.load.families.family import BOTH_BIASES, INVERSE_SQUARE, Family, Key, every
 
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
+__all__ = ["DEFAULTS", "GEMMA", "GEMMA2", "INERT", "KEYS", "NAMES", "scaled_embedding"]
 
 
-def _scaled_embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
+def scaled_embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the factor that all of them put on embeddings."""
     return {"embedding_multiplier": raw["hidden_size"] ** 0.5}
 
 
-def _pattern(layer: int, raw: Mapping[str, Any]) -> bool:
-    return every(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)))(layer, raw)
-
-
-_KEYS = {
+KEYS = {
     "attention_bias": BOTH_BIASES,
     "hidden_activation": "hidden_act",
     "query_pre_attn_scalar": Key("attention_scale", *INVERSE_SQUARE),
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-_NAMES = {
+NAMES = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
-_DEFAULTS = {
+DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_INERT = {"use_bidirectional_attention": False}
+INERT = {"use_bidirectional_attention": False}
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
@@ -49,32 +46,18 @@ GEMMA = Family(
     },
     defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256},
     options={"norm_type": "gemma_rms_norm"},
-    derive=_scaled_embedding,
-    inert=_INERT,
+    derive=scaled_embedding,
+    inert=INERT,
 )
 
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    keys=_KEYS,
-    defaults=_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    keys=KEYS,
+    defaults=DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     options={"norm_type": "gemma_rms_norm", "norm_placement": "both"},
-    derive=_scaled_embedding,
-    inert=_INERT,
+    derive=scaled_embedding,
+    inert=INERT,
     windows=every(2),
-    names=_NAMES,
-)
-
-GEMMA3 = Family(
-    architecture="Gemma3ForCausalLM",
-    model_type="gemma3_text",
-    keys={name: key for name, key in _KEYS.items() if name != "attn_logit_softcapping"},
-    defaults=_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0},
-    options={"norm_type": "gemma_rms_norm", "norm_placement": "both", "qk_norm": "head"},
-    derive=_scaled_embedding,
-    # transformers reads the key and caps nothing.
-    inert=_INERT | {"attn_logit_softcapping": None},
-    windows=_pattern,
-    rope_keys={"rope_local_base_freq": "rope_local_base_freq"},
-    names=_NAMES,
+    names=NAMES,
 )

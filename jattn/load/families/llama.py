@@ -34,7 +34,7 @@ GRANITE = Family(
 
 
 def _without_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    layers, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
+    layers, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval") or 4
     flags = raw.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
     return {"nope_layers": tuple(index for index, rotates in enumerate(flags) if not rotates)}
 

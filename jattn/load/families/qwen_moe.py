@@ -13,7 +13,7 @@ __all__ = ["QWEN2_MOE", "QWEN3_MOE"]
 
 def _sparse_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
     dense = set(raw.get("mlp_only_layers") or ())
-    step = raw.get("decoder_sparse_step", 1)
+    step = raw.get("decoder_sparse_step") or 1
     dense |= {layer for layer in range(raw["num_hidden_layers"]) if (layer + 1) % step}
     return {"moe.dense_layers": tuple(sorted(dense))}
 

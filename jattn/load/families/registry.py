@@ -11,7 +11,8 @@ from jattn.load.families.deepseek_v2 import DEEPSEEK_V2
 from jattn.load.families.deepseek_v3 import DEEPSEEK_V3
 from jattn.load.families.falcon import FALCON
 from jattn.load.families.family import Family
-from jattn.load.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jattn.load.families.gemma import GEMMA, GEMMA2
+from jattn.load.families.gemma3 import GEMMA3
 from jattn.load.families.gpt2 import GPT2, STARCODER2
 from jattn.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.load.families.gpt_oss import GPT_OSS

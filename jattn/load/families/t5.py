@@ -9,6 +9,7 @@ from jattn.load.families.family import Family, Key
 
 __all__ = ["T5"]
 
+_DISTANCES = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
 _FEED_FORWARDS = {activation: name for name, activation in _ACTIVATIONS.items()}
 
@@ -18,8 +19,18 @@ def _derived(raw: Mapping[str, Any]) -> dict[str, Any]:
     # Older files say it by the output projection: T5 shares the embedding and scales, version 1.1 does neither.
     scales = raw["tie_word_embeddings"] if scales is None else scales
     return {
-        "gated_mlp": raw["feed_forward_proj"].startswith("gated-"),
+        "gated_mlp": str(raw["feed_forward_proj"]).startswith("gated-"),
         "logits_scale": raw["d_model"] ** -0.5 if scales else 1.0,
+    }
+
+
+def _feed_forward(part: str, layer: int) -> dict[str, str | tuple[str, ...]]:
+    where = f"layer.{layer}.DenseReluDense."
+    return {
+        f"{part}post_attention_layernorm": f"layer.{layer}.layer_norm",
+        f"{part}mlp.up_proj": f"{where}wi",
+        f"{part}mlp.gate_up_proj": (f"{where}wi_0", f"{where}wi_1"),
+        f"{part}mlp.down_proj": f"{where}wo",
     }
 
 
@@ -34,13 +45,11 @@ T5 = Family(
         "num_decoder_layers": "num_hidden_layers",
         "num_heads": "num_attention_heads",
         "n_positions": "max_position_embeddings",
-        "relative_attention_num_buckets": "relative_attention_num_buckets",
-        "relative_attention_max_distance": "relative_attention_max_distance",
         "layer_norm_epsilon": "rms_norm_eps",
-        "feed_forward_proj": Key("hidden_act", lambda name: _ACTIVATIONS.get(name, name), _FEED_FORWARDS.get),
+        "feed_forward_proj": Key("hidden_act", lambda name: _ACTIVATIONS.get(str(name), name), _FEED_FORWARDS.get),
         "scale_decoder_outputs": Key("logits_scale", write=lambda scale: scale != 1),
-        "decoder_start_token_id": "decoder_start_token_id",
-    },
+    }
+    | {name: name for name in ("decoder_start_token_id", *_DISTANCES)},
     defaults={
         "num_decoder_layers": lambda raw: raw["num_layers"],
         "n_positions": 512,
@@ -66,19 +75,8 @@ T5 = Family(
         "cross_attn.kv_proj": ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"),
         "cross_attn.o_proj": "layer.1.EncDecAttention.o",
     }
-    | {
-        f"{stack}{module}": place.format(layer)
-        for stack, layer in (("", 2), ("encoder.", 1))
-        for module, place in {
-            "post_attention_layernorm": "layer.{}.layer_norm",
-            "mlp.up_proj": "layer.{}.DenseReluDense.wi",
-            "mlp.down_proj": "layer.{}.DenseReluDense.wo",
-        }.items()
-    }
-    | {
-        f"{stack}mlp.gate_up_proj": (f"layer.{layer}.DenseReluDense.wi_0", f"layer.{layer}.DenseReluDense.wi_1")
-        for stack, layer in (("", 2), ("encoder.", 1))
-    }
+    | _feed_forward("", 2)
+    | _feed_forward("encoder.", 1)
     | {
         "encoder.norm": "encoder.final_layer_norm",
         "encoder.relative_attention_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",

@@ -13,15 +13,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_core.attention.backward_hopper.pairs import score_gradient_pairs, unpack_pairs, weight_pairs
 from torch_core.attention.backward_hopper.signals import await_room, signal_full
-from torch_core.attention.backward_hopper.work import BLOCK_N
+from torch_core.attention.backward_hopper.work import full_tiles
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 
-__all__ = ["key_gradients"]
+__all__ = ["FIRST", "LAST", "key_gradients", "mask_edge"]
 
 # Edges of the mask.
-_FIRST = gl.constexpr(0)
-_LAST = gl.constexpr(1)
+FIRST = gl.constexpr(0)
+LAST = gl.constexpr(1)
 
 
 @gluon.jit
@@ -32,14 +32,7 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.HEAD_SIZE, 16])
     rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    # Tiles of queries from `low` on see all keys of this warpgroup, those from `high` on no longer; the mask of the
-    # others also hides keys that the sequence does not own.
-    high = item.end
-    if SHAPE.LEFT:
-        high = gl.minimum(gl.maximum(item.last + OWN * 64 + 1, item.start * BLOCK_M) // BLOCK_M, high)
-    low = high
-    if item.keys >= BLOCK_N:
-        low = gl.minimum(gl.maximum((item.first + OWN * 64 + 63 + BLOCK_M - 1) // BLOCK_M, item.start), high)
+    low, high = full_tiles(item, OWN, SHAPE)
     k = rings.key.tiles.index(0).slice(OWN * 64, 64)
     v = rings.value.tiles.index(0).slice(OWN * 64, 64)
     dk = gl.zeros([64, SHAPE.HEAD_SIZE], gl.float32, G_LAYOUT)
@@ -56,7 +49,7 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
             last = gl.where(rows < item.keys, item.last + rows, -(2**30))
             for i in range((item.end - high) * GROUP):
                 bound = last - (item.end - 1 - i // GROUP) * BLOCK_M
-                dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, _LAST, BLOCK_M, S_LAYOUT)
+                dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, LAST, BLOCK_M, S_LAYOUT)
                 step += 1
         first = gl.where(rows < item.keys, item.first + rows, 2**30)
         for _ in range((high - low) * GROUP):
@@ -64,7 +57,7 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
             step += 1
         for i in range((low - item.start) * GROUP):
             bound = first - (low - 1 - i // GROUP) * BLOCK_M
-            dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, _FIRST, BLOCK_M, S_LAYOUT)
+            dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, FIRST, BLOCK_M, S_LAYOUT)
             step += 1
         dk = _add_keys(dk, rings, step, OWN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
@@ -94,9 +87,7 @@ def _step(
     dk = _add_keys(dk, rings, step, OWN)
     s = warpgroup_mma_wait(1, deps=(s,))
     if EDGE is not None:
-        columns = gl.arange(0, BLOCK_M, layout=COLUMNS)[None, :]
-        keep = columns >= bound[:, None] if EDGE == _FIRST else columns <= bound[:, None]
-        s = gl.where(keep, s, float("-inf"))
+        s = mask_edge(s, bound, EDGE)
     lse = stats.slice(0, BLOCK_M).load(COLUMNS)
     weights = weight_pairs(s * factor - lse[None, :], dtype)
     p = gl.convert_layout(unpack_pairs(weights, dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
@@ -112,10 +103,18 @@ def _step(
     await_room(step, OWN)
     rings.d_scores.index(step % 2).slice(OWN * 64, 64).store(unpack_pairs(ds, dtype))
     fence_async_shared()
-    signal_full(step)
+    signal_full(step, 2)
     dv = warpgroup_mma_wait(0, deps=(dv,))
     mbarrier.arrive(rings.d_out.empty.index(do_slot), count=1)
     return dk, dv
+
+
+@gluon.jit
+def mask_edge(s, bound, EDGE: gl.constexpr):
+    """Scores, keys by rows, without the queries before or beyond the `bound` of each key, at that EDGE of the mask."""
+    columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    keep = columns >= bound[:, None] if EDGE == FIRST else columns <= bound[:, None]
+    return gl.where(keep, s, float("-inf"))
 
 
 @gluon.jit

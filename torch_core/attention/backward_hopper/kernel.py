@@ -10,8 +10,8 @@ from torch_core.attention.backward_hopper.gradients import key_gradients
 from torch_core.attention.backward_hopper.loads import load_tiles
 from torch_core.attention.backward_hopper.queries import query_gradients
 from torch_core.attention.backward_hopper.signals import pass_turns, take_turns
+from torch_core.attention.backward_hopper.wide import wide_key_gradients, wide_value_gradients
 from torch_core.attention.backward_hopper.work import (
-    BLOCK_N,
     Gradients,
     Rings,
     Sizes,
@@ -46,7 +46,10 @@ def hopper_backward_kernel(
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
+    VALUE_SIZE: gl.constexpr,
+    HEAD_PADDED: gl.constexpr,
     BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     QUERY_STAGES: gl.constexpr,
     D_OUT_STAGES: gl.constexpr,
     KEY_REGISTERS: gl.constexpr,
@@ -68,19 +71,23 @@ def hopper_backward_kernel(
     A group's gradients of keys and values are summed in registers.
     """
     SHAPE: gl.constexpr = Sizes(
-        NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_M, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE,
-        VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES,
+        NUM_KV_HEADS, GROUP, HEAD_SIZE, VALUE_SIZE, BLOCK_M, BLOCK_N, window_left is not None, QUERY_STRIDE,
+        D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     item = find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE)
     gradients = Gradients(d_query_sums, turns, d_key, d_value, scale, query_tiles)
     if item.live:
-        k_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_SIZE], layout)
-        v_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_SIZE], layout)
-        q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES, BLOCK_M, HEAD_SIZE], layout)
-        do_tiles = gl.allocate_shared_memory(dtype, [D_OUT_STAGES, BLOCK_M, HEAD_SIZE], layout)
+        k_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_PADDED], layout)
+        v_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, VALUE_SIZE], layout)
+        q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES, BLOCK_M, HEAD_PADDED], layout)
+        do_tiles = gl.allocate_shared_memory(dtype, [D_OUT_STAGES, BLOCK_M, VALUE_SIZE], layout)
         ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], layout)
+        weights = None
+        if BLOCK_N == 64:
+            pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+            weights = gl.allocate_shared_memory(gl.int32, [QUERY_STAGES, BLOCK_N, BLOCK_M // 2], pairs)
         stats = gl.allocate_shared_memory(gl.float32, [QUERY_STAGES, 2 * BLOCK_M], row_stats.layout)
         keys = make_ring(k_tile, 1)
         values = make_ring(v_tile, 1)
@@ -94,19 +101,33 @@ def hopper_backward_kernel(
         for i in gl.static_range(D_OUT_STAGES):
             open_slot(d_outs, i, 2)
         mbarrier.init(raw, count=1)
-        rings = Rings(keys, values, queries, d_outs, ds_tiles, stats, raw)
+        rings = Rings(keys, values, queries, d_outs, ds_tiles, weights, stats, raw)
         tensors = Tensors(query, key, value, d_out, row_stats)
-        gl.warp_specialize(
-            [
-                (key_gradients, (0, item, rings, gradients, SHAPE)),
-                (key_gradients, (1, item, rings, gradients, SHAPE)),
-                (query_gradients, (item, rings, gradients, SHAPE)),
-                (load_tiles, (item, tensors, rings, query_tiles, SHAPE)),
-                (take_turns, (item, gradients, SHAPE)),
-                (pass_turns, (item, gradients, SHAPE)),
-            ],
-            [4, 4, 1, 1, 1],
-            [KEY_REGISTERS, QUERY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
-        )
+        if weights is None:
+            gl.warp_specialize(
+                [
+                    (key_gradients, (0, item, rings, gradients, SHAPE)),
+                    (key_gradients, (1, item, rings, gradients, SHAPE)),
+                    (query_gradients, (item, rings, gradients, SHAPE)),
+                    (load_tiles, (item, tensors, rings, query_tiles, SHAPE)),
+                    (take_turns, (item, gradients, SHAPE)),
+                    (pass_turns, (item, gradients, SHAPE)),
+                ],
+                [4, 4, 1, 1, 1],
+                [KEY_REGISTERS, QUERY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (wide_value_gradients, (item, rings, gradients, SHAPE)),
+                    (wide_key_gradients, (item, rings, gradients, SHAPE)),
+                    (query_gradients, (item, rings, gradients, SHAPE)),
+                    (load_tiles, (item, tensors, rings, query_tiles, SHAPE)),
+                    (take_turns, (item, gradients, SHAPE)),
+                    (pass_turns, (item, gradients, SHAPE)),
+                ],
+                [4, 4, 1, 1, 1],
+                [KEY_REGISTERS, QUERY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+            )
     else:
         zero_padding(item, gradients, key_start_loc, num_keys, num_seqs, SHAPE)

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from torch_core.attention.backward_hopper.work import BLOCK_N
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import zero_outside
@@ -22,14 +21,15 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
     is multiplied with them is 0, but 0 * NaN is NaN.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     unseen = item.lowest - item.tile * BLOCK_N
     phase = _load(
         tensors.value, item.first_key, item.kv_head * SHAPE.VALUE_STRIDE, unseen, item.keys, rings.value.tiles.index(0),
-        rings.value.full.index(0), rings.raw, gl.to_tensor(0), 0,
+        rings.value.full.index(0), rings.raw, gl.to_tensor(0), 0, SHAPE.VALUE_SIZE,
     )  # fmt: skip
     phase = _load(
         tensors.key, item.first_key, item.kv_head * SHAPE.KEY_STRIDE, unseen, item.keys, rings.key.tiles.index(0),
-        rings.key.full.index(0), rings.raw, phase, 0,
+        rings.key.full.index(0), rings.raw, phase, 0, SHAPE.HEAD_SIZE,
     )  # fmt: skip
     for step in range((item.end - item.start) * SHAPE.GROUP):
         tile = item.end - 1 - step // SHAPE.GROUP
@@ -43,7 +43,7 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
         mbarrier.wait(rings.query.empty.index(slot), slot_phase ^ 1)
         phase = _load(
             tensors.query, row, head * SHAPE.QUERY_STRIDE, blind, live, rings.query.tiles.index(slot), full, rings.raw,
-            phase, 2 * BLOCK_M * 4,
+            phase, 2 * BLOCK_M * 4, SHAPE.HEAD_SIZE,
         )  # fmt: skip
         place = head * query_tiles + item.first_tile + tile
         async_load(tensors.row_stats, [place * 2 * BLOCK_M], full, rings.stats.index(slot))
@@ -51,25 +51,30 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
         mbarrier.wait(rings.d_out.empty.index(slot), slot_phase ^ 1)
         phase = _load(
             tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, blind, live, rings.d_out.tiles.index(slot),
-            rings.d_out.full.index(slot), rings.raw, phase, 0,
+            rings.d_out.full.index(slot), rings.raw, phase, 0, SHAPE.VALUE_SIZE,
         )  # fmt: skip
 
 
 @gluon.jit
-def _load(array, row, column, low, high, tile, full, raw, phase, MORE: gl.constexpr):
-    """Starts the copy of a tile whose rows [low, high) count, where MORE bytes for the barrier `full` come besides.
+def _load(
+    array, row, column, low, high, tile, full, raw, phase, MORE: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
+    """Starts the copy of the first COLUMNS of a tile, whose rows [low, high) count; MORE bytes for the barrier `full`
+    come besides.
 
     Returns:
         the phase of the barrier `raw` afterwards.
     """
     ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1]
+    # What a warp with few registers zeroes at a time.
+    WIDTH: gl.constexpr = min(COLUMNS & -COLUMNS, 128)
     if (low > 0) | (high < ROWS):
         mbarrier.expect(raw, ROWS * COLUMNS * 2)
-        async_load(array, [row, column], raw, tile)
+        _copy(array, row, column, raw, tile, COLUMNS)
         mbarrier.wait(raw, phase)
         phase ^= 1
-        zero_outside(tile, low, high, ROWS, COLUMNS)
+        for i in gl.static_range(0, COLUMNS, WIDTH):
+            zero_outside(tile.slice(i, WIDTH, 1), low, high, ROWS, WIDTH)
         fence_async_shared()
         if MORE:
             mbarrier.expect(full, MORE)
@@ -77,5 +82,12 @@ def _load(array, row, column, low, high, tile, full, raw, phase, MORE: gl.conste
             mbarrier.arrive(full, count=1)
     else:
         mbarrier.expect(full, ROWS * COLUMNS * 2 + MORE)
-        async_load(array, [row, column], full, tile)
+        _copy(array, row, column, full, tile, COLUMNS)
     return phase
+
+
+@gluon.jit
+def _copy(array, row, column, barrier, tile, COLUMNS: gl.constexpr):
+    BOX: gl.constexpr = COLUMNS & -COLUMNS
+    for i in gl.static_range(0, COLUMNS, BOX):
+        async_load(array, [row, column + i], barrier, tile.slice(i, BOX, 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["score_gradient_pairs", "unpack_pairs", "weight_pairs"]
+__all__ = ["load_pairs", "score_gradient_pairs", "unpack_pairs", "weight_pairs"]
 
 _WEIGHTS = "{{ .reg .f32 a, b; ex2.approx.ftz.f32 a, $1; ex2.approx.ftz.f32 b, $2; cvt.rn.{0}x2.f32 $0, b, a; }}"
 _FLOATS = (
@@ -49,6 +49,13 @@ def unpack_pairs(pairs, DTYPE: gl.constexpr):
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     return gl.join(low, high).reshape([pairs.shape[0], 2 * pairs.shape[1]]).to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def load_pairs(tile, x):
+    """Loads pairs from shared memory as the threads have them that have the columns of x."""
+    even, _ = _columns(x)
+    return tile.load(even.type.layout)
 
 
 @gluon.jit

@@ -11,9 +11,8 @@ from torch_core.attention.backward.plan import sum_parts_launch
 from torch_core.attention.backward_hopper.kernel import hopper_backward_kernel
 from torch_core.attention.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
 from torch_core.attention.backward_hopper.tiles import HopperBackwardTile, hopper_backward_tile
-from torch_core.attention.backward_hopper.work import BLOCK_N
 from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
-from torch_core.attention.operands import count, make_launch, operation
+from torch_core.attention.operands import count, make_launch, operation, padded
 from torch_core.calls import DenseBackwardCall
 from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
 from torch_core.specs import ArraySpec
@@ -38,18 +37,19 @@ def hopper_backward_plan(
     """Plans the gradients of queries, keys and values; None where the portable kernels serve the call better.
 
     The kernel takes bfloat16 and float16 with head sizes 64 and 128, a positive scale, causal and window masks, a sink
-    for each head; strides and alignments that the copy engine can follow.
+    for each head; strides and alignments that the copy engine can follow. In `WIDE_TILE` it takes heads of 256, and of
+    192 over values of 128.
 
     Args:
         call: the call, checked and not empty.
         limits: the device.
-        tile: another tile than the table's, for measurements.
+        tile: another tile than the table's, for measurements and tests.
     """
     tile = tile or hopper_backward_tile(head_size=call.head_size, max_query_len=call.max_query_len)
-    if tile is None or not _is_served(call, limits):
+    if tile is None or not _is_served(call, limits, tile):
         return None
     block_m, heads, head_size = tile.block_m, call.num_heads, call.head_size
-    query, key, value = (array_matrix(call, name, BLOCK_N.value) for name in ("query", "key", "value"))
+    query, key, value = (array_matrix(call, name, tile.block_n) for name in ("query", "key", "value"))
     d_out = dense_matrix(call.d_out)
     tiles = call.num_tokens // block_m + call.num_seqs + 1
     stats = ArraySpec((heads * tiles * 2 * block_m,), "float32")
@@ -68,7 +68,10 @@ def hopper_backward_plan(
         "NUM_KV_HEADS": call.num_kv_heads,
         "GROUP": call.group,
         "HEAD_SIZE": head_size,
+        "HEAD_PADDED": padded(head_size),
+        "VALUE_SIZE": call.value_head_size,
         "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
         "QUERY_STAGES": tile.query_stages,
         "D_OUT_STAGES": tile.d_out_stages,
         "KEY_REGISTERS": tile.key_registers,
@@ -88,15 +91,17 @@ def hopper_backward_plan(
         "query_tiles": count(tiles),
         "num_keys": count(call.key.shape[0]),
     }
-    dtype, box = call.query.dtype, (BLOCK_N.value, head_size)
+    dtype = call.query.dtype
+    # Columns of a copy: a power of two, as tiles must have.
+    width, value_width = (size & -size for size in (head_size, call.value_head_size))
     copies: dict[str, Argument] = {
-        "query": copy_descriptor("query", query, (block_m, head_size), dtype),
-        "key": copy_descriptor("key", key, box, dtype),
-        "value": copy_descriptor("value", value, box, dtype),
-        "d_out": copy_descriptor("d_out", d_out, (block_m, head_size), dtype),
+        "query": copy_descriptor("query", query, (block_m, width), dtype),
+        "key": copy_descriptor("key", key, (tile.block_n, width), dtype),
+        "value": copy_descriptor("value", value, (tile.block_n, value_width), dtype),
+        "d_out": copy_descriptor("d_out", d_out, (block_m, value_width), dtype),
         "row_stats": Descriptor("row_stats", stats.shape, (1,), (2 * block_m,), _ROWS),
     }
-    programs = (call.key.shape[0] // BLOCK_N.value + call.num_seqs + 1) * call.num_kv_heads
+    programs = (call.key.shape[0] // tile.block_n + call.num_seqs + 1) * call.num_kv_heads
     rows = (tiles, heads)
     launches = [
         make_launch(prepare_backward_kernel, call, rows, known, arguments=pointers, writes=tuple(scratch)),
@@ -112,10 +117,11 @@ def hopper_backward_plan(
     return operation(call, tuple(launches), tuple(scratch.items()))
 
 
-def _is_served(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> bool:
+def _is_served(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits, tile: HopperBackwardTile) -> bool:
     dtypes = {x.dtype for x in (call.query, call.key, call.value, call.out, call.d_out) if x is not None}
     return (
-        is_copied(call, limits)
+        is_copied(call, limits, rest_size=call.head_size - call.value_head_size)
+        and (call.head_size, call.value_head_size) in tile.head_sizes
         and call.arrays().keys() <= _ARRAYS
         and dtypes in ({"bfloat16"}, {"float16"})
         and call.max_query_len >= _MIN_LEN

@@ -22,6 +22,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     GROUP: gl.constexpr = SHAPE.GROUP
+    WRITERS: gl.constexpr = 1 if rings.weights is not None else 2
     # Columns at a time: what this warpgroup's registers hold.
     PART: gl.constexpr = 4096 // BLOCK_M
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -36,18 +37,20 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
         tile = item.end - 1 - step // GROUP
         place = (item.kv_head * GROUP + step % GROUP) * gradients.query_tiles + item.first_tile + tile
         sums = gradients.query_sums + place.to(gl.int64) * (BLOCK_M * HEAD_SIZE)
-        await_full(step)
+        await_full(step, WRITERS)
         ds = rings.d_scores.index(step % 2).permute((1, 0))
         for part in gl.static_range(HEAD_SIZE // PART):
             zeros = gl.zeros([BLOCK_M, PART], gl.float32, LAYOUT)
             dq = warpgroup_mma(ds, k.slice(part * PART, PART, 1), zeros, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == HEAD_SIZE // PART - 1:
-                signal_room(step, steps, 0)
-                signal_room(step, steps, 1)
+                for i in gl.static_range(WRITERS):
+                    signal_room(step, steps, i)
             if part == 0:
                 await_turn()
             _add(sums + part * (BLOCK_M * PART) + offsets, dq)
+            if HEAD_SIZE // PART > 2:
+                _finish_part()
         pass_turn()
 
 
@@ -59,3 +62,11 @@ def _add(pointers, values):
         "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [pointers.to(gl.int64, bitcast=True), values], dtype=gl.int32, is_pure=False,
         pack=4,
     )  # fmt: skip
+
+
+@gluon.jit
+def _finish_part():
+    """Keeps the next part's product behind this part's sums: together they do not fit this warpgroup's registers."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -31,6 +31,7 @@ def prepare_backward_kernel(
     query_tiles,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OUT_STRIDES: tl.constexpr,
     D_OUT_STRIDES: tl.constexpr,
@@ -47,7 +48,7 @@ def prepare_backward_kernel(
     tokens = (first + lanes).to(tl.int64)
     row_lse = tl.load(lse + tokens * NUM_HEADS + head, mask=live, other=float("-inf"))
     live = live & (row_lse > float("-inf"))
-    columns = tl.arange(0, HEAD_SIZE)[None, :]
+    columns = tl.arange(0, VALUE_SIZE)[None, :]
     outs = out + (tokens * OUT_STRIDES[0] + head * OUT_STRIDES[1])[:, None] + columns
     d_outs = d_out + (tokens * D_OUT_STRIDES[0] + head * D_OUT_STRIDES[1])[:, None] + columns
     products = tl.load(outs, mask=live[:, None], other=0.0).to(tl.float32)
@@ -64,8 +65,10 @@ def prepare_backward_kernel(
         sink = tl.load(sinks + head).to(tl.float32)
         weights = tl.math.exp2((sink - tl.where(live, row_lse, float("inf"))) * LOG2E)
         tl.store(sink_parts + place, -tl.sum(weights * delta, 0))
-    cells = tl.arange(0, BLOCK_M * HEAD_SIZE)
-    tl.store(d_query_sums + place * (BLOCK_M * HEAD_SIZE) + cells, tl.zeros([BLOCK_M * HEAD_SIZE], tl.float32))
+    CELLS: tl.constexpr = BLOCK_M * (HEAD_SIZE & -HEAD_SIZE)
+    cells = tl.arange(0, CELLS)
+    for part in tl.static_range(0, BLOCK_M * HEAD_SIZE, CELLS):
+        tl.store(d_query_sums + place * (BLOCK_M * HEAD_SIZE) + part + cells, tl.zeros([CELLS], tl.float32))
 
 
 @triton.jit
@@ -87,15 +90,18 @@ def finish_backward_kernel(
     first, rows, _ = _tile_rows(tile, query_start_loc, num_tokens, num_seqs, BLOCK_M)
     if rows > 0:
         place = (head * query_tiles + tile).to(tl.int64)
-        sums = tl.load(d_query_sums + place * (BLOCK_M * HEAD_SIZE) + tl.arange(0, BLOCK_M * HEAD_SIZE))
-        # As the matrix units leave them: blocks of 8 columns; 16 rows of a warp; 8 rows; 2 columns; 8 rows below.
-        sums = sums.reshape([HEAD_SIZE // 8, BLOCK_M // 16, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5)
-        sums = sums.reshape([BLOCK_M, HEAD_SIZE]) * scale
-        lanes = tl.arange(0, BLOCK_M)
-        tokens = (first + lanes).to(tl.int64)
-        pointers = d_query + (tokens * D_QUERY_STRIDES[0] + head * D_QUERY_STRIDES[1])[:, None]
-        pointers += tl.arange(0, HEAD_SIZE)[None, :]
-        tl.store(pointers, sums.to(d_query.dtype.element_ty), mask=(lanes < rows)[:, None])
+        PART: tl.constexpr = HEAD_SIZE & -HEAD_SIZE
+        for part in tl.static_range(0, HEAD_SIZE, PART):
+            sums = d_query_sums + place * (BLOCK_M * HEAD_SIZE) + (part * BLOCK_M + tl.arange(0, BLOCK_M * PART))
+            sums = tl.load(sums)
+            # As the matrix units leave them: blocks of 8 columns; 16 rows of a warp; 8 rows; 2 columns; 8 rows below.
+            sums = sums.reshape([PART // 8, BLOCK_M // 16, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5)
+            sums = sums.reshape([BLOCK_M, PART]) * scale
+            lanes = tl.arange(0, BLOCK_M)
+            tokens = (first + lanes).to(tl.int64)
+            pointers = d_query + (tokens * D_QUERY_STRIDES[0] + head * D_QUERY_STRIDES[1])[:, None]
+            pointers += part + tl.arange(0, PART)[None, :]
+            tl.store(pointers, sums.to(d_query.dtype.element_ty), mask=(lanes < rows)[:, None])
 
 
 @triton.jit

@@ -9,16 +9,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_core.attention.backward_hopper.work import BLOCK_N
-
 __all__ = [
     "await_full",
     "await_room",
     "await_turn",
+    "await_weights",
     "pass_turn",
     "pass_turns",
     "signal_full",
     "signal_room",
+    "signal_weights",
     "take_turns",
 ]
 
@@ -26,18 +26,37 @@ __all__ = [
 _FULL = gl.constexpr(8)
 _ROOM = gl.constexpr(10)
 _TURN = gl.constexpr(14)
+# Where a single warpgroup writes slots, those of the other one are for the weights that it gets.
+_WEIGHTS = gl.constexpr(12)
+# By the warpgroups that write a slot, the one that reads it besides.
+_ARRIVE = gl.constexpr((None, "@p bar.arrive $1, 256;", "@p bar.arrive $1, 384;"))
+_SYNC = gl.constexpr((None, "@p bar.sync $1, 256;", "@p bar.sync $1, 384;"))
 
 
 @gluon.jit
-def signal_full(step):
-    """One of two warpgroups has written its half of the step's slot."""
-    _barrier(_FULL + step % 2, 1, "@p bar.arrive $1, 384;")
+def signal_full(step, WRITERS: gl.constexpr):
+    """One of the warpgroups that write has written its share of the step's slot."""
+    ARRIVE: gl.constexpr = _ARRIVE[WRITERS]
+    _barrier(_FULL + step % 2, 1, ARRIVE)
 
 
 @gluon.jit
-def await_full(step):
-    """Both halves of the step's slot are written."""
-    _barrier(_FULL + step % 2, 1, "@p bar.sync $1, 384;")
+def await_full(step, WRITERS: gl.constexpr):
+    """The step's slot is written."""
+    SYNC: gl.constexpr = _SYNC[WRITERS]
+    _barrier(_FULL + step % 2, 1, SYNC)
+
+
+@gluon.jit
+def signal_weights(step):
+    """The step's weights are written."""
+    _barrier(_WEIGHTS + step % 2, 1, "@p bar.arrive $1, 256;")
+
+
+@gluon.jit
+def await_weights(step):
+    """The step's weights may be read."""
+    _barrier(_WEIGHTS + step % 2, 1, "@p bar.sync $1, 256;")
 
 
 @gluon.jit
@@ -72,7 +91,7 @@ def take_turns(item, gradients, SHAPE: gl.constexpr):
     """
     for step in range((item.end - item.start) * SHAPE.GROUP):
         counter, tile = _turn_counter(step, item, gradients, SHAPE)
-        turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // BLOCK_N
+        turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // SHAPE.BLOCK_N
         _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
         _barrier(_TURN, 1, "@p bar.sync $1, 192;")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HopperBackwardTile", "hopper_backward_tile"]
+__all__ = ["WIDE_TILE", "HopperBackwardTile", "hopper_backward_tile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class HopperBackwardTile:
         key_registers: registers of a thread that works on the gradients of keys and values.
         query_registers: registers of a thread that works on the gradient of queries.
         load_registers: registers of the other threads.
+        block_n: keys of a program: 128, or 64 where two warpgroups share the sums of the same keys.
     """
 
     block_m: int
@@ -26,6 +27,12 @@ class HopperBackwardTile:
     key_registers: int = 208
     query_registers: int = 72
     load_registers: int = 24
+    block_n: int = 128
+
+    @property
+    def head_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Head sizes of keys, with those of values, that the kernel takes in such a tile."""
+        return ((64, 64), (128, 128)) if self.block_n == 128 else ((192, 128), (256, 256))
 
 
 # By head size, the tiles from a query length on.
@@ -33,6 +40,8 @@ _TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
     64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2))),
     128: ((0, HopperBackwardTile(64, 4, 2)),),
 }
+#: The tile of wide heads. No plan takes it by itself: it has run in the emulator of the tests, not on a device yet.
+WIDE_TILE = HopperBackwardTile(64, 2, 2, block_n=64)
 
 
 def hopper_backward_tile(*, head_size: int, max_query_len: int) -> HopperBackwardTile | None:

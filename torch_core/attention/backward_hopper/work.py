@@ -9,10 +9,8 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.hopper_work import level_by_level
 
-__all__ = ["BLOCK_N", "Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "zero_padding"]
+__all__ = ["Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "full_tiles", "zero_padding"]
 
-#: Keys of a program: 64 for each of two warpgroups.
-BLOCK_N = gl.constexpr(128)
 _SEQS = gl.constexpr(32)
 
 
@@ -21,8 +19,9 @@ class Sizes(NamedTuple):
 
     Attributes:
         NUM_KV_HEADS, GROUP: key/value heads; query heads of each.
-        HEAD_SIZE: elements of a head.
+        HEAD_SIZE, VALUE_SIZE: elements of a head of queries and keys; of values.
         BLOCK_M: queries of a tile.
+        BLOCK_N: keys of a program.
         LEFT: queries see keys of a window to the left.
         QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
         D_KEY_STRIDES, D_VALUE_STRIDES: elements from one token, and from one head, to the next.
@@ -31,7 +30,9 @@ class Sizes(NamedTuple):
     NUM_KV_HEADS: Any
     GROUP: Any
     HEAD_SIZE: Any
+    VALUE_SIZE: Any
     BLOCK_M: Any
+    BLOCK_N: Any
     LEFT: Any
     QUERY_STRIDE: Any
     D_OUT_STRIDE: Any
@@ -76,6 +77,7 @@ class Rings(NamedTuple):
     Attributes:
         key, value, query, d_out: what the copy engine brings.
         d_scores: two tiles, keys by rows.
+        weights: pairs of weights, where one warpgroup makes them for another; a tile for each slot of queries.
         stats: log-sum-exp and delta of the tile of queries in each slot.
         raw: a barrier for tiles that are zeroed in part before their slot counts as full.
     """
@@ -85,6 +87,7 @@ class Rings(NamedTuple):
     query: Any
     d_out: Any
     d_scores: Any
+    weights: Any
     stats: Any
     raw: Any
 
@@ -132,6 +135,7 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
     Among the tiles of a head those with the most queries under a causal mask come first, and of a sequence the first.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, _SEQS, layout=layout)
     share = gl.num_programs(0) // SHAPE.NUM_KV_HEADS
@@ -186,20 +190,43 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
 
 
 @gluon.jit
+def full_tiles(item, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """The tiles of queries [low, high) that see all of the keys 64 * OWN and the 63 after it, which are all there.
+
+    Those from `high` on no longer see all of them, those before `low` not yet; a tile that reaches out of its sequence
+    has none, so that the mask also hides keys that the sequence does not own.
+    """
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    high = item.end
+    if SHAPE.LEFT:
+        high = gl.minimum(gl.maximum(item.last + OWN * 64 + 1, item.start * BLOCK_M) // BLOCK_M, high)
+    low = high
+    if item.keys >= SHAPE.BLOCK_N:
+        low = gl.minimum(gl.maximum((item.first + OWN * 64 + 63 + BLOCK_M - 1) // BLOCK_M, item.start), high)
+    return low, high
+
+
+@gluon.jit
 def zero_padding(item, gradients, key_start_loc, num_keys, num_seqs, SHAPE: gl.constexpr):
     """Programs without a tile, one for each head at least: zeros the gradients of rows past the last sequence."""
-    LANES: gl.constexpr = SHAPE.HEAD_SIZE // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    columns = gl.arange(0, SHAPE.HEAD_SIZE, layout=gl.SliceLayout(0, layout))
-    zeros = gl.zeros([32, SHAPE.HEAD_SIZE], gl.float32, layout).to(gradients.key.dtype.element_ty)
     start = gl.load(key_start_loc + num_seqs)
     for base in range(start + item.spare * 32, num_keys, item.spares * 32):
-        rows = base + gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
-        live = (rows < num_keys)[:, None]
-        keys = rows.to(gl.int64) * SHAPE.D_KEY_STRIDES[0] + item.kv_head * SHAPE.D_KEY_STRIDES[1]
-        values = rows.to(gl.int64) * SHAPE.D_VALUE_STRIDES[0] + item.kv_head * SHAPE.D_VALUE_STRIDES[1]
-        gl.store(gradients.key + keys[:, None] + columns[None, :], zeros, mask=live)
-        gl.store(gradients.value + values[:, None] + columns[None, :], zeros, mask=live)
+        _zero_rows(gradients.key, base, num_keys, item.kv_head, SHAPE.D_KEY_STRIDES, SHAPE.HEAD_SIZE)
+        _zero_rows(gradients.value, base, num_keys, item.kv_head, SHAPE.D_VALUE_STRIDES, SHAPE.VALUE_SIZE)
+
+
+@gluon.jit
+def _zero_rows(out, base, end, kv_head, STRIDES: gl.constexpr, WIDTH: gl.constexpr):
+    PART: gl.constexpr = WIDTH & -WIDTH
+    LANES: gl.constexpr = PART // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    columns = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
+    zeros = gl.zeros([32, PART], gl.float32, layout).to(out.dtype.element_ty)
+    rows = base + gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+    live = (rows < end)[:, None]
+    places = rows.to(gl.int64) * STRIDES[0] + kv_head * STRIDES[1]
+    for part in gl.static_range(0, WIDTH, PART):
+        gl.store(out + places[:, None] + (part + columns)[None, :], zeros, mask=live)
 
 
 @gluon.jit

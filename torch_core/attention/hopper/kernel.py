@@ -26,6 +26,7 @@ class _Rings(NamedTuple):
     Attributes:
         items: where the tile of each work item stands.
         query, key, value: what the copy engine brings.
+        query_rest, key_rest: of the same slots, the elements of a head after the first HEAD_SIZE; None without them.
         raw: a barrier for values that are zeroed in part before their slot counts as full.
     """
 
@@ -33,6 +34,8 @@ class _Rings(NamedTuple):
     query: Any
     key: Any
     value: Any
+    query_rest: Any
+    key_rest: Any
     raw: Any
 
 
@@ -41,6 +44,8 @@ def hopper_prefill_kernel(
     query,
     key_cache,
     value_cache,
+    query_rest,
+    key_rest,
     block_tables,
     seq_lens,
     query_start_loc,
@@ -67,6 +72,7 @@ def hopper_prefill_kernel(
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
+    REST_SIZE: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -101,12 +107,14 @@ def hopper_prefill_kernel(
     `block * BLOCK_ROWS + token` (VALUE_ROW more for values of a combined cache) of a paged cache. With PACK, it sees
     the query as [token, head, element], and PACK heads of 64 // PACK tokens are the rows of a warpgroup.
 
+    Heads of queries and keys may have REST_SIZE elements more than values; these have tiles and products of their own.
+
     With a `chunk`, an item is a tile over so many keys only: it leaves its running softmax in partial_out, partial_max
     and partial_sum, for `attention_combine_kernel` to finish the rows.
     """
     SHAPE: gl.constexpr = Shape(
-        NUM_HEADS, GROUP, PACK, HEADS_TOGETHER, HEAD_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, PAGED, BLOCK_SIZE,
-        BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
+        NUM_HEADS, GROUP, PACK, HEADS_TOGETHER, HEAD_SIZE, REST_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, PAGED,
+        BLOCK_SIZE, BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -114,6 +122,11 @@ def hopper_prefill_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
+    q_rest = None
+    k_rest = None
+    if REST_SIZE > 0:
+        q_rest = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, REST_SIZE], layout)
+        k_rest = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST_SIZE], layout)
     items = make_ring(gl.allocate_shared_memory(gl.int32, [ITEMS, 8], words), ITEMS)
     queries = make_ring(q_tiles, QUERY_STAGES)
     keys = make_ring(k_tiles, STAGES)
@@ -127,7 +140,7 @@ def hopper_prefill_kernel(
         open_slot(keys, i, WARPGROUPS)
         open_slot(values, i, WARPGROUPS)
     mbarrier.init(raw, count=1)
-    rings = _Rings(items, queries, keys, values, raw)
+    rings = _Rings(items, queries, keys, values, q_rest, k_rest, raw)
     batch = Batch(query_start_loc, seq_lens, key_start_loc, num_seqs, block_tables, table_stride, table_tokens)
     output = Output(sinks, out, lse, out_factor)
     bounds = Bounds(window_left, window_right, None)
@@ -135,7 +148,7 @@ def hopper_prefill_kernel(
     if chunk is not None:
         split = Split(chunk, max_chunks, max_query, partial_out, partial_max, partial_sum)
     num_items = count_items(batch, bounds, split, SHAPE)
-    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items, split)
+    call = Call(query, key_cache, value_cache, query_rest, key_rest, scale, bounds, output, batch, num_items, split)
     # The language has no sums of tuples that hold None, or the lists would be one.
     if WARPGROUPS == 2:
         gl.warp_specialize(

@@ -39,7 +39,10 @@ def load_keys(call, rings, SHAPE: gl.constexpr):
                         turn + 1, call, rings.items, 0, SHAPE
                     )
                 mbarrier.wait(keys.empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                copy_tile(call.key_cache, boxes, column, keys.full.index(stage), keys.tiles, stage, SHAPE)
+                copy_tile(
+                    call.key_cache, boxes, column, keys.full.index(stage), keys.tiles, stage, SHAPE, call.key_rest,
+                    rings.key_rest,
+                )  # fmt: skip
                 boxes = ahead
                 position -= BLOCK_N
                 step += 1
@@ -54,6 +57,7 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     BOX: gl.constexpr = SHAPE.BOX
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
+    WIDTH: gl.constexpr = HEAD_SIZE + SHAPE.REST_SIZE
     PACK: gl.constexpr = SHAPE.PACK
     WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
@@ -71,13 +75,18 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
         for turn in range(turns):
             slot = turn % QUERY_STAGES
             mbarrier.wait(queries.empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
-            mbarrier.expect(queries.full.index(slot), 64 * WARPGROUPS * HEAD_SIZE * 2)
+            mbarrier.expect(queries.full.index(slot), 64 * WARPGROUPS * WIDTH * 2)
             for i in gl.static_range(WARPGROUPS):
                 if PACK == 1:
                     async_load(
                         call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
                         queries.tiles.index(slot * WARPGROUPS + i),
                     )  # fmt: skip
+                    if SHAPE.REST_SIZE > 0:
+                        async_load(
+                            call.query_rest, [first_row + i * 64, head * SHAPE.QUERY_STRIDE + HEAD_SIZE],
+                            queries.full.index(slot), rings.query_rest.index(slot * WARPGROUPS + i),
+                        )  # fmt: skip
                 else:
                     # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
                     async_load(

@@ -6,12 +6,19 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.copies import Matrix, array_matrix, copied_launch, copy_descriptor, is_copied
 from torch_core.attention.hopper.kernel import hopper_prefill_kernel
-from torch_core.attention.hopper.tiles import WARPGROUP_ROWS, HopperTile, hopper_chunk, hopper_pack, hopper_tile
+from torch_core.attention.hopper.tiles import (
+    REST_SIZES,
+    WARPGROUP_ROWS,
+    HopperTile,
+    hopper_chunk,
+    hopper_pack,
+    hopper_tile,
+)
 from torch_core.attention.operands import keys, output
 from torch_core.attention.split.partials import Chunks, combine_launch
 from torch_core.calls import AttentionCall, PagedCall
 from torch_core.plan.operands import ceil_div, power_of_two
-from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan
+from torch_core.plan.plan import ABSENT, Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import ArraySpec
 
 __all__ = ["hopper_launch", "split_hopper_launches"]
@@ -32,8 +39,9 @@ def hopper_launch(
 ) -> LaunchPlan | None:
     """Plans hopper_prefill_kernel for a call's rows and padding; None where the portable kernel serves them.
 
-    The Hopper kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, a positive scale, causal and window
-    masks, a sink for each head, and scales that are numbers; strides and alignments that the copy engine can follow.
+    The Hopper kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, or 192 with values of 128, a positive
+    scale, causal and window masks, a sink for each head, and scales that are numbers; strides and alignments that the
+    copy engine can follow.
 
     Args:
         call: the call.
@@ -47,7 +55,8 @@ def hopper_launch(
     tile = tile or hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if pack is None:
         pack = _pack(call)
-    if tile is None or pack == 0 or not _is_served(call, limits):
+    rest_size = REST_SIZES.get(call.head_size, 0)
+    if tile is None or pack == 0 or (pack > 1 and rest_size) or not _is_served(call, limits, rest_size):
         return None
     query = array_matrix(call, "query", tile.block_n)
     # The copy engine wants the stride of each axis of the query to be a multiple of the next one's.
@@ -65,6 +74,7 @@ def hopper_launch(
         block_n=tile.block_n,
         kv_heads=tile.kv_heads if pack == 1 else call.num_kv_heads,
         query=_query_descriptor(call, query, pack),
+        query_rest=_rows_descriptor(call, query, rest_size) if rest_size else ABSENT,
         min_query=min_query,
         chunks=chunks,
     )
@@ -91,7 +101,7 @@ def split_hopper_launches(
         tiles=call.num_seqs * ceil_div(query_len * pack, tile.rows) * (call.num_heads // pack),
         keys=call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len),
         num_sms=limits.num_sms,
-        max_chunks=_MAX_SCRATCH // (4 * call.num_seqs * max_query * call.num_heads * call.head_size),
+        max_chunks=_MAX_SCRATCH // (4 * call.num_seqs * max_query * call.num_heads * call.value_head_size),
     )
     if size == 0:
         return None
@@ -107,9 +117,9 @@ def _pack(call: AttentionCall[ArraySpec]) -> int:
     return hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width)
 
 
-def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
+def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits, rest_size: int) -> bool:
     return (
-        is_copied(call, limits)
+        is_copied(call, limits, rest_size=rest_size)
         and call.query.dtype in ("bfloat16", "float16")
         and keys(call).dtype == output(call).dtype == call.query.dtype
     )
@@ -117,6 +127,10 @@ def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> bool:
 
 def _query_descriptor(call: AttentionCall[ArraySpec], query: Matrix, pack: int) -> Descriptor:
     if pack == 1:
-        return copy_descriptor("query", query, (WARPGROUP_ROWS, call.head_size), call.query.dtype)
+        return _rows_descriptor(call, query, call.value_head_size)
     box = (WARPGROUP_ROWS // pack, pack, call.head_size)
     return Descriptor("query", call.query.shape, (query.stride, query.head_stride, 1), box, _PACKED_LAYOUT)
+
+
+def _rows_descriptor(call: AttentionCall[ArraySpec], query: Matrix, width: int) -> Descriptor:
+    return copy_descriptor("query", query, (WARPGROUP_ROWS, width), call.query.dtype)

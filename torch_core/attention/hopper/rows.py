@@ -48,6 +48,9 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         first_row, tokens, first_pos, num_keys, head, _, first_key, partial_row = read_item(rings.items, turn)
         slot = turn % QUERY_STAGES
         q = rings.query.tiles.index(slot * WARPGROUPS + OWN)
+        q_rest = None
+        if SHAPE.REST_SIZE > 0:
+            q_rest = rings.query_rest.index(slot * WARPGROUPS + OWN)
         mbarrier.wait(rings.query.full.index(slot), (turn // QUERY_STAGES) & 1)
 
         span = own_tiles(first_pos, tokens, first_key if SPLIT else None, num_keys, call.bounds, in_rows, OWN, SHAPE)
@@ -59,7 +62,7 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
         acc = gl.zeros([64, HEAD_SIZE], gl.float32, O_LAYOUT)
         mbarrier.wait(keys.full.index(stage), phase)
-        s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = _scores(q, q_rest, rings, stage, zeros)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(keys.empty.index(stage), count=1)
         position = (span.own_end - 1) * BLOCK_N
@@ -68,17 +71,17 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         step += 1
 
         step, acc, weights, state = _attend_tiles(
-            q, rings, step, acc, weights, state, span.first, span.last, span.body_end, span.own_end - 1, OWN, SHAPE,
-            OVERLAP, True, LEFT, S_LAYOUT,
+            q, q_rest, rings, step, acc, weights, state, span.first, span.last, span.body_end, span.own_end - 1, OWN,
+            SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
         )  # fmt: skip
         step, acc, weights, state = _attend_tiles(
-            q, rings, step, acc, weights, state, span.first, span.last, span.body_start, span.body_end, OWN, SHAPE,
-            OVERLAP, False, LEFT, S_LAYOUT,
+            q, q_rest, rings, step, acc, weights, state, span.first, span.last, span.body_start, span.body_end, OWN,
+            SHAPE, OVERLAP, False, LEFT, S_LAYOUT,
         )  # fmt: skip
         if LEFT:
             step, acc, weights, state = _attend_tiles(
-                q, rings, step, acc, weights, state, span.first, span.last, span.own_start, span.body_start, OWN,
-                SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
+                q, q_rest, rings, step, acc, weights, state, span.first, span.last, span.own_start, span.body_start,
+                OWN, SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
             )  # fmt: skip
 
         before, phase = ring_slot(values, step - 1)
@@ -123,6 +126,15 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
 
 
 @gluon.jit
+def _scores(q, q_rest, rings, stage, zeros):
+    """Starts the products of 64 query rows with the keys of a slot."""
+    s = warpgroup_mma(q, rings.key.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if q_rest is not None:
+        s = warpgroup_mma(q_rest, rings.key_rest.index(stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
 def _store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.constexpr, SHAPE: gl.constexpr):
     """Stores what a chunk of keys leaves of rows: the running softmax, in float32, as `attention_split_kernel` does."""
     PACK: gl.constexpr = SHAPE.PACK
@@ -140,7 +152,7 @@ def _store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.co
 
 @gluon.jit
 def _attend_tiles(
-    q, rings, step, acc, weights, state, first, last, start, end, OWN: gl.constexpr, SHAPE: gl.constexpr,
+    q, q_rest, rings, step, acc, weights, state, first, last, start, end, OWN: gl.constexpr, SHAPE: gl.constexpr,
     OVERLAP: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Takes the tiles [start, end) of keys, last ones first; with MASKED, rows see the keys [first, last].
@@ -164,7 +176,7 @@ def _attend_tiles(
         mbarrier.wait(values.full.index(before), phase_before)
         if SHAPE.PING_PONG:
             take_turn(OWN)
-        s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = _scores(q, q_rest, rings, stage, zeros)
         acc = warpgroup_mma(p, values.tiles.index(before), acc, is_async=True)
         if SHAPE.PING_PONG:
             pass_turn(OWN, SHAPE.WARPGROUPS)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch_core.plan.operands import ceil_div
 
-__all__ = ["WARPGROUP_ROWS", "HopperTile", "hopper_chunk", "hopper_pack", "hopper_tile"]
+__all__ = ["REST_SIZES", "WARPGROUP_ROWS", "HopperTile", "hopper_chunk", "hopper_pack", "hopper_tile"]
 
 #: Query rows of one product, and so of a warpgroup.
 WARPGROUP_ROWS = 64
+#: Elements that queries and keys of a head size have more than values: those of DeepSeek's prompts, 128 and 64 rotary.
+REST_SIZES = {192: 64}
 # From this length on, a tile holds tokens of one head. Shorter queries would leave most of its rows without work.
 _LONG_QUERY_LEN = 128
 # Heads side by side in a tile of short queries: a warpgroup then still holds 4 tokens.
@@ -72,6 +74,10 @@ _TILES: dict[int, tuple[tuple[int, HopperTile], ...]] = {
     128: (
         (0, HopperTile(2, 64, 4, 2, 232, 48)),
         (2048, HopperTile(3, 64, 4, 2, 160, 32)),
+    ),
+    192: (
+        (0, HopperTile(2, 64, 4, 1, 232, 48)),
+        (2048, HopperTile(3, 64, 2, 2, 160, 32, overlap=False)),
     ),
     256: ((0, HopperTile(2, 64, 2, 1, 232, 48, ping_pong=False, kv_heads=1)),),
 }

@@ -100,7 +100,7 @@ def hopper_fp8_prefill_kernel(
     WARPGROUPS: gl.constexpr = 2
     BLOCK_N: gl.constexpr = 128
     SHAPE: gl.constexpr = Shape(
-        NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
+        NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, 0, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
         BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
@@ -129,7 +129,7 @@ def hopper_fp8_prefill_kernel(
     output = Output(sinks, out, lse, out_factor)
     bounds = Bounds(window_left, window_right, None)
     num_items = count_items(batch, bounds, None, SHAPE)
-    call = Call(query, key_cache, value_cache, scale, bounds, output, batch, num_items, None)
+    call = Call(query, key_cache, value_cache, None, None, scale, bounds, output, batch, num_items, None)
     scales = Scales(q_scale, k_scale, v_scale)
     gl.warp_specialize(
         [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.latents import packed_rotary, unpacked_latents
 from torch_core.device.mask import Bounds, Scoring, tile_scores, visible_keys
 from torch_core.device.softmax import finish_rows, softmax_step
 from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
@@ -61,6 +62,7 @@ def latent_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     NEGATE: tl.constexpr,
     EXACT: tl.constexpr,
+    PACKED: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
     QUERY_STRIDES: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
@@ -106,12 +108,12 @@ def latent_attention_kernel(
     context = seq_len - query_len
     query_pos = context + tokens
     q = query_tile(query, query_start + tokens, heads, live, VALUE_SIZE, VALUE_PADDED, QUERY_STRIDES, NEGATE)
-    q = as_multiplied(q, latent_cache)
+    q = _as_multiplied(q, latent_cache, PACKED)
     if ROPE_SIZE > 0:
         q_rope = query_tile(
             query + VALUE_SIZE, query_start + tokens, heads, live, ROPE_SIZE, ROPE_PADDED, QUERY_STRIDES, NEGATE
         )
-        q_rope = as_multiplied(q_rope, latent_cache)
+        q_rope = _as_multiplied(q_rope, latent_cache, PACKED)
     block_table = block_tables + seq.to(tl.int64) * table_stride
 
     start = (first_chunk + index) * CHUNK
@@ -134,10 +136,15 @@ def latent_attention_kernel(
         pages = page_ids(block_table, key_pos + BLOCK_N, first_key, high, BLOCK_SIZE)
         inside = readable(key_pos, first_key, high)
         pointers = key_rows(latent_cache, current, position, columns, KEY_STRIDES, BLOCK_SIZE, True)
-        latents = load_tile(pointers, inside, VALUE_SIZE, VALUE_PADDED, True).to(q.dtype)
+        if PACKED:
+            latents = unpacked_latents(pointers, inside, VALUE_SIZE, VALUE_PADDED, q.dtype)
+            pointers = packed_rotary(pointers, VALUE_SIZE)
+        else:
+            latents = load_tile(pointers, inside, VALUE_SIZE, VALUE_PADDED, True).to(q.dtype)
+            pointers += VALUE_SIZE
         products = _products(q, latents, EXACT)
         if ROPE_SIZE > 0:
-            rotary = load_tile(pointers + VALUE_SIZE, inside, ROPE_SIZE, ROPE_PADDED, True).to(q.dtype)
+            rotary = load_tile(pointers, inside, ROPE_SIZE, ROPE_PADDED, True).to(q.dtype)
             if EXACT:
                 products = _sum(products, _products(q_rope, rotary, True))
             else:
@@ -161,6 +168,16 @@ def latent_attention_kernel(
         tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], acc, mask=mask)
         tl.store(partial_max + slots, row_max, mask=live)
         tl.store(partial_sum + slots, row_sum, mask=live)
+
+
+@triton.jit
+def _as_multiplied(q, latent_cache, PACKED: tl.constexpr):
+    if not PACKED:
+        q = as_multiplied(q, latent_cache)
+    elif q.dtype.primitive_bitwidth == 8:
+        # bfloat16 holds every e4m3 and what its scales make of it; there is no conversion but by way of float16.
+        q = q.to(tl.float16).to(tl.bfloat16)
+    return q
 
 
 @triton.jit

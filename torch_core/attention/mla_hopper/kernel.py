@@ -86,10 +86,10 @@ def hopper_latent_kernel(
             factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
             query_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
             raw = gl.allocate_shared_memory(gl.int64, [1], barrier)
-            latents = make_ring(k_tiles, _STAGES)
+            latents = make_ring(k_tiles, 2 * _STAGES)
             weights = make_ring(p_tile, 1)
-            for i in gl.static_range(_STAGES):
-                open_slot(latents, i, 3)
+            for i in gl.static_range(2 * _STAGES):
+                open_slot(latents, i, 2)
             open_slot(weights, 0, 2)
             mbarrier.init(query_full, count=1)
             mbarrier.init(raw, count=1)

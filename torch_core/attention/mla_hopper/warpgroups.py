@@ -39,16 +39,18 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
     mbarrier.wait(room.query_full, 0)
     position = work.start
     for step in range(work.tiles):
-        slot, phase = ring_slot(room.latents, step)
-        mbarrier.wait(room.latents.full.index(slot), phase)
+        slot, phase = ring_slot(room.latents, 2 * step)
+        first = room.latents.tiles.index(slot).permute((1, 0))
+        second = room.latents.tiles.index(slot + 1).permute((1, 0))
         s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-        s = warpgroup_mma(
-            room.query.index(0), room.latents.tiles.index(2 * slot).permute((1, 0)), s, use_acc=False, is_async=True
-        )
-        s = warpgroup_mma(room.query.index(1), room.latents.tiles.index(2 * slot + 1).permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma(room.query_rope, room.rope.index(slot).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(room.latents.full.index(slot), phase)
+        s = warpgroup_mma(room.query.index(0), first, s, use_acc=False, is_async=True)
+        mbarrier.wait(room.latents.full.index(slot + 1), phase)
+        s = warpgroup_mma(room.query.index(1), second, s, is_async=True)
+        s = warpgroup_mma(room.query_rope, room.rope.index(slot // 2).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(room.latents.empty.index(slot), count=1)
+        mbarrier.arrive(room.latents.empty.index(slot + 1), count=1)
         if position + BLOCK_N > full_end:
             s = mask_scores(s, last, last - position, False)
         new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
@@ -92,11 +94,11 @@ def weigh_latents(OWN: gl.constexpr, work, room, results, SHAPE: gl.constexpr):
     IN_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
     for step in range(work.tiles):
-        slot, phase = ring_slot(room.latents, step)
+        slot, phase = ring_slot(room.latents, 2 * step + OWN)
         mbarrier.wait(room.latents.full.index(slot), phase)
         mbarrier.wait(room.weights.full.index(0), step & 1)
         acc = acc * room.factors.load(IN_ROWS)[:, None]
-        acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(2 * slot + OWN), acc, is_async=True)
+        acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(room.weights.empty.index(0), count=1)
         mbarrier.arrive(room.latents.empty.index(slot), count=1)

@@ -82,8 +82,9 @@ class Room(NamedTuple):
     Attributes:
         query, query_rope: the rows, halves of their latent part first; `query_full` completes when they are there.
         query_full: see `query`.
-        latents: a ring whose slots are two halves each.
-        rope: the rotary keys of the same slots.
+        latents: a ring whose slots are halves, so that scores start, and a next tile is copied, half by half: half h of
+            tile i in slot 2 * i + h.
+        rope: rotary keys, of every other slot; they come and go with the second halves.
         raw: a barrier for latents that are zeroed in part before their slot counts as full.
         weights: a ring of one slot: weights of a step.
         factors: what accumulated rows are multiplied with before the weights of the same slot are added.

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_core.blocks.write.kernel import write_cache_kernel, write_cache_per_token_head_kernel
-from torch_core.calls import LatentWriteCall, WriteCall, as_write
+from torch_core.calls import WriteCall
 from torch_core.plan.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
 from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import DTYPE_BYTES, LARGEST_CODE, ArraySpec
 
-__all__ = ["plan_latent_write", "plan_write"]
+__all__ = ["plan_write"]
 
 # Up to this many tokens one program takes one token, so that a decode step still spreads over the device.
 _FEW_TOKENS = 512
@@ -26,23 +26,7 @@ def plan_write(call: WriteCall[ArraySpec]) -> OperationPlan:
     return OperationPlan(name=call.name, inputs=tuple(call.arrays().items()), in_place=call.written, launches=(launch,))
 
 
-def plan_latent_write(call: LatentWriteCall[ArraySpec]) -> OperationPlan:
-    """Plans a checked write of latents that is not empty: keys and values of one head, side by side in one row."""
-    arguments: dict[str, Argument] = {
-        "key": Pointer("kv_c"),
-        "value": Pointer("k_pe"),
-        "key_cache": Pointer("latent_cache"),
-        "value_cache": ABSENT,
-        "value_offset": Scalar(call.kv_c.shape[1], "i64"),
-        "v_scale": scale_pointer("k_scale", call.k_scale),
-    }
-    launch = _plain_launch(as_write(call), arguments, call.written)
-    return OperationPlan(name=call.name, inputs=tuple(call.arrays().items()), in_place=call.written, launches=(launch,))
-
-
-def _plain_launch(
-    call: WriteCall[ArraySpec], arguments: Mapping[str, Argument] | None = None, writes: tuple[str, ...] = ()
-) -> LaunchPlan:
+def _plain_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
     num_tokens = call.slot_mapping.shape[0]
     row = call.key.shape[1] * max(call.key.shape[2], call.value.shape[2])
     columns = min(power_of_two(row), 2048)
@@ -57,10 +41,8 @@ def _plain_launch(
             "v_scale": scale_pointer("v_scale", call.v_scale),
             "k_scale_value": scale_value(call.k_scale),
             "v_scale_value": scale_value(call.v_scale),
-            **(arguments or {}),
         },
         {"TOKENS": tokens, "COLUMNS": columns, "HAS_SCALE": call.k_scale is not None or call.v_scale is not None},
-        writes or call.written,
     )
 
 
@@ -75,7 +57,6 @@ def _per_token_head_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
         (max(1, ceil_div(call.slot_mapping.shape[0] * num_heads, rows)),),
         {**strides("k_scale", _AXES, arrays["k_scale_cache"]), **strides("v_scale", _AXES, arrays["v_scale_cache"])},
         {"PADDED_SIZE": padded, "ROWS": rows, "MAX": LARGEST_CODE[call.cache_dtype]},
-        call.written,
     )
 
 
@@ -85,7 +66,6 @@ def _launch(
     grid: tuple[int, ...],
     arguments: Mapping[str, Argument],
     constexprs: Mapping[str, Any],
-    writes: tuple[str, ...],
 ) -> LaunchPlan:
     key_cache, value_cache, value_offset = _caches(call)
     known: dict[str, Argument] = {
@@ -108,7 +88,7 @@ def _launch(
         "BLOCK_SIZE": call.block_size,
         **constexprs,
     }
-    return named_launch(kernel, grid, known, constants, writes=writes, num_stages=1, hot=True)
+    return named_launch(kernel, grid, known, constants, writes=call.written, num_stages=1, hot=True)
 
 
 def _caches(call: WriteCall[ArraySpec]) -> tuple[ArraySpec, ArraySpec, int]:

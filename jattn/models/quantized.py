@@ -1,0 +1,111 @@
+"""Linear maps whose weights stay in fewer bits: they become numbers of the model's dtype where they are multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+__all__ = ["QuantizedExpertLinear", "QuantizedLinear", "dequantize"]
+
+#: What the four bits of an MXFP4 number mean (OCP Microscaling Formats 1.0, E2M1), the sign in the highest.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def dequantize(kernel: Any, scale: Any, xp: Any = jnp) -> Any:
+    """Returns what a quantised kernel is worth: float32[..., in, out].
+
+    Args:
+        kernel: float8_e4m3fn[..., in, out], or MXFP4 as uint8[..., in / 2, out], an even row in the lower four bits.
+        scale: float32[..., groups, out] of E4M3, of equally many rows each but the last; of MXFP4 uint8, exponents of
+            two with a bias of 127, for 32 rows each.
+        xp: numpy or jax.numpy: where the arithmetic runs.
+
+    Example:
+        >>> kernel = np.array([[0x21], [0x43]], np.uint8)
+        >>> dequantize(kernel, np.array([[128]], np.uint8), np).ravel().tolist()
+        [1.0, 2.0, 3.0, 4.0]
+    """
+    if kernel.dtype == np.uint8:
+        pairs = xp.stack([kernel & 15, kernel >> 4], -2)
+        values = xp.asarray(_E2M1)[pairs.reshape(*kernel.shape[:-2], -1, kernel.shape[-1])]
+        scale = xp.exp2(scale.astype(np.float32) - 127)
+    else:
+        values = kernel.astype(np.float32)
+    rows = values.shape[-2]
+    return values * xp.repeat(scale, group_rows(rows, scale.shape[-2]), -2)[..., :rows, :]
+
+
+def group_rows(num_rows: int, num_groups: int) -> int:
+    """Returns the rows that share a scale: all, or the power of two that gives so many groups.
+
+    Example:
+        >>> group_rows(200, 1), group_rows(200, 2), group_rows(64, 2)
+        (200, 128, 32)
+    """
+    return num_rows if num_groups == 1 else 1 << (-(-num_rows // num_groups) - 1).bit_length()
+
+
+class QuantizedLinear(nnx.Module):
+    """`x @ kernel + bias` with a kernel of `dequantize`, which is read as it is stored.
+
+    With one scale for each output the product is scaled; with more of them the kernel is, and rounded to the dtype of
+    `x` as a kernel that was dequantised before would be. XLA fuses that into the product's operand where it can.
+
+    Args:
+        kernel, scale: as in `dequantize`.
+        bias: [out], or None.
+        preferred_element_type: of the result; that of `x` if None.
+    """
+
+    def __init__(
+        self, kernel: jax.Array, scale: jax.Array, bias: Any = None, preferred_element_type: Any = None
+    ) -> None:
+        self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
+        self.bias = None if bias is None else nnx.Param(bias)
+        self.preferred_element_type = preferred_element_type
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., in]` to `[..., out]`."""
+        kernel, scale, dtype = self.kernel[...], self.scale[...], self.preferred_element_type or x.dtype
+        if kernel.dtype != np.uint8 and scale.shape[-2] == 1:
+            out = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+            out = (out * scale[0]).astype(dtype)
+        else:
+            out = jnp.matmul(x, dequantize(kernel, scale).astype(x.dtype), preferred_element_type=dtype)
+        return out if self.bias is None else out + self.bias[...]
+
+
+class QuantizedExpertLinear(nnx.Module):
+    """One linear map for each expert, as `ExpertLinear`, with kernels of `dequantize`.
+
+    Args:
+        kernel, scale: as in `dequantize`, experts on the first axis.
+        bias: [experts, out], or None.
+    """
+
+    def __init__(self, kernel: jax.Array, scale: jax.Array, bias: Any = None) -> None:
+        self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Maps rows `[rows, in]` that are sorted by expert: one ragged product, over all experts in the dtype of x."""
+        kernel = dequantize(self.kernel[...], self.scale[...]).astype(x.dtype)
+        return self._biased(jax.lax.ragged_dot(x, kernel, group_sizes), experts)
+
+    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        """Maps rows `[rows, in]` one by one: reads the experts that are hit, as they are stored."""
+        kernels, scales = self.kernel[...], self.scale[...]
+
+        def one_row(arguments: tuple[jax.Array, jax.Array]) -> jax.Array:
+            row, expert = arguments
+            kernel, scale = (jax.lax.dynamic_index_in_dim(each, expert, keepdims=False) for each in (kernels, scales))
+            return row @ dequantize(kernel, scale).astype(row.dtype)
+
+        return self._biased(jax.lax.map(one_row, (x, experts)), experts)
+
+    def _biased(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        return x if self.bias is None else x + self.bias[...][experts]

@@ -1,0 +1,197 @@
+"""SparseLatentAttention: DeepSeek-V3.2's layer, where an indexer chooses the latents that a token attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn import ops
+from jattn.metadata import AttentionMetadata
+from jattn.nn.dense import rotated
+from jattn.nn.latent import MultiHeadLatentAttention
+from torch_core.checks import check_int
+from torch_core.errors import InvalidInput
+from torch_core.specs import LatentCacheSpec
+
+__all__ = ["LatentIndexer", "SparseLatentAttention"]
+
+
+class LatentIndexer(nnx.Module):
+    """The indexer of DeepSeek-V3.2; parameters are named as in Hugging Face's models.
+
+    The published code also rotates queries and keys by a Hadamard matrix and rounds them to fp8; the first changes no
+    score.
+
+    Args:
+        in_features: width of the layer's input.
+        q_lora_rank: width of the compressed query.
+        num_heads, head_dim, topk: heads, their elements, and how many keys they choose (Hugging Face: index_n_heads,
+            index_head_dim, index_topk).
+        rope: of the first `rope_dim` elements of queries and keys, a function of x[heads, tokens, rope_dim] and
+            positions[tokens]; `DeepSeekRoPE(interleaved=False)`. None for none.
+        rope_dim: see `rope`.
+        dtype, param_dtype, kernel_init: as flax's.
+        implementation: see `jattn.indexer_topk`.
+        rngs: source of the initial values.
+
+    Raises:
+        InvalidInput: a size is below 1, or rope_dim not below head_dim.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        q_lora_rank: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        topk: int,
+        rope_dim: int,
+        rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        sizes = {"in_features": in_features, "q_lora_rank": q_lora_rank, "num_heads": num_heads, "topk": topk}
+        for name, size in sizes.items():
+            check_int(name, size, 1)
+        check_int("head_dim", head_dim, 2)
+        check_int("rope_dim", rope_dim, 1, head_dim - 1)
+        self.num_heads, self.head_dim, self.topk = num_heads, head_dim, topk
+        self.rope, self.rope_dim = rope, rope_dim
+        self.implementation = implementation
+
+        def linear(inner: int, outer: int) -> nnx.Linear:
+            return nnx.Linear(
+                inner, outer, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+            )
+
+        self.wq_b = linear(q_lora_rank, num_heads * head_dim)
+        self.wk = linear(in_features, head_dim)
+        self.k_norm = nnx.LayerNorm(head_dim, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.weights_proj = linear(in_features, num_heads)
+
+    def cache_spec(self, block_size: int, dtype: str) -> LatentCacheSpec:
+        """Returns the layout of the cache of keys: the rotated part, and after it the rest."""
+        rest = self.head_dim - self.rope_dim
+        return LatentCacheSpec(kv_lora_rank=self.rope_dim, rope_dim=rest, block_size=block_size, dtype=dtype)
+
+    def keys(self, inputs: jax.Array, positions: jax.Array | None) -> jax.Array:
+        """Returns the keys [tokens, head_dim] of inputs[batch..., length, in_features]."""
+        return self._rotated(self.k_norm(self.wk(inputs))[..., None, :], positions).reshape(-1, self.head_dim)
+
+    def choose(
+        self,
+        inputs: jax.Array,
+        compressed_query: jax.Array,
+        positions: jax.Array | None,
+        key_cache: jax.Array,
+        metadata: AttentionMetadata,
+    ) -> jax.Array:
+        """Returns the positions of the keys that each token attends to, int32[tokens, topk]."""
+        query = self.wq_b(compressed_query).reshape(*inputs.shape[:-1], self.num_heads, self.head_dim)
+        weights = self.weights_proj(inputs).astype(jnp.float32) * self.num_heads**-0.5
+        query = self._rotated(query, positions).reshape(-1, self.num_heads, self.head_dim)
+        query = query.astype(key_cache.dtype) if key_cache.dtype.itemsize > 1 else query
+        operands = (query, weights.reshape(-1, self.num_heads), key_cache)
+        return ops.indexer_topk(
+            *jax.lax.stop_gradient(operands),
+            metadata.block_tables,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            topk=min(self.topk, metadata.block_tables.shape[1] * key_cache.shape[1]),
+            scale=self.head_dim**-0.5,
+            max_query_len=metadata.max_query_len,
+            implementation=self.implementation,
+        )
+
+    def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+        if self.rope is None:
+            return x
+        turned, rest = jnp.split(x, [self.rope_dim], axis=-1)
+        return jnp.concatenate([rotated(self.rope, turned, positions), rest], axis=-1)
+
+
+class SparseLatentAttention(MultiHeadLatentAttention):
+    """Multi-head latent attention to the tokens that an indexer chooses (DeepSeek-V3.2), in the absorbed form.
+
+    - `y = attn(x)`: over a padded batch `[batch..., length, features]`. Padding belongs at the end of a row.
+    - `y, caches = attn(x, cache=(latents, index_keys), metadata=metadata)`: over packed tokens and two paged caches, of
+      `LatentCacheSpec` and of `indexer.cache_spec`, with the same blocks.
+
+    The choice has no gradient; the indexer is trained by a loss of its own.
+
+    Args:
+        num_heads, in_features: see `MultiHeadLatentAttention`.
+        indexer: chooses.
+        **options: of `MultiHeadLatentAttention`; `q_lora_rank` is needed.
+
+    Raises:
+        InvalidInput: q_lora_rank is missing.
+
+    Example:
+        >>> rngs = nnx.Rngs(0)
+        >>> indexer = LatentIndexer(12, 10, num_heads=2, head_dim=8, topk=3, rope_dim=4, rngs=rngs)
+        >>> sizes = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=10)
+        >>> SparseLatentAttention(2, 12, indexer=indexer, **sizes, rngs=rngs)(jnp.ones((3, 5, 12))).shape
+        (3, 5, 12)
+    """
+
+    def __init__(self, num_heads: int, in_features: int, *, indexer: LatentIndexer, **options: Any) -> None:
+        if options.get("q_lora_rank") is None:
+            raise InvalidInput("q_lora_rank is None; the indexer's queries come from the compressed query.")
+        super().__init__(num_heads, in_features, **options)
+        self.indexer = indexer
+
+    def __call__(  # type: ignore[override]
+        self,
+        inputs: jax.Array,
+        *,
+        cache: tuple[jax.Array, jax.Array] | None = None,
+        metadata: AttentionMetadata | None = None,
+        input_positions: jax.Array | None = None,
+    ) -> Any:
+        """Attends within each row, or to a pair of caches; see `MultiHeadLatentAttention.__call__`."""
+        input_positions = self._checked(inputs, cache, metadata, input_positions)
+        query, latent, k_pe = self._projected(inputs, input_positions)
+        index_keys = self.indexer.keys(inputs, input_positions)
+        if metadata is None or cache is None:
+            length = max(inputs.shape[-2], 1)
+            # The tokens themselves, each in a block of its own.
+            caches = (jnp.concatenate([latent, k_pe], axis=-1)[:, None], index_keys[:, None])
+            batch = _own_metadata(latent.shape[0], length)
+        else:
+            batch, slots, rope_dim = metadata, metadata.slot_mapping, self.indexer.rope_dim
+            caches = (
+                ops.write_latent_cache(
+                    latent, k_pe, cache[0], slots, k_scale=self.k_scale, implementation=self.implementation
+                ),
+                ops.write_latent_cache(
+                    index_keys[:, :rope_dim], index_keys[:, rope_dim:], cache[1], slots,
+                    implementation=self.implementation,
+                ),
+            )  # fmt: skip
+        compressed = self.q_a_layernorm(self.q_a_proj(inputs))
+        chosen = self.indexer.choose(inputs, compressed, input_positions, caches[1], batch)
+        out = self._absorbed(query, caches[0], batch, chosen)
+        out = self.o_proj(out.reshape(*inputs.shape[:-1], -1))
+        return out if cache is None else (out, caches)
+
+
+def _own_metadata(num_tokens: int, length: int) -> AttentionMetadata:
+    """Returns the batch of rows of `length` tokens that lie in blocks of one, in order."""
+    rows = num_tokens // length
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    return AttentionMetadata(
+        block_tables=tokens.reshape(rows, length),
+        seq_lens=jnp.full(rows, length, jnp.int32),
+        query_start_loc=jnp.arange(rows + 1, dtype=jnp.int32) * length,
+        slot_mapping=tokens,
+        max_query_len=length,
+    )

@@ -1,0 +1,112 @@
+"""DeepSeek's sparse attention (V3.2) on JAX arrays: scores of an indexer, choice, attention to chosen latents."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jattn.ops.attention import Request, operation, output, output_and_lse
+from jattn.ops.latent import latent_request
+from jattn.ops.run import run
+from torch_core.calls import IndexerCall, LatentCall, check_chosen_values, chosen_latents
+from torch_core.checks import check_int
+
+__all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse"]
+
+
+def indexer_topk(
+    query: jax.Array,
+    weights: jax.Array,
+    key_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    topk: int,
+    scale: float,
+    max_query_len: int,
+    k_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the positions of the keys that an indexer scores highest, for each query (DeepSeek-V3.2).
+
+    A score is `sum over heads of weight * relu(scale * query @ key)`, of the keys up to the query's own.
+
+    Args:
+        query: float[num_tokens, index_heads, index_head_size], rotated.
+        weights: float32[num_tokens, index_heads].
+        key_cache: [num_blocks, block_size, index_head_size], of the query's dtype or quantised to 8 bits.
+        block_tables, seq_lens, query_start_loc, max_query_len: as in `paged_attention`.
+        topk: how many keys; static.
+        scale: positive; static.
+        k_scale: real key = stored key * k_scale.
+        implementation: of the scores: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        int32[num_tokens, topk], the highest first; -1 behind the last one where there are fewer.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here.
+    """
+    check_int("topk", topk, 1)
+    call = IndexerCall(
+        query=query,
+        weights=weights,
+        key_cache=key_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        k_scale=k_scale,
+        scale=scale,
+        max_query_len=max_query_len,
+    )
+    logits = run(call, implementation)["logits"]
+    scores, found = jax.lax.top_k(logits, min(topk, logits.shape[1]))
+    found = jnp.where(scores == -jnp.inf, -1, found)
+    return jnp.pad(found, ((0, 0), (0, topk - found.shape[1])), constant_values=-1)
+
+
+def _sparse(
+    query: jax.Array,
+    latent_cache: jax.Array,
+    topk_indices: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    **options: Any,
+) -> Request:
+    """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
+
+    Prefill and decode alike: every query gathers its own latents.
+
+    Args:
+        query, latent_cache, block_tables, seq_lens, query_start_loc: as in `mla_attention`.
+        topk_indices: int32[num_tokens, topk], positions in the query's own sequence, each once, in any order; a row
+            ends with its first negative entry. `indexer_topk` makes them; no other mask is applied.
+        **options: kv_lora_rank, max_query_len, scale, logits_soft_cap, sinks, q_scale, k_scale, out_dtype, out_scale,
+            kv_chunk_size, implementation of `mla_attention`.
+
+    Returns:
+        As `mla_attention`.
+
+    Raises:
+        InvalidInput: as `mla_attention`; indices of another shape or dtype.
+        Unsupported: as `mla_attention`; a window.
+    """
+    request, attend = latent_request(query, latent_cache, block_tables, seq_lens, query_start_loc, **options)
+    call = cast(LatentCall[jax.Array], request)
+    call.check()
+    lengths = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    # What is being traced has no values.
+    if not any(isinstance(array, Tracer) for array in (*lengths.values(), topk_indices)):
+        check_chosen_values(call.with_arrays(jax.device_get(lengths)), jax.device_get(topk_indices))
+    tokens = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)
+    return chosen_latents(call, topk_indices, tokens, jnp.where, lambda x: x.astype(jnp.int32)), attend
+
+
+sparse_mla_attention = operation(_sparse, "sparse_mla_attention", with_lse=False, of=output)
+sparse_mla_attention_with_lse = operation(_sparse, "sparse_mla_attention_with_lse", with_lse=True, of=output_and_lse)

@@ -1,0 +1,71 @@
+"""The Hopper backward kernel's own source without a GPU: random problems against autograd in float64, poison, order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.attention_cases import dense_case
+from tests.support.backward_cases import (
+    assert_poisoned_match,
+    backward_call,
+    hopper_backward_case,
+    poisoned,
+)
+from tests.support.emulated.run import run_emulated_operation
+from torch_core import ops
+from torch_core.attention.backward_hopper.plan import hopper_backward_plan
+from torch_core.attention.backward_hopper.tiles import WIDE_TILE
+from torch_core.calls import DenseBackwardCall
+from torch_core.plan.plan import DeviceLimits
+from torch_core.run import array_spec
+from torch_core.specs import AttentionSpec
+
+_HEAD_SIZES = [(64, 64), (128, 128), (192, 128), (256, 256)]
+
+
+def _run(call: DenseBackwardCall[torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    wide = (call.head_size, call.value_head_size) in WIDE_TILE.head_sizes
+    plan = hopper_backward_plan(call.map(array_spec), DeviceLimits(), tile=WIDE_TILE if wide else None)
+    assert plan is not None
+    return run_emulated_operation(plan, call.arrays(), seed)
+
+
+@pytest.mark.parametrize(("head_sizes", "draw"), [*((sizes, 0) for sizes in _HEAD_SIZES), ((256, 256), 1)])
+def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(
+    head_sizes: tuple[int, int], draw: int, seed: int
+) -> None:
+    case = hopper_backward_case(seed, head_sizes, small=True)
+    call = backward_call(poisoned(case), ops.run, with_d_lse=bool(draw))
+    assert_poisoned_match(case, call, _run(call, seed))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
+@pytest.mark.parametrize("draw", range(40))
+def test_gradients_of_many_random_problems_are_as_exact_as_torch_in_its_dtype(
+    head_sizes: tuple[int, int], draw: int, seed: int
+) -> None:
+    case = hopper_backward_case(seed, head_sizes, small=draw % 8 > 0)
+    call = backward_call(poisoned(case), ops.run, with_d_lse=bool(draw % 2))
+    assert_poisoned_match(case, call, _run(call, seed))
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_both_edges_of_a_window_hide_what_they_should(head_size: int, seed: int) -> None:
+    case = dense_case(
+        seed, key_lens=[450], query_lens=[300], num_heads=1, num_kv_heads=1, head_size=head_size, dtype="bfloat16",
+        spec=AttentionSpec(scale=0.1, causal=False, window_left=190, window_right=70),
+    )  # fmt: skip
+    call = backward_call(poisoned(case), ops.run, with_d_lse=False)
+    assert_poisoned_match(case, call, _run(call, seed))
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_the_order_in_which_warps_come_changes_no_bit(head_size: int, seed: int) -> None:
+    case = dense_case(
+        seed, key_lens=[260], query_lens=[260], num_heads=2, num_kv_heads=1, head_size=head_size, dtype="bfloat16"
+    )
+    call = backward_call(case, ops.run, with_d_lse=False)
+    first, second = (_run(call, seed + order) for order in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)

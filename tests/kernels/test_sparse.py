@@ -1,0 +1,29 @@
+"""The indexer's kernel, and attention to chosen latents, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.attention_cases import assert_matches_reference
+from tests.support.sparse_cases import indexer_call, sparse_case
+from tests.support.triton_ops import run_triton
+from torch_core import reference
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [("float32", None), ("bfloat16", None), ("float16", "float8_e4m3fn")]
+)
+def test_an_indexer_scores_what_a_query_sees(dtype, cache_dtype, seed):
+    call = indexer_call(seed, seq_lens=[70, 0, 5], query_lens=[2, 0, 5], dtype=dtype, cache_dtype=cache_dtype)
+    assert torch.equal(run_triton(call)["logits"].double(), reference.indexer_logits(call))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_chosen_latents_are_attended_to_and_no_others(packed, seed):
+    case = sparse_case(
+        seed, seq_lens=[40, 7], query_lens=[2, 1], topk=9, num_heads=3, kv_lora_rank=128, rope_dim=8, packed=packed,
+        padding_tokens=1, block_size=4,
+    )  # fmt: skip
+    results = run_triton(case.call(with_lse=True))
+    assert_matches_reference(case, results["out"], results["lse"])

@@ -1,0 +1,1 @@
+"""Scores of DeepSeek's indexer: kernel and plan."""

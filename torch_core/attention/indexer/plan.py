@@ -1,0 +1,52 @@
+"""The plan of an indexer's scores: from shapes, dtypes and options alone."""
+
+from __future__ import annotations
+
+from torch_core.attention.indexer.kernel import indexer_logits_kernel
+from torch_core.attention.operands import count, padded
+from torch_core.attention.rows.plan import block_seqs
+from torch_core.calls import IndexerCall
+from torch_core.plan.operands import ceil_div, named_launch, scale_number, scale_pointer
+from torch_core.plan.plan import Argument, OperationPlan, Pointer, Scalar
+from torch_core.specs import ArraySpec
+
+__all__ = ["plan_indexer"]
+
+# Not tuned on a device yet.
+_BLOCK_N = 64
+_NUM_WARPS = 4
+
+
+def plan_indexer(call: IndexerCall[ArraySpec]) -> OperationPlan:
+    """Plans a checked call that is not empty. Outputs: logits."""
+    _, num_heads, head_size = call.query.shape
+    arguments: dict[str, Argument] = {
+        **{name: Pointer(name) for name in (*call.arrays(), *call.outputs())},
+        "k_scale": scale_pointer("k_scale", call.k_scale),
+        "num_seqs": count(call.seq_lens.shape[0]),
+        "table_stride": count(call.block_tables.element_strides[0]),
+        "table_tokens": count(call.table_tokens),
+        "scale": Scalar(call.scale * scale_number(call.k_scale), "fp32"),
+    }
+    constexprs = {
+        "BLOCK_SEQS": block_seqs(call.seq_lens.shape[0]),
+        "BLOCK_N": _BLOCK_N,
+        "NUM_HEADS": num_heads,
+        "HEADS_PADDED": padded(num_heads),
+        "HEAD_SIZE": head_size,
+        "HEAD_PADDED": padded(head_size),
+        "BLOCK_SIZE": call.block_size,
+        "QUERY_STRIDES": call.query.element_strides[:2],
+        "KEY_STRIDES": call.key_cache.element_strides[:2],
+        "WEIGHT_STRIDES": call.weights.element_strides[:1],
+    }
+    grid = (call.num_tokens, ceil_div(call.table_tokens, _BLOCK_N))
+    launch = named_launch(
+        indexer_logits_kernel, grid, arguments, constexprs, writes=("logits",), num_warps=_NUM_WARPS, num_stages=1
+    )
+    return OperationPlan(
+        name=call.name,
+        inputs=tuple(call.arrays().items()),
+        outputs=tuple(call.outputs().items()),
+        launches=(launch,),
+    )

@@ -1,0 +1,1 @@
+"""The write of latents and rotary keys: kernel and plan."""

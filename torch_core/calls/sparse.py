@@ -1,0 +1,175 @@
+"""DeepSeek's sparse attention (V3.2): an indexer scores keys, and each query attends to the latents that it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float, Float32, Int32, Shaped
+
+from torch_core.calls.attention import check_static
+from torch_core.calls.call import A, Call, dtype_name
+from torch_core.calls.latent import LatentCall
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
+
+__all__ = ["IndexerCall", "check_chosen_values", "chosen_latents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerCall(Call[A]):
+    """Scores of the keys of an indexer for every query: `sum over heads of weight * relu(scale * query @ key)`.
+
+    A query sees the keys up to its own position, as under a causal mask that is aligned bottom-right; the scores of
+    others, and of rows of padding, are -inf.
+
+    Attributes:
+        query: of the indexer's heads, rotated.
+        weights: of the heads, query by query.
+        key_cache: a key for each slot, which all heads share; block 0 belongs to nobody.
+        block_tables, seq_lens, query_start_loc: as of attention.
+        k_scale: what a unit of a quantised key is worth; None for 1.
+        scale: positive.
+        max_query_len: an upper bound on the query lengths.
+    """
+
+    name: ClassVar[str] = "indexer_logits"
+
+    query: Float[A, "num_tokens index_heads index_head_size"]
+    weights: Float32[A, "num_tokens index_heads"]
+    key_cache: Shaped[A, "num_blocks block_size index_head_size"]
+    block_tables: Int32[A, "num_seqs max_blocks"]
+    seq_lens: Int32[A, "num_seqs"]
+    query_start_loc: Int32[A, "num_seqs+1"]
+    k_scale: Float32[A, "1"] | float | None = None
+    scale: float
+    max_query_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows, padding included."""
+        return self.query.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.key_cache.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.key_cache.shape[0]
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens that a row of the block tables can hold, and so scores of a query."""
+        return self.block_tables.shape[1] * self.block_size
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no score."""
+        return self.num_tokens == 0 or self.table_tokens == 0
+
+    def check_statics(self) -> None:
+        """Checks the numbers that must be plain ones."""
+        check_static("max_query_len", self.max_query_len)
+        if (
+            isinstance(self.scale, bool)
+            or not isinstance(self.scale, (int, float))
+            or not 0 < self.scale < float("inf")
+        ):
+            raise InvalidInput(f"scale is {self.scale!r}; it must be a positive finite number.")
+
+    def check_options(self) -> None:
+        """Checks sizes and the dtypes that go together."""
+        if 0 in (*self.query.shape[1:], *self.key_cache.shape):
+            raise InvalidInput(
+                f"query has shape {list(self.query.shape)} and key_cache {list(self.key_cache.shape)}; there must be "
+                "at least one head, one element and one slot."
+            )
+        query, key = dtype_name(self.query), dtype_name(self.key_cache)
+        if query not in QUERY_DTYPES or key not in (query, *FP8_DTYPES, "int8"):
+            raise InvalidInput(
+                f"query is {query} and key_cache {key}; give a query of float32, bfloat16 or float16, and keys of the "
+                "same or quantised to 8 bits."
+            )
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `logits`: the score of every place of a table, query by query."""
+        return {"logits": ArraySpec((self.num_tokens, self.table_tokens), "float32")}
+
+
+def chosen_latents(
+    call: LatentCall[A], topk_indices: A, tokens: A, where: Callable[..., Any], as_int32: Callable[[Any], Any]
+) -> LatentCall[A]:
+    """Returns a latent call's attention of each query to the keys that it chose.
+
+    As a batch of sequences of one query each, over blocks of one token: a row of the table is the chosen slots.
+
+    Args:
+        call: the attention to all keys; its mask gives way to the choice.
+        topk_indices: int32 `[num_tokens, topk]`, the positions of the keys in the query's sequence, each once, in any
+            order; a row ends with its first negative entry.
+        tokens: int32, 0 to num_tokens.
+        where: that of the arrays' library.
+        as_int32: the cast of the arrays' library.
+
+    Raises:
+        InvalidInput: shapes or dtypes that do not fit.
+        Unsupported: a window or chunked attention.
+    """
+    check_choice(call, topk_indices)
+    cache = call.latent_cache
+    starts, rows = call.query_start_loc, tokens[:-1]
+    live = rows < starts[-1]
+    seqs = where(live, (rows[:, None] >= starts[None, 1:]).sum(1), 0)
+    named = ((topk_indices < 0).cumsum(1) == 0) & live[:, None]
+    positions = where(named, topk_indices, 0)
+    blocks = call.block_tables[seqs[:, None], positions // call.block_size]
+    slots = where(named, blocks * call.block_size + positions % call.block_size, 0)
+    return replace(
+        call,
+        latent_cache=cache.reshape(cache.shape[0] * cache.shape[1], 1, cache.shape[2]),
+        block_tables=as_int32(slots),
+        seq_lens=as_int32(named.sum(1)),
+        query_start_loc=tokens,
+        spec=replace(call.spec, causal=False),
+        max_query_len=1,
+    )
+
+
+def check_choice(call: LatentCall[A], topk_indices: A) -> None:
+    """Checks what shapes and options tell of a choice of keys.
+
+    Raises:
+        InvalidInput, Unsupported: see `chosen_latents`.
+    """
+    shape, spec = tuple(topk_indices.shape), call.spec
+    if len(shape) != 2 or shape[0] != call.num_tokens or shape[1] < 1 or dtype_name(topk_indices) != "int32":
+        raise InvalidInput(
+            f"topk_indices is {dtype_name(topk_indices)} of shape {list(shape)}; it must be int32 [{call.num_tokens}, "
+            "topk], positions for each row of query."
+        )
+    if (spec.window_left, spec.window_right, spec.attention_chunk) != (None, None, None):
+        raise Unsupported("a window or attention_chunk is given; chosen keys are the whole mask: leave it.")
+
+
+def check_chosen_values(call: LatentCall[Any], topk_indices: Any) -> None:
+    """Checks the positions themselves, of arrays that numpy can read.
+
+    Raises:
+        InvalidInput: a position that the query's sequence does not have.
+    """
+    check_choice(call, topk_indices)
+    indices, starts, lens = (np.asarray(x) for x in (topk_indices, call.query_start_loc, call.seq_lens))
+    tokens = np.repeat(lens, np.diff(starts))
+    rows = indices[: len(tokens)]
+    bad = (np.cumsum(rows < 0, axis=1) == 0) & (rows >= tokens[:, None])
+    if bad.any():
+        token, place = np.argwhere(bad)[0].tolist()
+        raise InvalidInput(
+            f"topk_indices[{token}, {place}] is {rows[token, place]}; the query's sequence has {tokens[token]} tokens. "
+            "End a row with -1."
+        )
