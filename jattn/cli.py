@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jattn.arguments import add_device_arguments, device_settings, join_processes
 from torch_core.errors import InvalidInput, JattnError, Unsupported
 
 __all__ = ["main"]
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--speculative-config", metavar="JSON", help='guess tokens: {"model": DIR, "num_speculative_tokens": 4}'
     )
+    add_device_arguments(generate)
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
     generate.set_defaults(run=_generate)
 
@@ -131,6 +133,7 @@ _DEFAULT_PROMPT = "The for statement is used to"
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
     from jattn.engine import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 
+    join_processes(arguments)
     prompts = arguments.prompt or [_DEFAULT_PROMPT]
     params = [
         SamplingParams(
@@ -145,14 +148,22 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
     speculative = arguments.speculative_config
     config = EngineConfig(
         max_num_seqs=max(8, min(len(prompts), 64)),
+        **device_settings(arguments),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
-    llm = LLM(arguments.model, **_loading(arguments), config=config)
+    with LLM(arguments.model, **_loading(arguments), config=config) as llm:
+        if not llm.engine.follow():
+            _tell(llm, prompts, params, as_json=arguments.json)
+    return 0
+
+
+def _tell(llm: Any, prompts: list[str], params: list[Any], *, as_json: bool) -> None:
+    """Prints what a model says to some prompts as it comes, and then how long that took."""
     started = time.monotonic()
     results: dict[int, Any] = {}
     shown: list[str] = [""] * len(prompts)
     stream = llm.stream(prompts, params)
-    if not arguments.json and len(prompts) == 1:
+    if not as_json and len(prompts) == 1:
         print(prompts[0], end="", flush=True)
     peak_blocks = 0
     compiled_before = None
@@ -162,18 +173,18 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         peak_blocks = max(peak_blocks, llm.engine.cache_stats().used)
         if delta.output is not None:
             results[delta.index] = delta.output
-        if arguments.json:
+        if as_json:
             continue
         if len(prompts) == 1:
             print(delta.text, end="", flush=True)
         else:
             shown[delta.index] += delta.text
             _print_whole_lines(delta.index, shown, finished=delta.output is not None)
-    if not arguments.json and len(prompts) == 1:
+    if not as_json and len(prompts) == 1:
         print()
     outputs = [results[index] for index in range(len(prompts))]
     summary = _summary(outputs, started, peak_blocks, llm, compiled_before or 0.0)
-    if arguments.json:
+    if as_json:
         print(json.dumps({"outputs": [_as_json(output) for output in outputs], **summary}, indent=2))
     print(
         f"{summary['new_tokens']} tokens from {len(outputs)} prompts; time to first token "
@@ -183,7 +194,6 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         f"{summary['programs']} programs compiled in {summary['compile_s']:.1f} s.",
         file=sys.stderr,
     )
-    return 0
 
 
 def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine import EngineConfig, SamplingParams, open_engine
+from jattn.engine.replicas import AnyEngine
 from jattn.models import Decoder, ModelConfig
 from jattn.table import aligned
 
@@ -139,7 +140,7 @@ class _Bench:
                 engine.step()
             return seconds * 1e3 * len(prompts) / tokens, "ms a step", engine.compile_seconds
 
-    def _engine(self, batch: int, length: int, settings: dict[str, Any]) -> Engine:
+    def _engine(self, batch: int, length: int, settings: dict[str, Any]) -> AnyEngine:
         sizes: dict[str, Any] = {
             "block_size": _BLOCK_SIZE,
             "max_num_seqs": batch,
@@ -147,16 +148,16 @@ class _Bench:
             "max_model_len": length,
             "num_blocks": batch * -(-length // _BLOCK_SIZE) + 1,
         }
-        return Engine(self._model, EngineConfig(**(sizes | settings)))
+        return open_engine(self._model, EngineConfig(**(sizes | settings)))
 
     def _prompts(self, count: int, length: int, seed: int = 0) -> list[list[int]]:
         return np.random.default_rng((seed, count, length)).integers(0, self._vocab, (count, length)).tolist()
 
-    def _add(self, engine: Engine, prompts: list[list[int]], count: int, temperature: float = 0.0) -> list[Any]:
+    def _add(self, engine: AnyEngine, prompts: list[list[int]], count: int, temperature: float = 0.0) -> list[Any]:
         params = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
         return [engine.add(prompt, params) for prompt in prompts]
 
-    def _run(self, engine: Engine, prompts: list[list[int]], count: int, temperature: float = 0.0) -> None:
+    def _run(self, engine: AnyEngine, prompts: list[list[int]], count: int, temperature: float = 0.0) -> None:
         self._add(engine, prompts, count, temperature)
         while engine.num_unfinished:
             engine.step()

@@ -9,6 +9,8 @@ from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.llm import LLM, generate
 from jattn.engine.logprobs import Logprob
 from jattn.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jattn.engine.processes import join
+from jattn.engine.replicas import DataParallelEngine, open_engine
 from jattn.engine.request import CompletionOutput, RequestMetrics, RequestOutput
 from jattn.engine.speculation import SpeculationStats, SpeculativeConfig
 from jattn.engine.stream import TextDelta, TextStream
@@ -16,6 +18,7 @@ from jattn.engine.stream import TextDelta, TextStream
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "DataParallelEngine",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "Engine",
@@ -35,4 +38,6 @@ __all__ = [
     "TokenDelta",
     "calibrate_kv_cache",
     "generate",
+    "join",
+    "open_engine",
 ]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.speculation import SpeculativeConfig
 from torch_core.checks import check_bool, check_int, shown
@@ -16,6 +18,7 @@ __all__ = ["MAX_SIZE", "EngineConfig"]
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
 _MAX_BYTES = (1 << 63) - 1
+_MOST_DEVICES = 1 << 16
 # What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
 _SIZES = {
     "block_size": MAX_SIZE,
@@ -38,7 +41,7 @@ class EngineConfig:
         max_model_len: tokens of one sequence at most; the model's own limit if None.
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
             full length, as far as `kv_cache_bytes` goes.
-        kv_cache_bytes: memory that the pool may take when `num_blocks` is None.
+        kv_cache_bytes: memory that the pool may take on each device when `num_blocks` is None.
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
             while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
@@ -60,6 +63,12 @@ class EngineConfig:
         speculative_config: tokens are guessed, by n-grams or by a draft model, and verified in one step: a
             `SpeculativeConfig` or a mapping of its fields; None for no guesses. The tokens are those of no
             speculation. Guesses need what the step before brought: steps_in_flight and num_scheduler_steps become 1.
+        tensor_parallel_size: devices over which the model and its cache are cut.
+        data_parallel_size: copies of the model, each on devices and with a pool and a batch of its own; all sizes here
+            are those of one. A request goes to the copy that has most of its prompt cached, unless that one has much
+            more to do than another.
+        mesh: the devices, with an axis "tp" and, for copies, one "dp"; the sizes above then follow from it. None for
+            the first of `jax.devices()`.
         kv_cache_dtype: of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8".
         kv_cache_scales: what a unit of an 8-bit cache is worth in each layer, as `calibrate_kv_cache` measures it;
             None for what came with the checkpoint, if anything, else 1. int8 needs them.
@@ -94,6 +103,9 @@ class EngineConfig:
     batch_invariant: bool = False
     enable_cascade_attention: bool | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    mesh: Mesh | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_scales: KVCacheScales | None = field(default=None, hash=False)
     step_timeout_seconds: float | None = 60.0
@@ -147,6 +159,7 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
             )
+        self._check_mesh()
         limit = self.step_timeout_seconds
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e6):
             raise InvalidInput(
@@ -163,3 +176,22 @@ class EngineConfig:
         """Tokens of a request that are guessed at once; 0 without speculation."""
         speculative = SpeculativeConfig.of(self.speculative_config)
         return 0 if speculative is None else speculative.num_speculative_tokens
+
+    def _check_mesh(self) -> None:
+        sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
+        for name in sizes.values():
+            check_int(name, getattr(self, name), 1, _MOST_DEVICES)
+        if self.mesh is None:
+            return
+        axes = dict(self.mesh.shape) if isinstance(self.mesh, Mesh) else {}
+        if "tp" not in axes or not axes.keys() <= sizes.keys():
+            found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(self.mesh)
+            raise InvalidInput(
+                f"mesh has the axes {found}; an engine's has 'tp' and may have 'dp', as in jax.make_mesh((1, 2), "
+                "('dp', 'tp'))."
+            )
+        for axis, name in sizes.items():
+            size = axes.get(axis, 1)
+            if getattr(self, name) not in (1, size):
+                raise InvalidInput(f"{name} is {getattr(self, name)}; axis {axis!r} of the mesh has {size} devices.")
+            object.__setattr__(self, name, size)

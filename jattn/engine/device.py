@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.kv_scales import cached_spec, writing_8_bits
+from jattn.engine.placement import Placement
+from jattn.engine.processes import Channel, shared_channel
 from jattn.engine.runner import ModelRunner
 from jattn.engine.speculation import SpeculationCounts
 from jattn.engine.watchdog import Watchdog
 from jattn.models import PagedModel, PagedSpec
 from jattn.ops.choose import choose
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
-from torch_core.cache import CacheConfig, LayerGroups, group_layers
+from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
@@ -35,6 +39,7 @@ class Device:
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
         pads_rows: a step costs by its longest row times its rows.
+        channel: to the other processes that have parts of the same model; None where all is here.
         speculation: how guesses went.
         watchdog: of its steps.
     """
@@ -46,25 +51,96 @@ class Device:
     pads_rows: bool
     speculation: SpeculationCounts
     watchdog: Watchdog
+    channel: Channel | None = None
+
+    def prepare(self, step: CommittedStep) -> None:
+        """Executes what a committed step does to whole blocks; see `KVPool.prepare`."""
+        if step.blocks_to_scrub or step.copies:
+            copies = [tuple(copy[:2]) for copy in step.copies]
+            self._announce("moves", list(step.blocks_to_scrub), copies)
+        self.pool.prepare(step, self.host)
+
+    def forget(self) -> None:
+        """Drops what the runner knows of earlier steps."""
+        self._announce("forget")
+        self.runner.forget()
+
+    def renew(self) -> None:
+        """Allocates the pool anew."""
+        self._announce("renew")
+        self.pool.renew()
+
+    def lend(self) -> None:
+        """Gives the pool's memory back until `renew`."""
+        self._announce("lend")
+        self.pool.close()
+
+    def close(self) -> None:
+        """Gives the pool's memory back for good."""
+        self._announce("close")
+        self.pool.close()
+
+    def warmup(self, report: Callable[[int, int, str], None]) -> None:
+        """Compiles every program; see `ModelRunner.warmup`."""
+        self._announce("warmup")
+        self.runner.warmup(report)
+
+    def follow(self) -> None:
+        """Does what the first process does to its devices, until that closes its engine."""
+        if self.channel is None:
+            return
+        while True:
+            what, *arguments = self.channel.receive()
+            if what == "moves":
+                self.pool.scrub_blocks(arguments[0])
+                self.pool.copy_blocks(arguments[1])
+            elif what == "forget":
+                self.runner.forget()
+            elif what == "renew":
+                self.pool.renew()
+            elif what == "warmup":
+                self.runner.warmup(lambda *_: None)
+            elif what in ("lend", "close"):
+                self.pool.close()
+                if what == "close":
+                    return
+            else:
+                self.runner.follow(what, *arguments)
+
+    def _announce(self, what: str, *arguments: object) -> None:
+        if self.channel is not None:
+            self.channel.send(what, *arguments)
 
 
 def open_device(
     model: PagedModel,
     config: EngineConfig,
     *,
+    mesh: Mesh | None = None,
     max_model_len: int,
     model_fingerprint: bytes,
 ) -> tuple[Device, CacheConfig, PoolPlan]:
     """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
 
+    Args:
+        model: whole, or cut over the mesh.
+        config: sizes.
+        mesh: the devices of this replica; None for JAX's default device.
+        max_model_len: tokens of one sequence at most.
+        kv_cache_dtype: of the cache, None for the model's.
+        model_fingerprint: of the weights, in prefix keys.
+
     Raises:
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
+    placement, model = Placement.of(model, mesh)
     shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
     if shape.dtype != model.paged_spec.dtype:
         model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
     model = with_draft(model, config, max_model_len)
+    if isinstance(model, WithDraft):
+        model = WithDraft(model.base, Placement.of(model.draft, mesh)[1])
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     chosen = {choose(implementation) for implementation in asked - {""}}
@@ -74,10 +150,11 @@ def open_device(
     max_blocks = -(-max_model_len // config.block_size)
     draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
     further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
+    parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
     num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
     longest = max_model_len + num_encoder_blocks * config.block_size
     layers = _layer_groups(config, shape, draft, max_model_len)
-    plan = _plan(config, spec, layers, further, max_model_len=longest)
+    plan = _plan(config, spec, layers, further, parts, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -90,9 +167,19 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(spec, num_layers=plan.num_layers, num_blocks=plan.num_blocks, further=further)
+    pool = KVPool(
+        spec,
+        num_layers=plan.num_layers,
+        num_blocks=plan.num_blocks,
+        device=placement.cache_sharding(spec),
+        further=further,
+    )
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    runner = ModelRunner(model, pool, config, layers, max_blocks=max_blocks, ragged=ragged)
+    channel = shared_channel(mesh, config, {"model": (shape, spec, plan.num_blocks)})
+    announce: Any = (lambda *_: None) if channel is None else channel.send
+    runner = ModelRunner(
+        model, pool, config, placement, layers, max_blocks=max_blocks, ragged=ragged, announce=announce
+    )
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
     device = Device(
         pool,
@@ -103,6 +190,7 @@ def open_device(
         pads_rows=not (config.batch_invariant or ragged),
         speculation=SpeculationCounts(config.num_speculative_tokens),
         watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
+        channel=channel,
     )
     return device, cache_config, plan
 
@@ -118,7 +206,13 @@ def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | Non
 
 
 def _plan(
-    config: EngineConfig, spec: CacheSpec, layers: LayerGroups, further: list[CacheSpec], *, max_model_len: int
+    config: EngineConfig,
+    spec: CacheSpec,
+    layers: LayerGroups,
+    further: list[CacheSpec],
+    parts: int,
+    *,
+    max_model_len: int,
 ) -> PoolPlan:
     most = MAX_SIZE // spec.block_size
     if config.num_blocks is None:
@@ -128,7 +222,7 @@ def _plan(
         plan = plan_pool(
             spec,
             num_layers=layers.num_arrays,
-            num_bytes=config.kv_cache_bytes,
+            num_bytes=config.kv_cache_bytes * parts,
             min_tokens=max_model_len,
             min_blocks=blocks_of_one,
             further=further,

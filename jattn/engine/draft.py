@@ -11,7 +11,7 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.speculation import SpeculativeConfig
 from jattn.load import load_model
 from jattn.metadata import AttentionMetadata
-from jattn.models import PagedModel, PagedSpec
+from jattn.models import PagedModel, PagedSpec, TensorParallel
 from torch_core.errors import InvalidInput
 
 __all__ = ["WithDraft", "with_draft"]
@@ -36,6 +36,11 @@ class WithDraft(nnx.Module):
     def paged_spec(self) -> PagedSpec:
         """The base's."""
         return self.base.paged_spec
+
+    @property
+    def parallel(self) -> TensorParallel | None:
+        """How the base is cut."""
+        return getattr(self.base, "parallel", None)
 
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import jax
 from flax import nnx
 
 from jattn.engine.config import EngineConfig
@@ -17,6 +18,7 @@ from jattn.engine.intake import Intake
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.owner import Owner
 from jattn.engine.params import SamplingParams
+from jattn.engine.placement import replica_meshes
 from jattn.engine.progress import progress
 from jattn.engine.request import Request
 from jattn.engine.speculation import SpeculationStats
@@ -80,10 +82,17 @@ class Engine(contextlib.AbstractContextManager):
     ) -> None:
         config = EngineConfig() if config is None else config
         _check_types(model, config)
+        mesh, *others = replica_meshes(config)
+        if others:
+            raise InvalidInput(
+                f"data_parallel_size is {config.data_parallel_size}; an Engine is one copy. jattn.engine.open_engine "
+                "gives a DataParallelEngine, and LLM has one."
+            )
         self._intake = Intake(model.paged_spec, config, tokenizer)
         device, cache_config, self._plan = open_device(
             model,
             config,
+            mesh=mesh,
             max_model_len=self._intake.max_model_len,
             model_fingerprint=model_fingerprint,
         )
@@ -133,6 +142,25 @@ class Engine(contextlib.AbstractContextManager):
         self.settle()
         return len(self._owner.requests)
 
+    @property
+    def num_added(self) -> int:
+        """Samples that were ever added, and the number of the next one's seed and id."""
+        return self._owner.num_added
+
+    @property
+    def load(self) -> int:
+        """Tokens of all unfinished requests, generated ones as many as there can be."""
+        requests = list(self._owner.requests.values())
+        return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+
+    def request_of(self, request_id: str) -> Request | None:
+        """Returns the unfinished request of an id, if there is one."""
+        return self._owner.requests.get(request_id)
+
+    def runs_for(self, outbox: Outbox) -> bool:
+        """Returns whether a request of an outbox is unfinished."""
+        return any(request.outbox is outbox for request in list(self._owner.requests.values()))
+
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compiles every program that any traffic can need, several at once; afterwards nothing compiles any more.
 
@@ -147,7 +175,7 @@ class Engine(contextlib.AbstractContextManager):
 
         def warm() -> None:
             with progress(report) as tell:
-                self._owner.device.runner.warmup(tell)
+                self._owner.device.warmup(tell)
 
         self._locked(warm)
 
@@ -179,6 +207,7 @@ class Engine(contextlib.AbstractContextManager):
         salt: bytes | None = None,
         priority: int = 0,
         outbox: Outbox | None = None,
+        first_number: int = 0,
     ) -> Request:
         """Queues a request; nothing runs until `step` or `wait`.
 
@@ -191,6 +220,7 @@ class Engine(contextlib.AbstractContextManager):
             priority: the lower, the earlier, where requests wait or are preempted. One level is worth 64 arrivals: no
                 more later requests than that overtake it for each, so that none waits forever.
             outbox: where its tokens are announced, for a caller that reads them with `wait`; None for those of `step`.
+            first_number: `num_added` begins there if it is less; for engines that number their requests together.
 
         Raises:
             InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, a bad salt or outbox.
@@ -202,8 +232,12 @@ class Engine(contextlib.AbstractContextManager):
         """
         outbox = self._outbox if outbox is None else _checked(outbox)
 
+        if self._owner.device.channel is not None and jax.process_index():
+            raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
+
         def queue() -> Request:
             work = self._owner.begin()
+            self._owner.num_added = max(self._owner.num_added, first_number)
             try:
                 samples = self._intake.requests(
                     prompt_token_ids,
@@ -262,6 +296,14 @@ class Engine(contextlib.AbstractContextManager):
         """
         return self._advance(self._outbox, look_first=False)[0]
 
+    def advance(self) -> None:
+        """Does what `step` does and leaves what came in the outboxes.
+
+        Raises:
+            PoolLost, InvalidInput: as `step`.
+        """
+        self._locked(self._owner.advance)
+
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps until something came for the requests of an outbox, and returns it.
 
@@ -315,9 +357,12 @@ class Engine(contextlib.AbstractContextManager):
             InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and its path is named; or the
                 engine is closed. Nothing has changed.
             PoolLost: as `step`, while requests are finished; the weights are the old ones.
+            Unsupported: an engine of several processes.
         """
         if unfinished not in ("restart", "finish"):
             raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+        if self._owner.device.channel is not None:
+            raise Unsupported("update_weights over several processes is not there yet; build the engine anew.")
         leaves = self._owner.device.runner.weights.fitting(state)
         remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
         while any(request.finish_reason is None for request in remaining):
@@ -362,6 +407,13 @@ class Engine(contextlib.AbstractContextManager):
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
         self._owner.abandoned.append(_checked(outbox))
+
+    def follow(self) -> bool:
+        """Does what the engine of process 0 does, until that is closed; returns whether there was one to follow."""
+        if self._owner.device.channel is None or not jax.process_index():
+            return False
+        self._owner.device.follow()
+        return True
 
     def settle(self) -> None:
         """Does now what interrupts and `abandon` left to the next call; a closed engine has nothing left."""

@@ -16,10 +16,11 @@ from jattn.engine.calibrate import calibrate_kv_cache
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.embeddings import EmbeddingRequestOutput, embed
-from jattn.engine.engine import Engine
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
+from jattn.engine.placement import replica_meshes
 from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
+from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
 from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
@@ -51,7 +52,7 @@ class LLM(contextlib.AbstractContextManager):
 
     Attributes:
         default_sampling: fields of `SamplingParams` that hold where a request brings no parameters.
-        model: the module.
+        model: the module, cut over the engine's mesh if it was loaded for one.
         tokenizer: its tokenizer, or None.
 
     Raises:
@@ -83,10 +84,13 @@ class LLM(contextlib.AbstractContextManager):
                 )
         else:
             folder: Any = embedded_model_folder() if model is None else model
+            meshes = replica_meshes(EngineConfig() if config is None else config)
             model, _, tokenizer = load_model(
                 folder,
                 dtype=dtype,
                 implementation=implementation,
+                # Copies are made from a whole model.
+                mesh=meshes[0] if len(meshes) == 1 else None,
                 quantization=quantization,
                 progress=sys.stderr.isatty(),
             )
@@ -99,10 +103,10 @@ class LLM(contextlib.AbstractContextManager):
         self.tokenizer = tokenizer
         # An encoder generates nothing and needs no cache.
         is_encoder = isinstance(served, Decoder) and served.config.is_encoder
-        self._engine = None if is_encoder else Engine(served, config, tokenizer=tokenizer)
+        self._engine = None if is_encoder else open_engine(served, config, tokenizer=tokenizer)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """Runs the requests; its statistics and programs are there.
 
         Raises:

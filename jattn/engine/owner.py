@@ -142,13 +142,14 @@ class Owner:
         """
         if self._asleep:
             raise InvalidInput("the engine is asleep: its pool has no memory. wake() takes it again.")
-        work = self.begin()
+        work, device = self.begin(), self.device
         try:
             ended = work.advance()
         except PoolLost as error:
             self._failed_steps += 1
             event(logging.WARNING, "pool_lost", failed_steps=self._failed_steps, reason=str(error))
-            if self._failed_steps > 1:
+            # Other processes wait in the step that failed here, and will not begin another.
+            if self._failed_steps > 1 or device.channel is not None:
                 self._failed_steps = 0
                 raise
             return
@@ -175,7 +176,7 @@ class Owner:
         device = self.device
         self._work = None
         self._asleep = True
-        device.pool.close()
+        device.lend()
 
     def wake(self) -> None:
         """Takes the pool's memory again.
@@ -187,7 +188,7 @@ class Owner:
         if self._asleep:
             if device.pool.is_lost():
                 check_room(device.pool.num_bytes)
-                device.pool.renew()
+                device.renew()
             self._asleep = False
 
     def close(self) -> None:
@@ -198,7 +199,7 @@ class Owner:
             request.finish_reason = "cancelled"
             del self.requests[request.request_id]
         if device is not None:
-            device.pool.close()
+            device.close()
 
     def _anew(self, device: Device) -> Work:
         for request in list(self.requests.values()):
@@ -210,7 +211,7 @@ class Owner:
         # Nobody knows any more which blocks of the old pool hold what was to be scrubbed.
         holds_residue = self._config.scrub_on_free and device.pool.generation == self._generation
         if not self._asleep and (holds_residue or device.pool.is_lost()):
-            device.pool.renew()
+            device.renew()
         work = Work(self._config, self._cache_config_now(), device)
         self._generation = work.generation
         for request in self.requests.values():

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jattn.engine.draft import WithDraft
 from jattn.engine.logprobs import Logprobs, token_logprobs
-from jattn.engine.sampler import Rows, Sampler, SamplingKind
+from jattn.engine.placement import Placement
+from jattn.engine.sampler import Rows, Sampler, SamplingKind, VocabShards
 from jattn.engine.tables import SamplerState
 from jattn.metadata import AttentionMetadata, CrossMetadata, GroupedMetadata, PrefixGroups
-from jattn.models import EncoderModel
+from jattn.models import EncoderModel, PagedModel, TensorParallel
 from torch_core.cache import LayerGroups
 from torch_core.metadata import PackedLayout, encoder_layout, group_fields, group_layout, metadata_layout
 from torch_core.specs import PAD_SLOT_ID
@@ -119,29 +121,51 @@ def _layout(
     return metadata_layout(**sizes, extra=[*extra, *group_layout(num_groups, **sizes)])
 
 
-def jitted_step(graph: Any, treedef: Any, layers: LayerGroups) -> Any:
+def jitted_step(
+    graph: Any, treedef: Any, placement: Placement, layers: LayerGroups, cache_spec: Any, leaf_specs: Any
+) -> Any:
     """Returns the jitted step of one kind of model and of its cache groups.
 
     The step is `step(kv_caches, leaves, last_tokens, state, buffer, *, bucket, max_blocks)` and returns
     `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
     `-1 - row` stands for `last_tokens[row]`.
+
+    Args:
+        graph, treedef: of the model, or of one device's part of it.
+        placement: the devices: each runs the step on its own part, and all know what comes of it.
+        layers: the cache groups.
+        cache_spec: how a layer's cache is split over them.
+        leaf_specs: how the leaves are.
     """
+    whole = PartitionSpec()
+
+    def step(*operands: Any, **sizes: Any) -> Any:
+        return placement.mapped(
+            functools.partial(_step, graph, treedef, layers, **sizes),
+            in_specs=(cache_spec, list(leaf_specs), whole, whole, whole),
+            out_specs=(whole, cache_spec),
+        )(*operands)
+
     # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
-    step = functools.partial(_step, graph, treedef, layers)
     return jax.jit(step, donate_argnums=0, static_argnames=("bucket", "max_blocks"))
 
 
 @functools.lru_cache(maxsize=8)
-def jitted_prompt_logprobs(graph: Any, treedef: Any) -> Any:
+def jitted_prompt_logprobs(graph: Any, treedef: Any, placement: Placement, leaf_specs: tuple[Any, ...]) -> Any:
     """Returns the jitted `f(leaves, hidden, rows int32[n], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
 
     def compute(
         leaves: list[jax.Array], hidden: jax.Array, rows: jax.Array, token_ids: jax.Array, *, num_logprobs: int
     ) -> Logprobs:
         model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
-        return token_logprobs(model.logits(hidden[rows]).astype(jnp.float32), token_ids, num_logprobs)
+        logits, shards = _logits(model, hidden[rows])
+        return token_logprobs(logits if shards is None else shards.gathered(logits), token_ids, num_logprobs)
 
-    return jax.jit(compute, static_argnames="num_logprobs")
+    def run(*operands: Any, num_logprobs: int) -> Logprobs:
+        whole, compute_some = PartitionSpec(), functools.partial(compute, num_logprobs=num_logprobs)
+        return placement.mapped(compute_some, (list(leaf_specs), whole, whole, whole), whole)(*operands)
+
+    return jax.jit(run, static_argnames="num_logprobs")
 
 
 def _step(
@@ -285,13 +309,15 @@ def _sampled(
     num_tokens = fields["seq_lens"] - (last_rows - first)
     # Who has a slot has no guesses: what is drawn behind the first place is of nobody.
     slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
+    logits, shards = _logits(merged, hidden[rows.reshape(-1)])
     tokens, logprobs, new_state = bucket.sampler(
-        merged.logits(hidden[rows.reshape(-1)]).astype(jnp.float32),
+        logits,
         Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
         state if state.masks is None else state._replace(masks=jnp.repeat(state.masks, count, axis=0)),
         sample_index=(fields["sample_index"][:, None] + places).reshape(-1),
         num_tokens=(num_tokens[:, None] + places).reshape(-1),
         slots=slots.reshape(-1),
+        shards=shards,
     )
     by_place = lambda array: array.reshape(bucket.num_seqs, count, *array.shape[1:]).swapaxes(0, 1)  # noqa: E731
     sampled = Sampled(
@@ -300,6 +326,15 @@ def _sampled(
         None if bucket.sampler.kind is SamplingKind.PLAIN else hidden,
     )
     return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
+
+
+def _logits(model: PagedModel, hidden: jax.Array) -> tuple[jax.Array, VocabShards | None]:
+    """Returns float32[rows, vocab], or this device's part of it and which part it is."""
+    logits = model.logits(hidden).astype(jnp.float32)
+    parallel: TensorParallel | None = getattr(model, "parallel", None)
+    if parallel is None or parallel.parts("vocab") == 1:
+        return logits, None
+    return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1])
 
 
 def _metadata(layers: LayerGroups, fields: Fields, bucket: Bucket) -> Any:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.engine.log import event
+from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket, jitted_step
 from jattn.engine.sampler import SamplingKind
 from jattn.engine.tables import SamplerState
@@ -38,6 +39,7 @@ class Programs:
     Args:
         weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
+        placement: the devices.
         layers: the model's cache groups.
         state_of: shapes of what a full step's sampler has, by the number of its sequences.
         max_num_seqs: columns of the sampled tokens.
@@ -52,6 +54,7 @@ class Programs:
         self,
         weights: Weights,
         pool: KVPool,
+        placement: Placement,
         layers: LayerGroups,
         state_of: Callable[[int], SamplerState],
         *,
@@ -61,13 +64,14 @@ class Programs:
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
+        self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
             tuple(
                 jax.ShapeDtypeStruct(spec.shape(pool.num_blocks), spec.dtype, sharding=pool.sharding)
                 for spec in pool.specs
             ),
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
-            jax.ShapeDtypeStruct((max_num_seqs,), jnp.int32),
+            self._on_all((max_num_seqs,)),
         )
         self._state_of = state_of
         operands = tuple(jax.tree.leaves((self._operands, state_of(max_num_seqs))))
@@ -76,7 +80,8 @@ class Programs:
         self._has_cublas = is_wide and any(
             device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
         )
-        self._step, self._compiled = _shared(weights.graph, weights.treedef, layers, operands, max_blocks)
+        cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,7 +114,7 @@ class Programs:
         self._timed(compile_all)
 
     def _lowered(self, bucket: Bucket) -> Any:
-        buffer = jax.ShapeDtypeStruct((bucket.layout(self._max_blocks, self._num_groups).num_elements,), jnp.int32)
+        buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
         is_plain = bucket.sampler.kind is SamplingKind.PLAIN
         state = SamplerState(None, None) if is_plain else self._state_of(bucket.num_seqs)
         return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
@@ -131,6 +136,13 @@ class Programs:
 
 @functools.lru_cache(maxsize=8)
 def _shared(
-    graph: Any, treedef: Any, layers: LayerGroups, operands: tuple[Any, ...], max_blocks: int
+    graph: Any,
+    treedef: Any,
+    placement: Placement,
+    layers: LayerGroups,
+    cache_spec: Any,
+    leaf_specs: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    max_blocks: int,
 ) -> tuple[Any, _Compiled]:
-    return jitted_step(graph, treedef, layers), {}
+    return jitted_step(graph, treedef, placement, layers, cache_spec, leaf_specs), {}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jattn.engine.delivery import TokenDelta
 from jattn.engine.detokenize import Detokenizer
-from jattn.engine.engine import Engine
 from jattn.engine.logprobs import Logprob, as_dict
+from jattn.engine.replicas import AnyEngine
 from jattn.engine.request import CompletionOutput, Request, RequestOutput
 from jattn.load import TextTokenizer
 
@@ -43,7 +43,7 @@ class PromptReader:
         request: the first sample.
     """
 
-    def __init__(self, engine: Engine, tokenizer: TextTokenizer | None, request: Request) -> None:
+    def __init__(self, engine: AnyEngine, tokenizer: TextTokenizer | None, request: Request) -> None:
         self._engine = engine
         self._decode = None if tokenizer is None else tokenizer.decode_plainly
         self._request = request

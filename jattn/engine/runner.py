@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import cast
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jattn.engine.cascade import Cascade
 from jattn.engine.config import EngineConfig
-from jattn.engine.program import Bucket, jitted_prompt_logprobs
+from jattn.engine.placement import Placement
+from jattn.engine.processes import Announce
+from jattn.engine.program import Bucket, Sampled, jitted_prompt_logprobs
 from jattn.engine.programs import Programs
 from jattn.engine.results import PromptPart, StepResult
 from jattn.engine.sampler import Sampler, SamplingKind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
-from jattn.engine.tables import SamplerState, Slots
+from jattn.engine.tables import SamplerState, Slots, SlotTables
 from jattn.engine.weights import Weights
 from jattn.models import PagedModel
 from jattn.pool import KVPool
@@ -55,9 +56,11 @@ class ModelRunner:
         model: its leaves are captured now.
         pool: the cache arrays; the runner donates them to every step.
         config: sizes of a step.
+        placement: the devices.
         layers: the model's cache groups.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
+        announce: told of what follows before it is done.
 
     Attributes:
         programs: what was compiled.
@@ -69,12 +72,16 @@ class ModelRunner:
         model: PagedModel,
         pool: KVPool,
         config: EngineConfig,
+        placement: Placement,
         layers: LayerGroups,
         *,
         max_blocks: int,
         ragged: bool,
+        announce: Announce = lambda *_: None,
     ) -> None:
         self._pool = pool
+        self._announce = announce
+        self._placement = placement
         self._max_blocks = max_blocks
         self._num_encoder_blocks = -(-model.paged_spec.max_encoder_len // config.block_size)
         self._layers = layers
@@ -95,12 +102,23 @@ class ModelRunner:
             max_model_len=max_blocks * config.block_size,
             vocab_size=self._vocab_size,
             processors=tuple(processors),
+            placement=placement,
+            announce=announce,
         )
+        self._hidden: Any = None
         self.forget()
         self.weights = Weights(cast(nnx.Module, model))
-        self._prompt_logprobs = jitted_prompt_logprobs(self.weights.graph, self.weights.treedef)
+        self._prompt_logprobs = jitted_prompt_logprobs(
+            self.weights.graph, self.weights.treedef, placement, self.weights.specs
+        )
         self.programs = Programs(
-            self.weights, pool, layers, self._slots.shapes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks
+            self.weights,
+            pool,
+            placement,
+            layers,
+            self._slots.shapes,
+            max_num_seqs=config.max_num_seqs,
+            max_blocks=max_blocks,
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
@@ -120,13 +138,37 @@ class ModelRunner:
             state = self._sampler_state(step.rows, layout, buffer)
         if bucket.num_pieces and self._cascade is not None:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
+        masks = state.masks if isinstance(state.masks, np.ndarray) else None
+        sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
+        self._announce("step", sizes, bucket.sampler is self._full, buffer, masks)
+        sampled = self._run(bucket, state, buffer)
+        return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
+
+    def follow(self, what: str, *arguments: Any) -> None:
+        """Does what the runner of the first process does, and announced: see `jattn.engine.processes`."""
+        getattr(self, f"_follow_{what}")(*arguments)
+
+    def _follow_step(self, sizes: dict[str, Any], is_full: bool, buffer: np.ndarray, masks: np.ndarray | None) -> None:
+        bucket = Bucket(**sizes, sampler=self._full if is_full else self._plain)
+        state = SamplerState(None, None)
+        if is_full:
+            state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
+        self._hidden = self._run(bucket, state, buffer).hidden
+
+    def _follow_slot(self, slot: int, row: list[np.ndarray]) -> None:
+        self._slots.load(slot, SlotTables(*row))
+
+    def _follow_prompt(self, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> None:
+        self._prompt_logprobs(self.weights.leaves, self._hidden, rows, token_ids, num_logprobs=num_logprobs)
+
+    def _run(self, bucket: Bucket, state: SamplerState, buffer: np.ndarray) -> Sampled:
         # Compiled behind the pool's checks of JAX's settings.
         sampled, self._last_tokens, state = self._pool.run(
             lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, state, buffer
         )
         if state.tables is not None:
             self._slots.tables = state.tables
-        return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
+        return sampled
 
     def _with_encoder(self, step: ScheduledStep) -> tuple[list[SequenceRow], list[EncoderRow] | None]:
         """Returns the rows of a step without the encoder's slots before them, and those slots; or those alone."""
@@ -162,7 +204,7 @@ class ModelRunner:
     def forget(self) -> None:
         """Drops what it knows of earlier steps: their tokens and their tables."""
         with jax.transfer_guard_host_to_device("allow"):
-            self._last_tokens = jnp.zeros(self._config.max_num_seqs, jnp.int32)
+            self._last_tokens = self._placement.put(np.zeros(self._config.max_num_seqs, np.int32))
         self._tables = [BlockTableCache() for _ in self._layers.groups]
         self._slots.forget()
 
@@ -222,13 +264,11 @@ class ModelRunner:
             if hidden is not None and wanted is not None:
                 for start in range(row.start, end, _PROMPT_LOGPROBS):
                     places = np.minimum(np.arange(start, start + _PROMPT_LOGPROBS), end - 1)
-                    found = self._prompt_logprobs(
-                        self.weights.leaves,
-                        hidden,
-                        (first + places - row.start).astype(np.int32),
-                        np.asarray(prompt, np.int32)[places + 1],
-                        num_logprobs=self._vocab_size if wanted < 0 else self._full.num_logprobs,
-                    )
+                    at = (first + places - row.start).astype(np.int32)
+                    token_ids = np.asarray(prompt, np.int32)[places + 1]
+                    count = self._vocab_size if wanted < 0 else self._full.num_logprobs
+                    self._announce("prompt", at, token_ids, count)
+                    found = self._prompt_logprobs(self.weights.leaves, hidden, at, token_ids, num_logprobs=count)
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
         return parts

@@ -20,6 +20,7 @@ __all__ = [
     "Rows",
     "Sampler",
     "SamplingKind",
+    "VocabShards",
     "filtered",
     "is_plain",
     "needs_slot",
@@ -74,6 +75,41 @@ _NUM_FLOATS = 6
 
 
 @dataclass(frozen=True, slots=True)
+class VocabShards:
+    """Logits of which each device of a mesh axis has a part, the last one perhaps with -inf behind the vocabulary.
+
+    Attributes:
+        axis: the mesh axis.
+        vocab_size: of all devices together.
+        count: logits of one device.
+    """
+
+    axis: str
+    vocab_size: int
+    count: int
+
+    def gathered(self, logits: jax.Array) -> jax.Array:
+        """Returns all logits [rows, vocab_size], on every device."""
+        return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)[:, : self.vocab_size]
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """Returns this device's part of an array [rows, vocab_size]."""
+        padding = self.count * jax.lax.axis_size(self.axis) - self.vocab_size
+        first = jax.lax.axis_index(self.axis) * self.count
+        return jax.lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 0), (0, padding))), first, self.count, 1)
+
+    def argmax(self, x: jax.Array) -> jax.Array:
+        """Returns int32[rows], the first of the largest; two numbers a row and device are gathered."""
+        best = _likeliest(x)
+        value = jnp.take_along_axis(x, best[:, None], axis=1)[:, 0]
+        token = best + jax.lax.axis_index(self.axis) * self.count
+        message = jnp.stack([jax.lax.bitcast_convert_type(value, jnp.int32), token])
+        values, tokens = jnp.moveaxis(jax.lax.all_gather(message, self.axis), 1, 0)
+        first = jnp.argmax(jax.lax.bitcast_convert_type(values, jnp.float32), axis=0)
+        return jnp.take_along_axis(tokens, first[None], axis=0)[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampler:
     """How a step samples; static.
 
@@ -96,10 +132,15 @@ class Sampler:
         sample_index: jax.Array,
         num_tokens: jax.Array,
         slots: jax.Array,
+        shards: VocabShards | None = None,
     ) -> tuple[jax.Array, Logprobs | None, SamplerState]:
         """Returns int32[rows] tokens, their log-probabilities if the step is a full one, and the next state."""
         if self.kind is SamplingKind.PLAIN or state.tables is None:
-            return sample(logits, rows, sample_index), None, state
+            return sample(logits, rows, sample_index, shards), None, state
+        if shards is not None:
+            # The thresholds of filters are found in 62 sums over a row, one after the other, and users' processors
+            # want whole rows: as many messages would take longer than the one of all logits.
+            logits = shards.gathered(logits)
         tokens, logprobs = sample_fully(
             logits,
             rows,
@@ -139,7 +180,7 @@ def needs_slot(params: SamplingParams) -> bool:
     )
 
 
-def sample(logits: jax.Array, rows: Rows, sample_index: jax.Array) -> jax.Array:
+def sample(logits: jax.Array, rows: Rows, sample_index: jax.Array, shards: VocabShards | None = None) -> jax.Array:
     """Returns one token for each row of a plain batch: the likeliest, or drawn at the row's temperature.
 
     A row's token depends on its own logits, parameters, seed and index only, never on its batch mates: the random key
@@ -149,11 +190,12 @@ def sample(logits: jax.Array, rows: Rows, sample_index: jax.Array) -> jax.Array:
         logits: float32[rows, vocab].
         rows: the rows' parameters.
         sample_index: int32[rows], the number of tokens generated before.
+        shards: which part of the vocabulary the logits are; None for all of it.
 
     Returns:
-        int32[rows].
+        int32[rows], the same on every device.
     """
-    return _choose(logits, _tempered(logits, rows), rows, sample_index)
+    return _choose(logits, _tempered(logits, rows, shards), rows, sample_index, shards)
 
 
 def sample_fully(
@@ -235,21 +277,26 @@ def filtered(logits: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where(order >= jnp.maximum(nucleus, threshold)[:, None], logits, -jnp.inf)
 
 
-def _choose(logits: jax.Array, tempered: jax.Array, rows: Rows, sample_index: jax.Array) -> jax.Array:
-    greedy = _likeliest(logits)
+def _choose(
+    logits: jax.Array, tempered: jax.Array, rows: Rows, sample_index: jax.Array, shards: VocabShards | None = None
+) -> jax.Array:
+    vocab_size = logits.shape[1] if shards is None else shards.vocab_size
+
+    def largest(scores: jax.Array) -> jax.Array:
+        return _likeliest(scores) if shards is None else shards.argmax(scores)
 
     def draw() -> jax.Array:
         # By name: a user's default may be "rbg", whose draws under vmap depend on the whole batch.
         make_key = lambda seed, at: jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at)  # noqa: E731
         keys = jax.vmap(make_key)(rows.seed, sample_index)
         # The Gumbel-max trick: an argmax over perturbed logits is a draw from their softmax.
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-        drawn = _likeliest(tempered + noise)
-        return jnp.where(rows.temperature > 0, drawn, greedy)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), logits.dtype))(keys)
+        noise = noise if shards is None else shards.own(noise)
+        return largest(jnp.where(rows.temperature[:, None] > 0, tempered + noise, logits))
 
     # The noise is a good part of a small model's step on a CPU. On a GPU it costs little, and XLA's conditional would
     # make the host wait for the step.
-    if_any = lambda: jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)  # noqa: E731
+    if_any = lambda: jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: largest(logits))  # noqa: E731
     return jax.lax.platform_dependent(cpu=if_any, default=draw)
 
 
@@ -260,9 +307,10 @@ def _likeliest(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_largest, places, logits.shape[-1] - 1), axis=-1)
 
 
-def _tempered(logits: jax.Array, rows: Rows) -> jax.Array:
+def _tempered(logits: jax.Array, rows: Rows, shards: VocabShards | None = None) -> jax.Array:
     # Below the likeliest: a tiny temperature then drives the others to -inf, where logits would go to inf alike.
-    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    likeliest = jnp.max(logits, axis=-1, keepdims=True)
+    below = logits - (likeliest if shards is None else jax.lax.pmax(likeliest, shards.axis))
     return below / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
 
 

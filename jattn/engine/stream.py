@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jattn.engine.delivery import Outbox, TokenDelta
-from jattn.engine.engine import Engine
 from jattn.engine.logprobs import Logprob
 from jattn.engine.reader import PromptReader
+from jattn.engine.replicas import AnyEngine
 from jattn.engine.request import Request, RequestOutput
 from jattn.load import TextTokenizer
 
@@ -53,7 +53,7 @@ class TextStream(Iterator[TextDelta]):
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: TextTokenizer | None, outbox: Outbox, requests: Sequence[Request]
+        self, engine: AnyEngine, tokenizer: TextTokenizer | None, outbox: Outbox, requests: Sequence[Request]
     ) -> None:
         self._engine = engine
         self._outbox = outbox

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.engine.params import LIMITS
+from jattn.engine.placement import Placement
+from jattn.engine.processes import Announce
 from jattn.engine.request import RequestState
 from torch_core.checks import INT32_MAX
 
@@ -87,15 +90,27 @@ class Slots:
         max_model_len: tokens of one.
         vocab_size: of the model.
         processors: names of the engine's logits processors, in order.
+        placement: the devices.
+        announce: told of a request's tables before they are uploaded.
 
     Attributes:
         tables: the device's arrays, one row more than there are slots: the neutral one. The step that samples returns
             them with the sampled tokens added.
     """
 
-    def __init__(self, num_slots: int, *, max_model_len: int, vocab_size: int, processors: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        processors: tuple[str, ...],
+        placement: Placement,
+        announce: Announce = lambda *_: None,
+    ) -> None:
+        self._announce = announce
         self._num_slots = num_slots
-        self._processors = processors
+        self._processors, self._placement = processors, placement
         self._neutral = SlotTables.neutral(
             max_model_len=max_model_len, vocab_size=vocab_size, num_processors=len(processors)
         )
@@ -108,8 +123,7 @@ class Slots:
         if self._tables is None:
             rows = self._num_slots + 1
             # Committed, as what a step returns is: jit would compile `_load` for each of the two.
-            place = next(iter(jnp.zeros(()).devices()))
-            self._tables = SlotTables(*(jax.device_put(np.stack([each] * rows), place) for each in self._neutral))
+            self._tables = SlotTables(*(self._placement.put(np.stack([each] * rows)) for each in self._neutral))
         return self._tables
 
     @tables.setter
@@ -119,12 +133,13 @@ class Slots:
     def shapes(self, num_rows: int) -> SamplerState:
         """Returns the shapes of a full step's state, for a step of so many sequences."""
         rows = self._num_slots + 1
-        tables = SlotTables(*(jax.ShapeDtypeStruct((rows, *each.shape), each.dtype) for each in self._neutral))
-        return SamplerState(tables, jax.ShapeDtypeStruct((num_rows, len(self._neutral.allowed)), jnp.int32))
+        shape = functools.partial(jax.ShapeDtypeStruct, sharding=self._placement.whole)
+        tables = SlotTables(*(shape((rows, *each.shape), each.dtype) for each in self._neutral))
+        return SamplerState(tables, shape((num_rows, len(self._neutral.allowed)), jnp.int32))
 
     def warmup(self, numbers_of_rows: Iterable[int]) -> None:
         """Compiles and uploads what requests with tables would otherwise wait for."""
-        self.tables = _load(self.tables, self.neutral, self._neutral)
+        self.load(self.neutral, self._neutral)
         for num_rows in numbers_of_rows:
             self.masks(num_rows, ())
 
@@ -146,7 +161,7 @@ class Slots:
                 masks[row] = mask
             return masks
         if num_rows not in self._no_masks:
-            self._no_masks[num_rows] = jnp.asarray(np.full(shape, -1, np.int32))
+            self._no_masks[num_rows] = self._placement.put(np.full(shape, -1, np.int32))
         return self._no_masks[num_rows]
 
     def of(self, request: Request) -> int:
@@ -155,9 +170,15 @@ class Slots:
         if slot is None:
             self._slot_of = {each: slot for each, slot in self._slot_of.items() if each.state is RequestState.RUNNING}
             slot = next(iter(set(range(self._num_slots)).difference(self._slot_of.values())))
-            self.tables = _load(self.tables, slot, self._row(request))
+            row = self._row(request)
+            self._announce("slot", slot, row)
+            self.load(slot, row)
             self._slot_of[request] = slot
         return slot
+
+    def load(self, slot: int, row: SlotTables) -> None:
+        """Uploads the tables of a slot."""
+        self.tables = _load(self.tables, slot, row)
 
     def _row(self, request: Request) -> SlotTables:
         params = request.params

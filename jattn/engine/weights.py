@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jattn.engine.draft import WithDraft
+from jattn.models import Decoder, ParameterShards, TensorParallel, parameter_shards
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -25,12 +27,20 @@ class Weights:
     Attributes:
         graph, treedef: with `leaves` these make the module again.
         leaves: the arrays.
+        specs: how each is split over the engine's mesh.
     """
 
     def __init__(self, model: nnx.Module) -> None:
         self.graph, state = nnx.split(model)
         found, self.treedef = jax.tree.flatten(state)
         self.leaves = [jnp.asarray(leaf) for leaf in found]
+        self.specs = tuple(getattr(leaf.sharding, "spec", PartitionSpec()) for leaf in self.leaves)
+        self._parallel: TensorParallel | None = getattr(model, "parallel", None)
+        self._shards: dict[str, ParameterShards] = {}
+        base = model.base if isinstance(model, WithDraft) else model
+        if isinstance(base, Decoder) and base.parallel is not None:
+            shards = parameter_shards(base.config, base.parallel)
+            self._shards = {_name(path): each for path, each in shards.items()}
         numbered = nnx.to_flat_state(jax.tree.unflatten(self.treedef, range(len(found))))
         prefix = "base." if isinstance(model, WithDraft) else ""
         variables: dict[str, Any] = {
@@ -47,14 +57,18 @@ class Weights:
         Arrays that lie where the old ones do are taken as they are, without a copy; others are brought there.
 
         Args:
-            state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there.
+            state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there. Of a
+                decoder that is cut here, the whole parameters, or a module that is cut alike.
 
         Raises:
             InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named.
         """
         if not isinstance(state, nnx.Module | Mapping | nnx.State):
             raise InvalidInput(f"state is {shown(state)}; it must be an nnx.State, a mapping of arrays, or a module.")
-        state = nnx.state(state) if isinstance(state, nnx.Module) else state
+        shards = self._shards
+        if isinstance(state, nnx.Module):
+            shards = {} if getattr(state, "parallel", None) == self._parallel else shards
+            state = nnx.state(state)
         flat = nnx.to_flat_state(state if isinstance(state, nnx.State) else nnx.State(dict(state)))
         given = {_name(path): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
         if unknown := given.keys() - self._places.keys():
@@ -64,7 +78,12 @@ class Weights:
         leaves = list(self.leaves)
         for name, leaf in given.items():
             place = self._places[name]
-            leaves[place] = _checked(name, leaf, self.leaves[place])
+            old = self.leaves[place]
+            if name in shards:
+                whole = _checked(name, leaf, jax.ShapeDtypeStruct(shards[name].shape, old.dtype))
+                leaves[place] = shards[name].placed(whole, cast(Any, old.sharding).mesh)
+            else:
+                leaves[place] = _checked(name, leaf, old)
         return jax.device_put(leaves, [leaf.sharding for leaf in self.leaves])
 
     def with_scales(self, scales: Mapping[str, jax.Array]) -> list[jax.Array]:
@@ -90,7 +109,7 @@ def _name(path: Any) -> str:
     return ".".join(map(str, path))
 
 
-def _checked(name: str, leaf: Any, old: jax.Array) -> jax.Array:
+def _checked(name: str, leaf: Any, old: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     found = (getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
     if found != (old.shape, old.dtype):
         what = f"{found[1]}{list(found[0])}" if found[0] is not None else f"a {type(leaf).__name__}"

@@ -31,7 +31,7 @@ class _BlockMover:
     cache: CacheManager
 
     def __call__(self, step: CommittedStep) -> None:
-        self.device.pool.prepare(step, self.device.host)
+        self.device.prepare(step)
         self.cache.retire(step.step_id)
 
 
@@ -63,7 +63,7 @@ class Work:
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._has_residue = False
         self.generation = device.pool.generation
-        device.runner.forget()
+        device.forget()
         device.watchdog.forget()
 
     def finish(self, request: Request, reason: str) -> None:
@@ -123,7 +123,7 @@ class Work:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        self._device.pool.prepare(step.committed, self._device.host)
+        self._device.prepare(step.committed)
         result = self._device.runner.dispatch(step)
         self._device.watchdog.dispatched(step)
         for index, row in enumerate(step.rows):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 
@@ -19,6 +22,7 @@ from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
 from jattn.load.plan import ParameterPlan, plan_parameters
 from jattn.load.read_ahead import read_ahead
+from jattn.load.safetensors_file import SafetensorsFile
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import (
     check_weights,
@@ -27,13 +31,14 @@ from jattn.load.weights import (
     ranges_of,
     read_kv_scales,
     read_parameter,
+    read_places,
     read_quantized,
 )
-from jattn.models import Decoder, ModelConfig
+from jattn.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
 from jattn.models.encoder_decoder import build_model
 from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear
 from torch_core.checks import check_int, shown
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
 
 __all__ = ["embedded_model_folder", "load_model"]
@@ -54,6 +59,8 @@ def load_model(
     implementation: str | None = None,
     with_tokenizer: bool = True,
     max_model_len: int | None = None,
+    mesh: Mesh | None = None,
+    parallel: TensorParallel | None = None,
     progress: bool = False,
     quantization: str | None = None,
 ) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
@@ -77,18 +84,25 @@ def load_model(
         with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
         max_model_len: the longest sequence that will be computed, where it is shorter than the model's own. Models
             with "longrope" have other frequencies where this is not above the context of their first training.
+        mesh: whose axis "tp" (or that of `parallel`) cuts the model; each device's part alone is read, into its memory.
+        parallel: how to cut; see `jattn.models.shard_model`.
         progress: show a bar on stderr.
         quantization: "keep" leaves the weights of linear layers and experts that are stored in FP8 or MXFP4 so on the
             device, and they become numbers of `dtype` in each product: less memory, and in FP8 less to read in
             decoding. None makes them numbers of `dtype` now. Latent attention's are made numbers always.
 
     Returns:
-        The model on JAX's default device, its config (with the dtype in use) and its tokenizer.
+        The model, on JAX's default device or cut over the mesh, its config (with the dtype in use) and its tokenizer.
 
     Raises:
-        InvalidInput: a file is missing, broken or contradicts another.
+        InvalidInput: a file is missing, broken or contradicts another, or a model that cannot be cut so.
         Unsupported: a valid model that this build does not serve.
     """
+    if quantization is not None and mesh is not None:
+        raise Unsupported(
+            f"quantization is {shown(quantization)} and there is a mesh; weights that stay quantised are not cut. "
+            "Leave quantization away, or load onto one device."
+        )
     path = check_folder(folder)
     config = parse_config(read_object(path, "config.json"))
     config = _with_generation_config(path, config)
@@ -115,15 +129,24 @@ def load_model(
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
     on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
+    if mesh is not None:
+        parallel = tensor_parallel_of(mesh, parallel)
+        read = _reader_of_parts(tensors, config, mesh, parallel)
+    else:
+        read = functools.partial(read_parameter, tensors, dtype=jnp.dtype(dtype), on_host=on_host)
     values: dict[Any, Any] = {}
-    in_memory = read_ahead([ranges_of(tensors, parameter) for parameter in plan])
+    # Of a model that is cut no more is read than the devices here need.
+    in_memory = read_ahead([ranges_of(tensors, parameter) for parameter in plan]) if mesh is None else plan
     bar = {"total": len(plan), "console": Console(stderr=True), "disable": not progress}
     for parameter, _ in track(zip(plan, in_memory, strict=False), "Loading", **bar):
         if quantization == "keep" and _stays_quantized(config, parameter) and is_quantized(tensors, parameter):
             values[parameter.path] = read_quantized(tensors, parameter, on_host=on_host)
         else:
-            values[parameter.path] = read_parameter(tensors, parameter, jnp.dtype(dtype), on_host=on_host)
-    model = _build(config, values, implementation)
+            values[parameter.path] = read(parameter)
+    if mesh is not None:
+        model = decoder_of(config, values, implementation, parallel)
+    else:
+        model = _build(config, values, implementation)
     for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
         model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
     return model, config, tokenizer
@@ -136,6 +159,18 @@ def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
         return dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
     except InvalidInput as error:
         raise InvalidInput(f"generation_config.json: {error}") from None
+
+
+def _reader_of_parts(
+    tensors: dict[str, SafetensorsFile], config: ModelConfig, mesh: Mesh, parallel: TensorParallel
+) -> Callable[[ParameterPlan], jax.Array]:
+    shards = parameter_shards(config, parallel)
+
+    def read(parameter: ParameterPlan) -> jax.Array:
+        dtype = jnp.dtype(jnp.float32 if parameter.is_float32 else config.dtype)
+        return shards[parameter.path].loaded(functools.partial(read_places, tensors, parameter), dtype, mesh)
+
+    return read
 
 
 def _stays_quantized(config: ModelConfig, parameter: ParameterPlan) -> bool:

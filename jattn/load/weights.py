@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.load.folder import member, read_json, read_text
-from jattn.load.plan import ParameterPlan
+from jattn.load.plan import ParameterPlan, TensorPlan
 from jattn.load.quantized import kernel_and_scale, parts_of
 from jattn.load.read_ahead import FileRange
 from jattn.load.safetensors_file import SafetensorsFile, open_safetensors, read_tensor
@@ -27,6 +27,7 @@ __all__ = [
     "ranges_of",
     "read_kv_scales",
     "read_parameter",
+    "read_places",
     "read_quantized",
 ]
 
@@ -222,6 +223,59 @@ def _joined(
     joined = [group[0] if size == 1 else jnp.concatenate(group, -1) for group in groups]
     value = jnp.stack(joined) if parameter.num_stacked else joined[0]
     return value if parameter.order is None else value[..., parameter.order]
+
+
+def read_places(
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, axis: int | None, places: np.ndarray
+) -> np.ndarray:
+    """Returns some places of one parameter along an axis, in numpy; of the files no more than these are read.
+
+    Quantised tensors are the exception: what is needed of one is taken from the whole.
+
+    Args:
+        tensors: of `find_weights`.
+        parameter: of `plan_parameters`.
+        axis: of the parameter; None for all of it.
+        places: along the axis.
+    """
+    size = len(parameter.pieces) // max(parameter.num_stacked, 1)
+    groups = [parameter.pieces[first : first + size] for first in range(0, len(parameter.pieces), size)]
+    if parameter.num_stacked and axis == 0:
+        groups, axis = [groups[place] for place in places], None
+    found = [_taken(tensors, parameter, group, axis, places) for group in groups]
+    return np.stack(found) if parameter.num_stacked else found[0]
+
+
+def _taken(
+    tensors: dict[str, SafetensorsFile],
+    parameter: ParameterPlan,
+    pieces: tuple[TensorPlan, ...],
+    axis: int | None,
+    places: np.ndarray,
+) -> np.ndarray:
+    blocks, last = [], len(parameter.shape) - 1
+    for piece in pieces:
+        parts = parts_of(piece, tensors)
+        read = lambda name: read_tensor(tensors[name], name)  # noqa: E731
+        if len(parts) > 1:
+            kernel, scale = kernel_and_scale(piece, read, parts, np, transposed=parameter.transposed)
+            blocks.append(dequantize(kernel, scale, np))
+        else:
+            block = read(piece.name)
+            blocks.append(block.T if parameter.transposed else block)
+    if axis != last:
+        # An axis of stacked experts stands before those of a block.
+        inner = None if axis is None else axis - bool(parameter.num_stacked)
+        joined = np.concatenate([block if inner is None else block.take(places, inner) for block in blocks], -1)
+        return joined if parameter.order is None else joined[..., parameter.order]
+    columns = places if parameter.order is None else parameter.order[places]
+    found = np.empty((*blocks[0].shape[:-1], len(columns)), blocks[0].dtype)
+    first = 0
+    for block in blocks:
+        here = (columns >= first) & (columns < first + block.shape[-1])
+        found[..., here] = block[..., columns[here] - first]
+        first += block.shape[-1]
+    return found
 
 
 def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:

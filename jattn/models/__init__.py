@@ -5,11 +5,15 @@ from __future__ import annotations
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.encoder_decoder import EncoderDecoder
+from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_specs
 from jattn.models.paged_model import EncoderModel, PagedModel, PagedSpec
 from jattn.models.parts import LatentConfig, MoEConfig, last_of_each_window
 from jattn.models.rope_scaling import RopeScaling
+from jattn.models.sharding import ParameterShards, decoder_of, parameter_shards, shard_model, tensor_parallel_of
+from jattn.models.tensor_parallel import TensorParallel
 
 __all__ = [
+    "DEFAULT_RULES",
     "Decoder",
     "EncoderDecoder",
     "EncoderModel",
@@ -18,6 +22,14 @@ __all__ = [
     "ModelConfig",
     "PagedModel",
     "PagedSpec",
+    "ParameterShards",
     "RopeScaling",
+    "TensorParallel",
+    "decoder_of",
     "last_of_each_window",
+    "logical_axes",
+    "parameter_shards",
+    "partition_specs",
+    "shard_model",
+    "tensor_parallel_of",
 ]

@@ -13,6 +13,7 @@ from jattn.metadata import AttentionMetadata
 from jattn.models.config import ModelConfig
 from jattn.models.layers import linear, norm
 from jattn.models.rotary import apply_rotary
+from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import PagedAttention, attention_fn
 from jattn.nn.kv_scales import KVScales
 
@@ -30,16 +31,24 @@ class Attention(nnx.Module):
     """Self-attention of one layer; query, key and value share one matrix product.
 
     Args:
-        config: the model's.
+        config: the model's, or of what one device has of it.
         layer: index of the layer.
         rngs: source of the initial values.
         implementation: of the paged ops; see `jattn.ops.paged_attention`.
+        parallel: how the model is cut; None for not.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int = 0, *, rngs: nnx.Rngs, implementation: str | None = None
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         self.config = config
+        self.parallel = parallel
         self.window = config.window_of(layer)
         self.rotates = config.position_embedding == "rope" and layer not in config.nope_layers
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -55,6 +64,7 @@ class Attention(nnx.Module):
                     config,
                     {"head": size, "per_head": (count, size), "all": count * size}[config.qk_norm],
                     use_bias=False,
+                    parallel=parallel if config.qk_norm == "all" else None,
                 )
                 if count
                 else None
@@ -105,7 +115,12 @@ class Attention(nnx.Module):
         config = self.config
         biases: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if config.position_embedding == "alibi":
-            biases["alibi_slopes"] = jnp.asarray(alibi_slopes(config.num_attention_heads) * config.alibi_scale)
+            heads, parallel = config.num_attention_heads, self.parallel
+            parts = 1 if parallel is None else parallel.parts("heads")
+            slopes = jnp.asarray(alibi_slopes(heads * parts) * config.alibi_scale)
+            if parallel is not None:
+                slopes = jax.lax.dynamic_slice_in_dim(slopes, parallel.first("heads", heads), heads)
+            biases["alibi_slopes"] = slopes
         if config.position_embedding == "relative":
             biases["relative_bias"] = angles
         return biases

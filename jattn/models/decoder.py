@@ -20,6 +20,7 @@ from jattn.models.layers import INITIALIZER, MLP, linear, norm
 from jattn.models.paged_model import PagedSpec
 from jattn.models.relative import relative_bias
 from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
+from jattn.models.tensor_parallel import TensorParallel
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["Decoder", "DecoderLayer", "Encoded", "checked_dropout"]
@@ -30,16 +31,25 @@ _Branch: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, one after the other or side by side, added to the residual stream."""
+    """Attention and feed-forward, one after the other or side by side, added to the residual stream.
+
+    Of a model that is cut, each device computes its share of both, and two sums over the devices make them whole.
+    """
 
     def __init__(
-        self, config: ModelConfig, layer: int = 0, *, rngs: nnx.Rngs, implementation: str | None = None
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.parallel = config, parallel
         before, after = config.norms_before_and_after
         self.input_layernorm = norm(config) if before else None
         attention = Attention if config.latent is None else LatentAttention
-        self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation)
+        self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation, parallel=parallel)
         self.attention_output_norm = norm(config) if after else None
         has_encoder = config.encoder is not None
         self.cross_attn = CrossAttention(config, rngs=rngs, implementation=implementation) if has_encoder else None
@@ -47,7 +57,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = norm(config) if before and config.parallel_block != "shared_norm" else None
         self.is_sparse = config.is_sparse(layer)
         if self.is_sparse:
-            self.moe = SparseMLP(config, rngs=rngs)
+            self.moe = SparseMLP(config, rngs=rngs, parallel=parallel)
         else:
             self.mlp = MLP(config, rngs=rngs)
         self.mlp_output_norm = norm(config) if after else None
@@ -84,20 +94,26 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, normed: jax.Array, attended: jax.Array, dropout: _Branch, cross: _Branch | None
     ) -> jax.Array:
         """Adds what attention found, and what the other parts make of it, to the residual stream."""
-        feed_forward = self.moe if self.is_sparse else self.mlp
+        attended = self._summed(attended, "heads")
         if self.config.norm_placement == "residual":
             x = _through(self.attention_output_norm, x + dropout(attended))
             if cross is not None:
                 x = _through(self.cross_attention_norm, x + dropout(cross(x)))
-            return _through(self.mlp_output_norm, x + dropout(feed_forward(x)))
+            return _through(self.mlp_output_norm, x + dropout(self._feed_forward(x)))
         kind, scale = self.config.parallel_block, self.config.residual_multiplier
         after_attention = x + _scaled(dropout(_through(self.attention_output_norm, attended)), scale)
         if cross is not None:
             seen = _through(self.cross_attention_norm, after_attention)
             after_attention = after_attention + _scaled(dropout(cross(seen)), scale)
         seen = normed if kind == "shared_norm" else x if kind == "two_norms" else after_attention
-        branch = feed_forward(_through(self.post_attention_layernorm, seen))
+        branch = self._feed_forward(_through(self.post_attention_layernorm, seen))
         return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
+
+    def _feed_forward(self, x: jax.Array) -> jax.Array:
+        return self._summed(self.moe(x), "experts") if self.is_sparse else self._summed(self.mlp(x), "mlp")
+
+    def _summed(self, x: jax.Array, axis: str) -> jax.Array:
+        return x if self.parallel is None else self.parallel.summed(x, axis)
 
 
 class Decoder(nnx.Module):
@@ -111,6 +127,11 @@ class Decoder(nnx.Module):
         rngs: source of the initial values.
         implementation: of the paged ops: None (the best for the device), "triton", "torch" or "xla".
         embeds_tokens: False for an encoder whose tokens are embedded by the decoder that reads it.
+        parallel: one device's part of a model that is cut over a mesh axis, to be called inside `jax.shard_map`; see
+            `jattn.models.shard_model`. None for a whole model.
+
+    Raises:
+        InvalidInput: a model that cannot be cut so, with the number that does not divide.
     """
 
     def __init__(
@@ -120,15 +141,20 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         implementation: str | None = None,
         embeds_tokens: bool = True,
+        parallel: TensorParallel | None = None,
     ) -> None:
-        self.config = config
-        sizes, options = (config.vocab_size, config.hidden_size), {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
+        self.config, self.parallel, self.implementation = config, parallel, implementation
+        vocab_size, local = config.vocab_size, config
+        if parallel is not None:
+            parallel.check(config)
+            vocab_size, local = parallel.vocab(vocab_size), parallel.local(config)
+        sizes, options = (vocab_size, config.hidden_size), {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
 
         def table(rows: int, width: int = config.hidden_size) -> Any:
             return nnx.Embed(rows, width, embedding_init=INITIALIZER, **options) if rows else None
 
         kind = config.position_embedding
-        self.embed_tokens = table(config.vocab_size * embeds_tokens)
+        self.embed_tokens = table(vocab_size * embeds_tokens)
         self.position_embedding = table(
             config.position_offset + config.max_position_embeddings if kind == "learned" else 0
         )
@@ -139,7 +165,7 @@ class Decoder(nnx.Module):
         self.embedding_norm = norm(config) if config.embedding_norm else None
         self.layers = nnx.List(
             [
-                DecoderLayer(config, index, rngs=rngs, implementation=implementation)
+                DecoderLayer(local, index, rngs=rngs, implementation=implementation, parallel=parallel)
                 for index in range(config.num_hidden_layers)
             ]
         )
@@ -156,14 +182,18 @@ class Decoder(nnx.Module):
     @property
     def paged_spec(self) -> PagedSpec:
         """What the engine needs to know of it."""
-        config = self.config
+        config, parallel = self.config, self.parallel
         if config.is_encoder:
             raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
+        # Heads that several devices have are as many heads of the cache.
+        kv_heads = (
+            config.num_key_value_heads if parallel is None else parallel.kv_heads(config) * parallel.parts("heads")
+        )
         return PagedSpec(
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             num_layers=len(config.cache_layers),
-            num_kv_heads=config.num_key_value_heads if config.latent is None else 1,
+            num_kv_heads=kv_heads if config.latent is None else 1,
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             dtype=jnp.dtype(config.dtype).name,
@@ -222,7 +252,10 @@ class Decoder(nnx.Module):
         yield _through(self.norm, x), tuple(caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows."""
+        """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows.
+
+        Of a model that is cut these are the device's part of the vocabulary, -inf where that is padding.
+        """
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder and has no output projection; use embed.")
         if self.lm_head is not None:
@@ -235,7 +268,12 @@ class Decoder(nnx.Module):
         if self.final_logits_bias is not None:
             logits = logits + self.final_logits_bias[0]
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        parallel, count = self.parallel, logits.shape[-1]
+        if parallel is None or count * parallel.parts("vocab") == self.config.vocab_size:
+            return logits
+        tokens = parallel.first("vocab", count) + jnp.arange(count)
+        return jnp.where(tokens < self.config.vocab_size, logits, -jnp.inf)
 
     def forward_dense(
         self, token_ids: jax.Array, *, dropout_rate: float = 0.0, dropout_key: jax.Array | None = None
@@ -316,7 +354,7 @@ class Decoder(nnx.Module):
         """
         config = self.config
         is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
-        x = _scaled(token_ids if is_embedded else self.embed_tokens(token_ids), config.embedding_multiplier)
+        x = _scaled(token_ids if is_embedded else self._embed(token_ids), config.embedding_multiplier)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions + config.position_offset)
         if self.token_type_embedding is not None:
@@ -331,6 +369,17 @@ class Decoder(nnx.Module):
         if config.rope_local_theta is None:
             return x, (angles, angles)
         return x, (angles, rotary_angles(positions, inverse_frequencies(config, local=True)))
+
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        parallel = self.parallel
+        if parallel is None or parallel.parts("vocab") == 1:
+            return self.embed_tokens(token_ids)
+        count = self.embed_tokens.num_embeddings
+        local = token_ids - parallel.first("vocab", count)
+        is_own = (local >= 0) & (local < count)
+        # All but one of the sum's terms are 0, so that it rounds nothing.
+        own = self.embed_tokens(jnp.where(is_own, local, 0))
+        return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab")
 
 
 def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jattn.models.config import ModelConfig
 from jattn.models.layers import INITIALIZER, MLP, gated, linear
+from jattn.models.tensor_parallel import TensorParallel
 from torch_core.errors import InvalidInput
 
 __all__ = ["ExpertLinear", "SparseMLP"]
+
+_Routed = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExpertLinear(nnx.Module):
@@ -50,24 +55,26 @@ class SparseMLP(nnx.Module):
     Args:
         config: the model's, with `moe`.
         rngs: source of the initial values.
+        parallel: how the model is cut: each device has some of the experts and routes over all; None for not.
 
     Raises:
         InvalidInput: the config has no experts.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, parallel: TensorParallel | None = None) -> None:
         moe, width, dtype = config.moe, config.hidden_size, config.dtype
         if moe is None:
             raise InvalidInput("config.moe is None; a SparseMLP needs a MoEConfig.")
-        self.moe, self.hidden_act = moe, config.hidden_act
+        self.moe, self.hidden_act, self.parallel = moe, config.hidden_act, parallel
+        self.num_local_experts = moe.num_experts // (1 if parallel is None else parallel.parts("experts"))
         options = {"use_bias": moe.expert_bias, "dtype": dtype, "rngs": rngs}
         router = {"use_bias": moe.router_bias, "param_dtype": jnp.dtype(dtype), "rngs": rngs}
         self.router = linear(width, moe.num_experts, preferred_element_type=jnp.float32, **router)
         # float32 in every model: in fewer bits it would choose other experts.
         self.e_score_correction_bias = nnx.Param(jnp.zeros(moe.num_experts)) if moe.score_correction_bias else None
-        self.gate_up_proj = ExpertLinear(moe.num_experts, width, 2 * moe.intermediate_size, **options)
-        self.down_proj = ExpertLinear(moe.num_experts, moe.intermediate_size, width, **options)
-        shared = moe.shared_width
+        self.gate_up_proj = ExpertLinear(self.num_local_experts, width, 2 * moe.intermediate_size, **options)
+        self.down_proj = ExpertLinear(self.num_local_experts, moe.intermediate_size, width, **options)
+        shared = moe.shared_width // (1 if parallel is None else parallel.parts("mlp"))
         self.shared_expert = MLP(config, rngs=rngs, intermediate_size=shared) if shared else None
         self.shared_expert_gate = (
             linear(width, 1, use_bias=False, param_dtype=jnp.dtype(dtype), rngs=rngs)
@@ -80,6 +87,8 @@ class SparseMLP(nnx.Module):
         rows = x.reshape(-1, x.shape[-1])
         weights, experts = self.route(rows)
         routed = self.gathered if experts.size < self.moe.num_experts else self.grouped
+        if self.num_local_experts < self.moe.num_experts:
+            weights, experts, routed = self._own(weights, experts, routed)
         out = jnp.einsum("tk,tkh->th", weights, routed(rows, experts), preferred_element_type=jnp.float32)
         if self.shared_expert is not None:
             shared, gate = self.shared_expert(rows), self.shared_expert_gate
@@ -99,6 +108,18 @@ class SparseMLP(nnx.Module):
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
         return weights * moe.routed_scaling_factor, experts
 
+    def _own(self, weights: jax.Array, experts: jax.Array, routed: _Routed) -> tuple[jax.Array, jax.Array, _Routed]:
+        """Returns the part of the routing that is this device's: other experts stand behind the last, and give 0."""
+        count, parallel = self.num_local_experts, self.parallel
+        local = experts - (0 if parallel is None else parallel.first("experts", count))
+        is_own = (local >= 0) & (local < count)
+
+        def run(rows: jax.Array, experts: jax.Array) -> jax.Array:
+            # What stands there for experts of other devices may be anything.
+            return jnp.where(is_own[..., None], routed(rows, experts), 0)
+
+        return jnp.where(is_own, weights, 0), jnp.where(is_own, local, count), run
+
     def _within_groups(self, choice: jax.Array) -> jax.Array:
         """Returns [rows, num_experts] with -inf in all groups but the best `topk_group` of each row."""
         moe = self.moe
@@ -115,7 +136,8 @@ class SparseMLP(nnx.Module):
         flat = experts.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         chosen = flat[order]
-        sizes = jnp.bincount(flat, length=self.moe.num_experts).astype(jnp.int32)
+        # Rows of other devices' experts are in no group.
+        sizes = jnp.bincount(flat, length=self.num_local_experts).astype(jnp.int32)
         inner = self.gate_up_proj.grouped(rows[order // experts.shape[-1]], chosen, sizes)
         out = self.down_proj.grouped(gated(self.hidden_act, inner), chosen, sizes)
         # Taken back by the inverse order and summed along an axis: added up by scattering, bits would vary on a GPU.

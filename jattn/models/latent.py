@@ -12,6 +12,7 @@ from jattn.metadata import AttentionMetadata
 from jattn.models.attention import Angles, KeysValues
 from jattn.models.config import ModelConfig
 from jattn.models.layers import INITIALIZER
+from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import DeepSeekRoPE, MultiHeadLatentAttention
 from torch_core.errors import InvalidInput
 
@@ -22,17 +23,24 @@ class LatentAttention(MultiHeadLatentAttention):
     """Multi-head latent attention of one layer.
 
     Args:
-        config: the model's, with `latent`.
+        config: the model's, with `latent`, or of what one device has of it.
         layer: index of the layer; all are alike.
         rngs: source of the initial values.
         implementation: of the ops; see `jattn.mla_attention`.
+        parallel: how the model is cut; a device's heads need to know of no others.
 
     Raises:
         InvalidInput: the config has no latents.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int = 0, *, rngs: nnx.Rngs, implementation: str | None = None
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         if config.latent is None:
             raise InvalidInput("config.latent is None; a LatentAttention needs a LatentConfig.")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.models.config import ModelConfig
+from jattn.models.tensor_parallel import TensorParallel
 
 __all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "gated", "linear", "norm"]
 
@@ -48,20 +49,28 @@ class RMSNorm(nnx.Module):
         epsilon: added to the mean square.
         dtype: of the weight.
         norm_type: see `ModelConfig`.
+        parallel: how the heads are cut, for a mean over those of all devices; None for a mean over what is here.
     """
 
     def __init__(
-        self, features: int | tuple[int, ...], *, epsilon: float, dtype: str, norm_type: str = "rms_norm"
+        self,
+        features: int | tuple[int, ...],
+        *,
+        epsilon: float,
+        dtype: str,
+        norm_type: str = "rms_norm",
+        parallel: TensorParallel | None = None,
     ) -> None:
         shape = (features,) if isinstance(features, int) else features
         self.weight = nnx.Param(jnp.full(shape, norm_type != "gemma_rms_norm", jnp.dtype(dtype)))
         self.epsilon = epsilon
         self.norm_type = norm_type
+        self.parallel = parallel
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises `[..., features]`; keeps shape and dtype."""
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * jax.lax.rsqrt(_mean(wide * wide, self.parallel) + self.epsilon)
         weight = self.weight[...]
         if self.norm_type == "rms_norm":
             return wide.astype(x.dtype) * weight
@@ -75,27 +84,42 @@ class LayerNorm(nnx.Module):
     `nnx.LayerNorm` takes the variance as a difference of two means, which loses digits where the mean is large.
     """
 
-    def __init__(self, features: int | tuple[int, ...], *, epsilon: float, dtype: str, use_bias: bool) -> None:
+    def __init__(
+        self,
+        features: int | tuple[int, ...],
+        *,
+        epsilon: float,
+        dtype: str,
+        use_bias: bool,
+        parallel: TensorParallel | None = None,
+    ) -> None:
         shape = (features,) if isinstance(features, int) else features
         self.weight = nnx.Param(jnp.ones(shape, jnp.dtype(dtype)))
         self.bias = nnx.Param(jnp.zeros(shape, jnp.dtype(dtype))) if use_bias else None
         self.epsilon = epsilon
+        self.parallel = parallel
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises `[..., features]`; keeps shape and dtype."""
         wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = wide - _mean(wide, self.parallel)
+        wide = wide * jax.lax.rsqrt(_mean(wide * wide, self.parallel) + self.epsilon)
         wide = wide * self.weight[...].astype(jnp.float32)
         if self.bias is not None:
             wide = wide + self.bias[...].astype(jnp.float32)
         return wide.astype(x.dtype)
 
 
-def norm(config: ModelConfig, features: int | tuple[int, ...] | None = None, *, use_bias: bool = True) -> Any:
+def norm(
+    config: ModelConfig,
+    features: int | tuple[int, ...] | None = None,
+    *,
+    use_bias: bool = True,
+    parallel: TensorParallel | None = None,
+) -> Any:
     """Returns the model's kind of norm, over its residual stream unless `features` says otherwise."""
     features = config.hidden_size if features is None else features
-    options = {"epsilon": config.rms_norm_eps, "dtype": config.dtype}
+    options = {"epsilon": config.rms_norm_eps, "dtype": config.dtype, "parallel": parallel}
     if config.norm_type == "layer_norm":
         return LayerNorm(features, use_bias=config.norm_bias and use_bias, **options)
     return RMSNorm(features, norm_type=config.norm_type, **options)
@@ -134,6 +158,14 @@ def gated(hidden_act: str, gate_up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
     return _ACTIVATIONS[hidden_act](gate) * up
+
+
+def _mean(x: jax.Array, parallel: TensorParallel | None) -> jax.Array:
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    if parallel is None or parallel.parts("heads") == 1:
+        return mean
+    # Devices have as many elements each, and key heads that several have count as often in the sum as in its number.
+    return jax.lax.pmean(mean, parallel.axis)
 
 
 def _gelu_tanh(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvicorn
 
+from jattn.arguments import add_device_arguments, device_settings, join_processes
 from jattn.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
 from jattn.load import ChatTemplate, embedded_model_folder
 from jattn.load.folder import read_given
@@ -59,8 +60,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kv-cache-scales", metavar="FILE", help="of an 8-bit cache, as KVCacheScales.save writes it")
     parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
-    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache (1 GiB)")
+    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache on each device (1 GiB)")
+    add_device_arguments(parser)
     arguments = parser.parse_args(argv)
+    join_processes(arguments)
     keys = () if arguments.api_key_file is None else read_keys(arguments.api_key_file)
     template = None
     if arguments.chat_template is not None:
@@ -83,12 +86,15 @@ def main(argv: Sequence[str]) -> int:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_cache_bytes=arguments.kv_cache_bytes,
+        **device_settings(arguments),
         kv_cache_dtype=arguments.kv_cache_dtype,
         kv_cache_scales=scales and KVCacheScales.load(scales),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
     loading = {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
     llm = LLM(folder, **loading, config=engine, use_generation_config=not arguments.ignore_generation_config)
+    if llm.engine.follow():
+        return 0
     config = dataclasses.replace(config, default_sampling=llm.default_sampling)
     if not arguments.no_warmup:
         llm.engine.warmup()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn.engine import EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket
 from jattn.engine.request import Request, RequestMetrics
 from jattn.engine.runner import ModelRunner
@@ -34,7 +35,8 @@ def runner(ragged: bool, invariant: bool, guesses: int) -> tuple[ModelRunner, fr
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
     speculative = SpeculativeConfig(num_speculative_tokens=guesses) if guesses else None
     config = EngineConfig(**SIZES, batch_invariant=invariant, speculative_config=speculative)
-    made = ModelRunner(model, pool, config, group_layers(model.paged_spec.windows), max_blocks=8, ragged=ragged)
+    layers = group_layers(model.paged_spec.windows)
+    made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=ragged)
     return made, frozenset(made._all_buckets())
 
 
@@ -49,7 +51,8 @@ def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
     model = tiny_decoder()
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
     layers = group_layers(model.paged_spec.windows)
-    made = ModelRunner(model, pool, EngineConfig(**SIZES, max_logprobs=0), layers, max_blocks=8, ragged=True)
+    config = EngineConfig(**SIZES, max_logprobs=0)
+    made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=True)
 
     made.programs._lowered(made._decode_bucket(1, made._full, 1))
 

@@ -42,6 +42,7 @@ def test_a_dropped_llm_with_an_open_stream_frees_its_pool_without_the_collector(
     llm = LLM(decoder, config=CONFIG)
     stream = llm.stream(prompts_of(seed, 5, 9), GREEDY)
     next(stream)
+    assert isinstance(llm.engine, Engine)
     array = weakref.ref(llm.engine._owner.device.pool._arrays[0])
 
     del llm, stream

@@ -52,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.run",
     },
     "jattn.table": set(),
+    "jattn.arguments": {"jattn.engine"},
     "jattn.metadata": {"torch_core.metadata"},
     "jattn.ops": {"jattn.bridge", "jattn.metadata", "torch_core.calls"},
     "jattn.parallel": {"jattn.ops", "torch_core.calls", "torch_core.metadata", "torch_core.context_parallel"},
@@ -69,7 +70,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache",
         "torch_core.metadata",
     },
-    "jattn.serve": {"jattn.engine", "jattn.load"},
+    "jattn.serve": {"jattn.arguments", "jattn.engine", "jattn.load"},
     "jattn.chat": {"jattn.engine"},
     "jattn.testing": {
         "jattn.engine",

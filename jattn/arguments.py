@@ -1,0 +1,38 @@
+"""What commands are told about devices and processes, as arguments and as settings of an engine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+__all__ = ["add_device_arguments", "device_settings", "join_processes"]
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `device_settings` reads."""
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that the model is cut over (1)")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="copies of the model (1)")
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, where several processes hold one model; 'auto' for what JAX detects (SLURM, Kubernetes)",
+    )
+    parser.add_argument("--num-processes", type=int, help="that run this same command")
+    parser.add_argument("--process-id", type=int, help="of this one, from 0, which takes the requests")
+
+
+def join_processes(arguments: argparse.Namespace) -> None:
+    """Makes this process one of several if it was told so; to be called before anything asks for a device."""
+    found = {"coordinator": arguments.coordinator}
+    found |= {"num_processes": arguments.num_processes, "process_id": arguments.process_id}
+    if all(value is None for value in found.values()):
+        return
+    # Here, so that a command's help does not wait for jax.
+    from jattn.engine.processes import join
+
+    join(**({} if arguments.coordinator == "auto" else found))
+
+
+def device_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `EngineConfig` that they mean."""
+    return {name: getattr(arguments, name) for name in ("tensor_parallel_size", "data_parallel_size")}

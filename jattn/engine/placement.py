@@ -1,0 +1,127 @@
+"""Which devices an engine runs on: one, or a mesh whose axis "tp" cuts the model and the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jattn.engine.config import EngineConfig
+from jattn.models import Decoder, PagedModel, TensorParallel, shard_model
+from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
+
+__all__ = ["Placement", "replica_meshes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The devices of one replica.
+
+    Attributes:
+        mesh: with the axis "tp" alone; None for JAX's default device.
+        splits_heads: the cache's heads are dealt out over it.
+    """
+
+    mesh: Mesh | None = None
+    splits_heads: bool = False
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """Of an array that every device has; None where there is one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def cache_spec(self, spec: KVCacheSpec | LatentCacheSpec) -> PartitionSpec:
+        """Returns how a layer's cache is split: by heads, but for latents, which all heads share."""
+        is_split = self.splits_heads and isinstance(spec, KVCacheSpec)
+        return PartitionSpec(None, None, None, "tp") if is_split else PartitionSpec()
+
+    def cache_sharding(self, spec: KVCacheSpec | LatentCacheSpec) -> NamedSharding | None:
+        """Returns the same as a sharding; None where there is one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, self.cache_spec(spec))
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """Returns an array of the host on every device, committed there."""
+        if self.mesh is None:
+            return jax.device_put(array, next(iter(jnp.zeros(()).devices())))
+        # Not device_put, which compares the values of all processes.
+        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, PartitionSpec()), lambda _: array)
+
+    def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Returns a function of all devices' arrays from one of a device's."""
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    @classmethod
+    def of(cls, model: PagedModel, mesh: Mesh | None) -> tuple[Placement, PagedModel]:
+        """Returns the placement of a model and the model there, cut if it was whole.
+
+        Raises:
+            InvalidInput: sizes that do not divide, or a model that is cut otherwise.
+            Unsupported: a model that nobody knows how to cut.
+        """
+        parallel = getattr(model, "parallel", None)
+        if mesh is None:
+            if parallel is not None:
+                raise InvalidInput(
+                    f"model is cut over {parallel.size} devices; give the engine its mesh: EngineConfig(mesh=...)."
+                )
+            return cls(), model
+        size = mesh.shape["tp"]
+        if parallel is None and isinstance(model, Decoder) and size > 1:
+            model = cast(PagedModel, shard_model(model, mesh))
+        elif parallel is None and size == 1:
+            graph, state = nnx.split(cast(nnx.Module, model))
+            whole: Any = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
+            model = whole
+        elif parallel is None:
+            raise Unsupported(
+                f"model is a {type(model).__name__}, which says not how it is cut over {size} devices. Give a Decoder, "
+                "or a model of one device's part with `parallel`, a jattn.models.TensorParallel, and with parameters "
+                "that are sharded over the engine's mesh."
+            )
+        found: TensorParallel = cast(Any, model).parallel if size > 1 else TensorParallel(size=1)
+        if found.size != size or found.axis != "tp":
+            raise InvalidInput(
+                f"model is cut over {found.size} devices of axis {found.axis!r}; the engine's mesh has {size} of 'tp'."
+            )
+        _check_places(model, mesh)
+        return cls(mesh, found.parts("heads") > 1), model
+
+
+def replica_meshes(config: EngineConfig) -> list[Mesh | None]:
+    """Returns the mesh of each data-parallel replica; None for JAX's default device.
+
+    Raises:
+        InvalidInput: more devices than there are.
+    """
+    tensor, data = config.tensor_parallel_size, config.data_parallel_size
+    if config.mesh is None and tensor == data == 1:
+        return [None]
+    devices = jax.devices() if config.mesh is None else config.mesh.devices.ravel()
+    if len(devices) < tensor * data:
+        raise InvalidInput(
+            f"tensor_parallel_size is {tensor} and data_parallel_size {data}, {tensor * data} devices in all; there "
+            f"are {len(devices)}."
+        )
+    chosen = np.asarray(devices[: tensor * data], object).reshape(data, tensor)
+    if config.mesh is not None and config.mesh.axis_names[0] == "tp":
+        chosen = np.asarray(devices, object).reshape(tensor, data).T
+    return [Mesh(row, ("tp",)) for row in chosen]
+
+
+def _check_places(model: PagedModel, mesh: Mesh) -> None:
+    for path, leaf in nnx.to_flat_state(nnx.state(cast(nnx.Module, model))):
+        sharding = getattr(nnx.as_pure(leaf), "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            raise InvalidInput(
+                f"{'.'.join(map(str, path))} lies on {sharding}; the engine's mesh is {mesh}. Shard the whole model "
+                "over the engine's mesh, or give it as it is."
+            )

@@ -1,0 +1,325 @@
+"""Data parallelism: copies of an engine with a batch and a cache each, behind one door that knows their prefixes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from flax import nnx
+
+from jattn.engine.config import EngineConfig
+from jattn.engine.delivery import Outbox, TokenDelta
+from jattn.engine.engine import Engine
+from jattn.engine.kv_scales import KVCacheScales
+from jattn.engine.params import SamplingParams
+from jattn.engine.placement import replica_meshes
+from jattn.engine.request import Request
+from jattn.engine.speculation import SpeculationStats
+from jattn.load import TextTokenizer
+from jattn.models import PagedModel
+from jattn.pool import PoolPlan
+from torch_core.cache import CacheStats
+from torch_core.checks import shown
+from torch_core.errors import InvalidInput
+
+__all__ = ["AnyEngine", "DataParallelEngine", "open_engine"]
+
+# How long a thread that wants step after step lets those in that wait to add or cancel.
+_TURN_SECONDS = 5e-5
+
+
+class DataParallelEngine(contextlib.AbstractContextManager):
+    """Several engines that are called like one. Any thread may call any method.
+
+    A request stays with the engine that it is given to at first: the one for which what waits there and what of the
+    prompt is not cached there come to the fewest tokens. Seeds and ids are numbered through, so that the tokens are
+    those of one engine. Priorities hold among the requests of an engine.
+
+    Args:
+        model, tokenizer: as for `Engine`; every copy has the weights.
+        config: with `data_parallel_size`; other sizes are those of one copy.
+
+    Attributes:
+        engines: one for each copy.
+
+    Raises:
+        InvalidInput, Unsupported: as `Engine`; or fewer devices than the sizes ask for.
+    """
+
+    def __init__(self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None) -> None:
+        self.engines = tuple(
+            Engine(
+                model,
+                dataclasses.replace(config, data_parallel_size=1, tensor_parallel_size=1, mesh=mesh),
+                tokenizer=tokenizer,
+            )
+            for mesh in replica_meshes(config)
+        )
+        self._router = _Router(config.block_size, [engine.pool_plan.num_blocks for engine in self.engines])
+        self._lock = threading.RLock()
+        self._outbox = Outbox()
+        self._num_arriving = 0
+        self._next = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.engines[0].closed
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` gave the memory of the pools back."""
+        return self.engines[0].asleep
+
+    @property
+    def pool_plan(self) -> PoolPlan:
+        """The size of each copy's pool."""
+        return self.engines[0].pool_plan
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of one sequence at most."""
+        return self.engines[0].max_model_len
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """One line for each program compiled so far."""
+        return tuple(name for engine in self.engines for name in engine.programs)
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that were compiled here."""
+        return sum(engine.num_compilations for engine in self.engines)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling them."""
+        return sum(engine.compile_seconds for engine in self.engines)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        with self._turn():
+            return sum(engine.num_unfinished for engine in self.engines)
+
+    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+        """Compiles every program of every copy; see `Engine.warmup`."""
+        with self._turn():
+            for engine in self.engines:
+                engine.warmup(report)
+
+    def cache_stats(self) -> CacheStats:
+        """Returns the sums over the block allocators."""
+        with self._turn():
+            return _total([engine.cache_stats() for engine in self.engines])
+
+    def speculation_stats(self) -> SpeculationStats:
+        """Returns how guessing went, of all copies together."""
+        return _total([engine.speculation_stats() for engine in self.engines])
+
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: bytes | None = None,
+        outbox: Outbox | None = None,
+        **options: Any,
+    ) -> Request:
+        """Queues a request with the copy that has the least to do until its first token; see `Engine.add`."""
+        with self._turn():
+            if request_id is not None and self._engine_of(request_id) is not None:
+                raise InvalidInput(
+                    f"request_id {shown(request_id)} belongs to an unfinished request; ids must be unique."
+                )
+            index = self._router.choose(prompt_token_ids, salt, [engine.load for engine in self.engines])
+            outbox = self._outbox if outbox is None else outbox
+            request = self.engines[index].add(
+                prompt_token_ids,
+                params,
+                request_id=request_id,
+                salt=salt,
+                outbox=outbox,
+                first_number=max(engine.num_added for engine in self.engines),
+                **options,
+            )
+            self._router.note(index, prompt_token_ids, salt)
+            return request
+
+    def cancel(self, request_id: str) -> TokenDelta:
+        """Ends an unfinished request now; see `Engine.cancel`."""
+        with self._turn():
+            engine = self._engine_of(request_id) or self.engines[0]
+            request = engine.request_of(request_id)
+            delta = engine.cancel(request_id)
+            taken = self._outbox.take(self._outbox.news(request)) if request is not None else []
+            return taken[0] if taken else delta
+
+    def step(self) -> list[TokenDelta]:
+        """Runs a step of every copy that has something to do; returns what came. See `Engine.step`."""
+        with self._turn():
+            for engine in self._busy():
+                engine.advance()
+            return self._outbox.take(self._outbox.news())
+
+    def wait(self, outbox: Outbox) -> list[TokenDelta]:
+        """Runs steps, of one copy after the other, until something came for an outbox; see `Engine.wait`."""
+        if not isinstance(outbox, Outbox):
+            raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
+        while True:
+            if self._num_arriving:
+                time.sleep(_TURN_SECONDS)
+            with self._lock:
+                news = outbox.news()
+                if news or not any(engine.runs_for(outbox) for engine in self.engines):
+                    return outbox.take(news)
+                # The others' devices go on with what they were given.
+                self._next += 1
+                busy = self._busy()
+                busy[self._next % len(busy)].advance()
+
+    def stop(self, request: Request, num_output_tokens: int) -> None:
+        """Ends a request whose text reached a stop string; see `Engine.stop`."""
+        with self._turn():
+            (self._engine_of(request.request_id) or self.engines[0]).stop(request, num_output_tokens)
+
+    def update_weights(
+        self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
+    ) -> None:
+        """Goes on with other weights in every copy; see `Engine.update_weights`."""
+        with self._turn():
+            for engine in self.engines:
+                engine.update_weights(state, unfinished=unfinished)
+            self._router.forget()
+
+    def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
+        """Goes on with other scales of an 8-bit cache in every copy; see `Engine.set_kv_cache_scales`."""
+        with self._turn():
+            for engine in self.engines:
+                engine.set_kv_cache_scales(scales)
+
+    def sleep(self) -> None:
+        """Gives the memory of all pools back until `wake`."""
+        with self._turn():
+            for engine in self.engines:
+                engine.sleep()
+
+    def wake(self) -> None:
+        """Takes the memory of the pools again."""
+        with self._turn():
+            for engine in self.engines:
+                engine.wake()
+
+    def abandon(self, outbox: Outbox) -> None:
+        """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
+        for engine in self.engines:
+            engine.abandon(outbox)
+
+    def follow(self) -> bool:
+        """Returns False: the devices of all copies are of this process."""
+        return False
+
+    def settle(self) -> None:
+        """Does now what interrupts and `abandon` left to the next call."""
+        with self._turn():
+            for engine in self.engines:
+                engine.settle()
+
+    def close(self) -> None:
+        """Cancels what has not finished and gives all memory back."""
+        with self._turn():
+            for engine in self.engines:
+                engine.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _busy(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.num_unfinished] or [self.engines[0]]
+
+    def _engine_of(self, request_id: str) -> Engine | None:
+        return next((engine for engine in self.engines if engine.request_of(request_id) is not None), None)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._num_arriving += 1
+        try:
+            self._lock.acquire()
+        finally:
+            self._num_arriving -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+#: What serves requests, one copy of the model or several.
+AnyEngine: TypeAlias = Engine | DataParallelEngine
+
+
+def open_engine(
+    model: PagedModel, config: EngineConfig | None = None, *, tokenizer: TextTokenizer | None = None
+) -> AnyEngine:
+    """Returns the engine that a config asks for: one, or several behind one door."""
+    if config is None or config.data_parallel_size == 1:
+        return Engine(model, config, tokenizer=tokenizer)
+    return DataParallelEngine(model, config, tokenizer=tokenizer)
+
+
+class _Router:
+    """Knows which blocks of prompts each copy was given, as far as its pool may still hold them."""
+
+    def __init__(self, block_size: int, capacities: Sequence[int]) -> None:
+        self._block_size, self._capacities = block_size, capacities
+        self._given: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
+
+    def choose(self, tokens: Sequence[int], salt: bytes | None, loads: Sequence[int]) -> int:
+        """Returns the copy with the fewest tokens to compute until a prompt is."""
+        keys = self._keys(tokens, salt)
+
+        def work(index: int) -> int:
+            given = self._given[index]
+            found = next((place for place, key in enumerate(keys) if key not in given), len(keys))
+            return loads[index] - found * self._block_size
+
+        return min(range(len(loads)), key=work)
+
+    def note(self, index: int, tokens: Sequence[int], salt: bytes | None) -> None:
+        """Says that a copy was given a prompt."""
+        given = self._given[index]
+        for key in self._keys(tokens, salt):
+            given[key] = None
+            given.move_to_end(key)
+        while len(given) > self._capacities[index]:
+            given.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drops what it knows: no copy holds a prefix any more."""
+        for given in self._given:
+            given.clear()
+
+    def _keys(self, tokens: Sequence[int], salt: bytes | None) -> list[int]:
+        # A hash will do: where two prompts share one a request goes to a copy that has to compute more.
+        keys, key = [], hash(salt)
+        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+            key = hash((key, tuple(tokens[start : start + self._block_size])))
+            keys.append(key)
+        return keys
+
+
+def _total(records: Sequence[Any]) -> Any:
+    """Returns a record of sums; those of tuples are by place."""
+    found = {
+        field.name: [getattr(record, field.name) for record in records] for field in dataclasses.fields(records[0])
+    }
+    sums = {
+        name: tuple(map(sum, zip(*values, strict=True))) if isinstance(values[0], tuple) else sum(values)
+        for name, values in found.items()
+    }
+    return dataclasses.replace(records[0], **sums)

@@ -1,0 +1,105 @@
+"""Several processes with one model: the tokens of one, differing starts refused, a death that ends the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jattn.engine import LLM, EngineConfig, SamplingParams, join
+from jattn.engine.processes import HEARTBEAT_SECONDS, check_agreement, shared_channel
+from torch_core.errors import InvalidInput
+
+PROMPT = "The for statement is used to"
+
+
+def start(process: int, port: int, *arguments: str) -> subprocess.Popen[str]:
+    """One of two processes that generate with one model, a CPU device each."""
+    command = [sys.executable, "-m", "jattn.cli", "generate", "--prompt", PROMPT, "--tensor-parallel-size", "2"]
+    command += ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(process)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def outcomes(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    try:
+        texts = [process.communicate(timeout=400) for process in processes]
+        return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.nightly
+def test_two_processes_say_what_one_says() -> None:
+    port = free_port()
+    (code, out, _), (other_code, *_) = outcomes(
+        [start(process, port, "--max-tokens", "16", "--json") for process in (0, 1)]
+    )
+
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    (expected,) = LLM(config=EngineConfig()).generate([PROMPT], params)
+    assert (code, other_code) == (0, 0)
+    # Gloo says on stdout that it is connected.
+    assert json.loads(out[out.index("{") :])["outputs"][0]["token_ids"] == list(expected.outputs[0].token_ids)
+
+
+@pytest.mark.nightly
+def test_processes_that_were_started_differently_are_refused() -> None:
+    port = free_port()
+    found = outcomes([start(process, port, "--dtype", dtype) for process, dtype in enumerate(("float32", "bfloat16"))])
+
+    for code, _, error in found:
+        assert code == 2
+        assert "process 1 differs from process 0 in model" in error
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_process_dies_the_other_ends_with_an_error_within_a_minute(victim: int) -> None:
+    port = free_port()
+    processes = [start(process, port, "--max-tokens", "900") for process in (0, 1)]
+    assert processes[0].stdout is not None
+    # What Gloo says, the prompt, and some of what follows it.
+    processes[0].stdout.read(len(PROMPT) + 150)
+
+    processes[victim].kill()
+    died = time.monotonic()
+    (code, _, _), *_ = outcomes([processes[1 - victim]])
+
+    assert code != 0
+    assert time.monotonic() - died < 60
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"coordinator": "host:1"}, "num_processes is None; give coordinator, num_processes, process_id all"),
+    "rank": ({"coordinator": "host:1", "num_processes": 2, "process_id": 2}, "process_id is 2; it must be"),
+    "port": ({"coordinator": "host", "num_processes": 2, "process_id": 0}, "coordinator is 'host'; it must be HOST:"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_name_a_process_is_refused(case: str) -> None:
+    arguments, message = BAD[case]
+    with pytest.raises(InvalidInput, match=f"^{message}"):
+        join(**arguments)
+
+
+def test_a_process_alone_agrees_with_itself_and_needs_no_channel() -> None:
+    check_agreement({"anything": np.zeros(2)})
+    assert shared_channel(None, EngineConfig(), {}) is None
+    assert HEARTBEAT_SECONDS < 60

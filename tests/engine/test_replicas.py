@@ -1,0 +1,92 @@
+"""Copies of an engine behind one door: the tokens of one, prompts where their prefixes are, work dealt out evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jattn.engine import DataParallelEngine, Engine, EngineConfig, Outbox, SamplingParams, open_engine
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_engine import run
+from tests.engine.test_tensor_parallel import SIZES, large_decoder, prompts_of
+from tests.support.devices import mesh, on_four_devices
+from torch_core.errors import InvalidInput
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+
+
+def two(**sizes: Any) -> DataParallelEngine:
+    engine = open_engine(large_decoder(), EngineConfig(**SIZES, data_parallel_size=2, **sizes))
+    assert isinstance(engine, DataParallelEngine)
+    return engine
+
+
+@on_four_devices
+def test_two_copies_of_two_devices_say_what_one_device_says() -> None:
+    one, prompts = Engine(large_decoder(), EngineConfig(**SIZES)), prompts_of(1, 12)
+    engine = open_engine(large_decoder(), EngineConfig(**SIZES, mesh=mesh("auto", dp=2, tp=2)))
+    assert isinstance(engine, DataParallelEngine)
+
+    # Drawn without seeds of their own: these come from the number of the request.
+    requests = [engine.add(prompt, DRAWN) for prompt in prompts]
+    halves = [len(each._owner.requests) for each in engine.engines]
+    places = [{device.id for device in each._owner.device.pool._arrays[0].devices()} for each in engine.engines]
+    while engine.num_unfinished:
+        engine.step()
+
+    assert [request.output_token_ids for request in requests] == run(one, prompts, DRAWN)
+    assert min(halves) >= 4
+    assert places == [{0, 1}, {2, 3}]
+    assert engine.cache_stats().num_blocks == 2 * engine.pool_plan.num_blocks
+
+
+@on_four_devices
+def test_a_prompt_goes_where_its_prefix_is_and_elsewhere_when_that_is_busy() -> None:
+    engine = two()
+    shared = prompts_of(2, 1)[0][:8] + [7] * 12
+    engine.add([1] * 20, GREEDY)
+    engine.add(shared, GREEDY)
+    while engine.num_unfinished:
+        engine.step()
+
+    request = engine.add([*shared, 5], GREEDY)
+    assert engine.engines[1].request_of(request.request_id) is request
+    engine.step()
+    assert request.num_cached_tokens == 20
+    # What waits there is more than the prefix saves.
+    engine.add([*shared, 6], GREEDY)
+    assert [len(each._owner.requests) for each in engine.engines] == [1, 1]
+
+
+@on_four_devices
+def test_outboxes_cancelled_requests_and_the_end_are_those_of_an_engine() -> None:
+    engine, outbox = two(), Outbox()
+    first, second, third = (engine.add(prompt, GREEDY, outbox=outbox) for prompt in prompts_of(3, 3))
+    with pytest.raises(InvalidInput, match=r"^request_id '#1' belongs to an unfinished request|begin with '#'"):
+        engine.add([1], request_id="#1")
+    assert engine.cancel(second.request_id).finish_reason == "cancelled"
+    seen: dict[str, list[int]] = {}
+    while deltas := engine.wait(outbox):
+        for delta in deltas:
+            seen.setdefault(delta.request_id, []).extend(delta.token_ids)
+
+    assert [seen[each.request_id] for each in (first, third)] == [first.output_token_ids, third.output_token_ids]
+    assert len(third.output_token_ids) == 4
+    engine.sleep()
+    assert engine.asleep
+    engine.wake()
+    engine.update_weights(tiny_decoder(implementation="xla"))
+    engine.add([1, 2], GREEDY, outbox=outbox)
+    engine.abandon(outbox)
+    engine.settle()
+    assert engine.num_unfinished == 0
+    engine.close()
+    assert engine.closed
+
+
+@on_four_devices
+def test_an_engine_alone_is_no_several_copies() -> None:
+    with pytest.raises(InvalidInput, match=r"^data_parallel_size is 2; an Engine is one copy\. "):
+        Engine(tiny_decoder(implementation="xla"), EngineConfig(**SIZES, data_parallel_size=2))

@@ -1,0 +1,192 @@
+"""An engine over several devices: the tokens of one device, two sums a layer, and nothing large gathered."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.models import Decoder, TensorParallel, partition_specs, shard_model
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_engine import run
+from tests.support.devices import mesh, on_four_devices
+from torch_core.errors import InvalidInput, Unsupported
+
+SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 64}
+_COLLECTIVE = re.compile(r"= (\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
+
+
+def prompts_of(seed: int, count: int) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 97, random.integers(1, 24)).tolist() for _ in range(count)]
+
+
+def large_decoder(**changes: Any) -> Decoder:
+    """Weights so large that the layers, and not the embedding alone, decide what comes next."""
+    graph, state = nnx.split(tiny_decoder(implementation="xla", **changes))
+    return nnx.merge(graph, jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) * 0.2, state))
+
+
+def one_and_four(**changes: Any) -> tuple[Engine, Engine]:
+    model = large_decoder(**changes)
+    return Engine(model, EngineConfig(**SIZES)), Engine(model, EngineConfig(**SIZES, tensor_parallel_size=4))
+
+
+def mesh_of(engine: Engine) -> Any:
+    sharding = engine._owner.device.pool.sharding
+    assert sharding is not None
+    return sharding.mesh
+
+
+@on_four_devices
+def test_tokens_of_200_prompts_are_those_of_one_device() -> None:
+    one, four = one_and_four()
+    prompts = prompts_of(1, 200)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    assert run(four, prompts, greedy) == run(one, prompts, greedy)
+
+
+@on_four_devices
+def test_sampled_tokens_and_their_log_probabilities_are_those_of_one_device() -> None:
+    one, four = one_and_four()
+    prompts = prompts_of(2, 6)
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8, "repetition_penalty": 1.2},
+        {"logit_bias": {3: 2.0}, "min_p": 0.01},
+        {"logprobs": 3, "prompt_logprobs": 2},
+    ]
+    params = [SamplingParams(max_tokens=6, seed=7, ignore_eos=True, **each) for each in options]
+    found = []
+    for engine in (one, four):
+        requests = [engine.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        while engine.num_unfinished:
+            engine.step()
+        found.append(requests)
+
+    expected, requests = found
+    assert [each.output_token_ids for each in requests] == [each.output_token_ids for each in expected]
+    for ours, theirs in zip(requests[-1].logprobs, expected[-1].logprobs, strict=True):
+        np.testing.assert_allclose(ours.top_logprobs, theirs.top_logprobs, atol=1e-5)
+    assert requests[-1].prompt_logprobs.keys() == expected[-1].prompt_logprobs.keys()
+
+
+@on_four_devices
+def test_a_layer_sums_twice_and_no_weight_cache_or_vocabulary_is_gathered() -> None:
+    _, four = one_and_four()
+    run(four, prompts_of(3, 2), SamplingParams(max_tokens=6, ignore_eos=True))
+
+    programs = four._owner.device.runner.programs
+    texts = {str(bucket): compiled.as_text() for bucket, compiled in programs._compiled.items()}
+    # Others of this shape may have been compiled before.
+    plain = {name: text for name, text in texts.items() if name.endswith("plain")}
+    assert plain
+    for name, text in plain.items():
+        found = _COLLECTIVE.findall(text)
+        kinds = Counter(kind for _, kind in found)
+        # The embedding, two layers of two, and the largest logit, which a temperature is applied below.
+        assert kinds["all-reduce"] == 6, name
+        # The best token of each device, as a value and an id, of the greedy and of the drawn choice.
+        assert set(kinds) == {"all-reduce", "all-gather"}, name
+        gathered = [shape for shape, kind in found if kind == "all-gather"]
+        assert all(re.match(r"\(?s32\[4,2,\d+\]", shape) for shape in gathered), (name, gathered)
+
+
+@on_four_devices
+def test_new_weights_come_from_a_trainers_mesh_and_compile_nothing() -> None:
+    model, other = tiny_decoder(implementation="xla"), large_decoder()
+    config = EngineConfig(**SIZES, tensor_parallel_size=4)
+    engine, prompts = Engine(model, config), prompts_of(4, 3)
+    run(engine, prompts)
+    before = engine.num_compilations
+    trainer = mesh("auto", dp=2, tp=2)
+    rules = {name: None if name == "vocab" else "tp" for name in ("vocab", "heads", "kv_heads", "mlp")}
+    specs = partition_specs(other, rules | {"embed": None})
+    state = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(trainer, spec)), nnx.state(other), specs)
+
+    engine.update_weights(state)
+    assert run(engine, prompts) == run(Engine(other, config), prompts)
+    engine.update_weights(shard_model(other, mesh_of(engine)))
+    assert run(engine, prompts) == run(Engine(other, config), prompts)
+    assert engine.num_compilations == before
+
+
+@on_four_devices
+def test_the_pool_takes_its_bytes_on_each_device() -> None:
+    one, four = (
+        Engine(
+            tiny_decoder(implementation="xla"),
+            EngineConfig(block_size=4, kv_cache_bytes=1 << 17, tensor_parallel_size=size),
+        )
+        for size in (1, 2)
+    )
+    pool = four._owner.device.pool
+    assert pool.sharding == NamedSharding(mesh_of(four), PartitionSpec(None, None, None, "tp"))
+    assert pool.num_blocks == 2 * one._owner.device.pool.num_blocks
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "devices": (
+        {"tensor_parallel_size": 4, "data_parallel_size": 2},
+        InvalidInput,
+        "tensor_parallel_size is 4 and data_parallel_size 2, 8 devices in all; there are 4.",
+    ),
+    "heads": ({"tensor_parallel_size": 3}, InvalidInput, "num_attention_heads is 4; it must be a multiple of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@on_four_devices
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(case: str) -> None:
+    sizes, error, message = REFUSED[case]
+    with pytest.raises(error, match=f"^{message}"):
+        Engine(tiny_decoder(implementation="xla"), EngineConfig(**SIZES, **sizes))
+
+
+@on_four_devices
+def test_a_model_that_is_cut_otherwise_than_the_engine_is_refused() -> None:
+    over = mesh("auto", tp=4)
+    cut = shard_model(tiny_decoder(implementation="xla"), over)
+    with pytest.raises(InvalidInput, match=r"^model is cut over 4 devices; give the engine its mesh: "):
+        Engine(cut, EngineConfig(**SIZES))
+    with pytest.raises(InvalidInput, match=r"^model is cut over 4 devices of axis 'tp'; the engine's mesh has 2 of"):
+        Engine(cut, EngineConfig(**SIZES, tensor_parallel_size=2))
+    turned = jax.sharding.Mesh(over.devices[::-1], ("tp",))
+    with pytest.raises(InvalidInput, match=r"^embed_tokens.embedding lies on .*; the engine's mesh is "):
+        Engine(cut, EngineConfig(**SIZES, mesh=turned))
+    assert run(Engine(cut, EngineConfig(**SIZES, mesh=over)), [[1, 2, 3]])
+
+
+@on_four_devices
+def test_a_module_that_nobody_can_cut_is_refused() -> None:
+    class Own(nnx.Module):
+        paged_spec = tiny_decoder(implementation="xla").paged_spec
+        logits = None
+
+        def __call__(self, *_: Any) -> Any: ...
+
+    Own.logits = Own.__call__  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(Unsupported, match=r"^model is a Own, which says not how it is cut over 2 devices\. "):
+        Engine(Own(), EngineConfig(**SIZES, tensor_parallel_size=2))  # pyright: ignore[reportArgumentType]
+
+
+@on_four_devices
+def test_a_mesh_names_its_axes_and_gives_the_sizes() -> None:
+    assert EngineConfig(mesh=mesh("auto", dp=2, tp=2)).data_parallel_size == 2
+    with pytest.raises(InvalidInput, match=r"^mesh has the axes model \(4\); an engine's has 'tp' and may have 'dp'"):
+        EngineConfig(mesh=mesh("auto", model=4))
+    with pytest.raises(InvalidInput, match=r"^tensor_parallel_size is 2; axis 'tp' of the mesh has 4 devices\.$"):
+        EngineConfig(mesh=mesh("auto", tp=4), tensor_parallel_size=2)
+    with pytest.raises(InvalidInput, match=r"^tensor_parallel_size is 0; "):
+        EngineConfig(tensor_parallel_size=0)
+    assert TensorParallel(size=2).parts("vocab") == 2
