@@ -14,7 +14,7 @@ from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
-from torch_core.calls.sparse import IndexerCall, check_chosen_values, chosen_latents
+from torch_core.calls.sparse import ChoiceCall, IndexerCall, check_chosen_values, choice_of, chosen_latents
 from torch_core.calls.values import check_values
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "SERVES",
     "AttentionCall",
     "Call",
+    "ChoiceCall",
     "CopyCall",
     "DenseBackwardCall",
     "DenseCall",
@@ -42,6 +43,7 @@ __all__ = [
     "cascade_clash",
     "check_chosen_values",
     "check_values",
+    "choice_of",
     "chosen_latents",
     "dropout_limit",
     "dtype_name",
