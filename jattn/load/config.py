@@ -46,7 +46,7 @@ _STRUCTURE = (
     "quantization_config",
 )
 #: What is read by the functions of a family.
-_DERIVED = ("decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval")
+_DERIVED = ("decoder_sparse_step", "mlp_layer_types", "no_rope_layers", "no_rope_layer_interval")
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 #: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
 _IGNORED = (
@@ -421,7 +421,7 @@ def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if types is not None and (
         not isinstance(types, list)
         or len(types) != count
-        or any(kind not in ("sliding_attention", "full_attention") for kind in types)
+        or any(kind not in ("sliding_attention", "full_attention", *family.layer_types) for kind in types)
     ):
         raise InvalidInput(
             f"layer_types is {shown(types)}; it must have 'full_attention' or 'sliding_attention' for each of the "

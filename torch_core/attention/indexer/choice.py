@@ -37,7 +37,7 @@ def chosen_slots_kernel(
         ends = tl.load(query_start_loc + 1 + seqs, mask=seqs < num_seqs, other=2147483647)
         seq += tl.sum((ends <= token).to(tl.int32), 0)
     indices = topk_indices + token.to(tl.int64) * index_stride
-    table = block_tables + seq.to(tl.int64) * table_stride
+    table = block_tables + tl.cast(seq, tl.int64) * table_stride
     row = slots + token.to(tl.int64) * topk
     found = 0
     for base in range(0, topk, BLOCK):
