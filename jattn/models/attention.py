@@ -16,6 +16,7 @@ from jattn.models.rotary import apply_rotary
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import PagedAttention, attention_fn
 from jattn.nn.kv_scales import KVScales
+from jattn.parallel import attend_spread
 
 __all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
 
@@ -87,7 +88,14 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         query, key, value = self._project(x, angles)
-        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases(angles))
+        core, parallel, biases = self.paged_attention, self.parallel, self._biases(angles)
+        if parallel is None or parallel.context_size == 1:
+            output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
+        else:
+            k_scale, v_scale = core.scales_of(kv_cache, None, None)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            options: dict[str, Any] = {**core.options, **biases, **scales, "group_size": parallel.context_size}
+            output, kv_cache = attend_spread(query, key, value, kv_cache, metadata, parallel.axis, **options)
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
 
     def forward_dense(
