@@ -49,7 +49,7 @@ def attend_spread(
         InvalidInput: shapes do not fit.
         Unsupported: a mask that one device's share does not tell; see `torch_core.context_parallel`.
     """
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     place: dict[str, Any] = {"group_size": group_size, "implementation": implementation}
     new = None
     if key is not None and value is not None:
