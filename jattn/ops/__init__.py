@@ -13,6 +13,7 @@ from jattn.ops.cache import merge_states, write_kv_cache, write_kv_cache_per_tok
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose
 from jattn.ops.dropout import dropout_seeds
+from jattn.ops.experts import fused_experts
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
@@ -32,6 +33,7 @@ __all__ = [
     "cascade_attention",
     "choose",
     "dropout_seeds",
+    "fused_experts",
     "indexer_topk",
     "masked_attention",
     "merge_states",
