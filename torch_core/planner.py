@@ -70,7 +70,7 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
     if isinstance(call, IndexerCall):
         return plan_indexer(call)
     if isinstance(call, ExpertsCall):
-        return plan_experts(call)
+        return plan_experts(call, limits)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
 
 

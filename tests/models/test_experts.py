@@ -59,8 +59,8 @@ def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(count, seed):
 def test_gathered_and_grouped_experts_agree(seed):
     module, x = layer(seed), rows(seed, 6)
     experts, gate_up, down = module.route(x)[1], module.gate_up_proj, module.down_proj
-    products = [ExpertKernels(linear.kernel[...], linear.bias[...]) for linear in (gate_up, down)]
-    gathered, grouped = (routed(*products, "silu", x, experts, 5) for routed in (by_rows, by_groups))
+    first, second = (ExpertKernels(linear.kernel[...], linear.bias[...]) for linear in (gate_up, down))
+    gathered, grouped = (routed(first, second, "silu", x, experts, 5) for routed in (by_rows, by_groups))
     np.testing.assert_allclose(gathered, grouped, rtol=0, atol=64 * 2.0**-23 * np.abs(gathered).max())
 
 

@@ -32,6 +32,7 @@ def expert_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     """Row `pair` of out is row `pair // PAIRS_PER_ROW` of x times the kernel of the pair's expert.
 
@@ -76,11 +77,20 @@ def expert_product_kernel(
         expert = tl.load(tile_experts + tile)
         if expert >= 0:
             ids = tl.load(sorted_ids + tile * BLOCK_M + lanes)
-            _product_tile(
-                x, kernel, bias, out, tl.maximum(ids, 0), ids >= 0, expert, columns,
-                x_stride, kernel_expert_stride, kernel_row_stride,
-                PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            if HALVES and tl.load(sorted_ids + tile * BLOCK_M + BLOCK_M // 2) < 0:
+                # The last tile of an expert has half its rows on average: half the product will do for it then.
+                upper = tl.load(sorted_ids + tile * BLOCK_M + tl.arange(0, BLOCK_M // 2))
+                _product_tile(
+                    x, kernel, bias, out, tl.maximum(upper, 0), upper >= 0, expert, columns,
+                    x_stride, kernel_expert_stride, kernel_row_stride,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            else:
+                _product_tile(
+                    x, kernel, bias, out, tl.maximum(ids, 0), ids >= 0, expert, columns,
+                    x_stride, kernel_expert_stride, kernel_row_stride,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
 
 
 @triton.jit

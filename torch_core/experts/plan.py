@@ -10,7 +10,7 @@ from torch_core.experts.combine import combine_experts_kernel
 from torch_core.experts.kernel import expert_product_kernel
 from torch_core.experts.tiles import MAX_LOOKED_UP, Tile, expert_tile
 from torch_core.plan.operands import ceil_div, named_launch, power_of_two
-from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
 __all__ = ["plan_experts"]
@@ -21,15 +21,18 @@ _COMBINED_COLUMNS = 256
 _GROUP = 8
 
 
-def plan_experts(call: ExpertsCall[ArraySpec]) -> OperationPlan:
+def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: out."""
     dtype, num_experts = call.hidden_states.dtype, call.num_experts
     num_tokens, hidden = call.hidden_states.shape
     inner = call.down_kernel.shape[1]
     tiles = {
-        gated: expert_tile(call.num_pairs, num_experts, hidden if gated else inner, dtype, gated=gated)
+        gated: expert_tile(
+            call.num_pairs, num_experts, hidden if gated else inner, dtype, gated=gated,
+            shared_memory=limits.shared_memory,
+        )
         for gated in (True, False)
-    }
+    }  # fmt: skip
     scratch = {
         "gated": ArraySpec((call.num_pairs, inner), dtype),
         "rows": ArraySpec((call.num_pairs, hidden), dtype),
@@ -123,6 +126,7 @@ def _product(call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.steps,
         "GROUP_M": _GROUP,
+        "HALVES": sorted_before and tile.rows == 128,
     }
     grid = (row_tiles * ceil_div(out_size, tile.columns),)
     return named_launch(

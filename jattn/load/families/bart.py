@@ -33,6 +33,7 @@ BART = Family(
         "activation_function": "hidden_act",
         "scale_embedding": Key("embedding_multiplier", write=lambda scale: scale != 1),
         "decoder_start_token_id": "decoder_start_token_id",
+        "forced_bos_token_id": "forced_bos_token_id",
     },
     defaults={
         "max_position_embeddings": 1024,

@@ -49,7 +49,7 @@ T5 = Family(
         "feed_forward_proj": Key("hidden_act", lambda name: _ACTIVATIONS.get(str(name), name), _FEED_FORWARDS.get),
         "scale_decoder_outputs": Key("logits_scale", write=lambda scale: scale != 1),
     }
-    | {name: name for name in ("decoder_start_token_id", *_DISTANCES)},
+    | {name: name for name in ("decoder_start_token_id", "forced_bos_token_id", *_DISTANCES)},
     defaults={
         "num_decoder_layers": lambda raw: raw["num_layers"],
         "n_positions": 512,
