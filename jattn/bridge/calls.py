@@ -21,6 +21,7 @@ from torch_core.calls import (
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     SharedPrefix,
     WriteCall,
 )
@@ -87,6 +88,7 @@ for _call_class in (
     DenseBackwardCall,
     WriteCall,
     LatentWriteCall,
+    RotaryWriteCall,
     CopyCall,
     MergeCall,
     IndexerCall,

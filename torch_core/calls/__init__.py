@@ -14,6 +14,7 @@ from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
 from torch_core.calls.experts import ACTIVATIONS, ExpertsCall
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
+from torch_core.calls.rotary import RotaryWriteCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 from torch_core.calls.sparse import IndexerCall, check_chosen_values, chosen_latents
 from torch_core.calls.values import check_values
@@ -33,6 +34,7 @@ __all__ = [
     "LatentWriteCall",
     "MergeCall",
     "PagedCall",
+    "RotaryWriteCall",
     "SharedPrefix",
     "TableCall",
     "WriteCall",
