@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jattn.bridge.calls import empty_outputs
 from jattn.ops import latents, softmax
 from jattn.ops.indexer import indexer_logits
-from jattn.ops.routed import fused_experts
 from jattn.ops.rotary import rotate
+from jattn.ops.routed import fused_experts
 from jattn.ops.softmax import compute_dtype
 from torch_core.calls import (
     AttentionCall,
