@@ -9,7 +9,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_core.device.gluon_names import async_load
 from torch_core.device.work import chunk_span
 
-__all__ = ["copy_tile", "count_items", "key_tiles", "level_by_level", "tile_blocks", "tile_rows", "work_item", "zero_outside"]
+__all__ = [
+    "copy_tile",
+    "count_items",
+    "key_tiles",
+    "level_by_level",
+    "tile_blocks",
+    "tile_rows",
+    "work_item",
+    "zero_outside",
+]
 
 _SEQS = gl.constexpr(32)
 
@@ -149,7 +158,7 @@ def key_tiles(low, high, SHAPE: gl.constexpr):
 
 @gluon.jit
 def tile_blocks(table, position, low, high, base, SHAPE: gl.constexpr):
-    """What `tile_rows` needs of the table for the tile of keys at `position`: a block id for each lane's box, as loaded.
+    """What `tile_rows` needs of the table for the tile of keys at `position`: an id for each lane's box, as loaded.
 
     Boxes without a key in [low, high) have -1, and the table is not read there. Nothing is worked out from the ids:
     that would wait for them. Without a table, the rows of `tile_rows` themselves, from the row `base`.

@@ -121,7 +121,7 @@ def hopper_backward_kernel(
 
 @gluon.jit
 def _sum_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr):
-    """One of the two warpgroups that work out the gradients of keys and values: of its half of the keys, or one each."""
+    """One of the two warpgroups for the gradients of keys and values: of its half of the keys, or one each."""
     if rings.weights is None:
         key_gradients(OWN, item, rings, gradients, SHAPE)
     elif OWN == 0:
