@@ -10,6 +10,7 @@ from torch_core.attention.merge.plan import plan_merge
 from torch_core.attention.mla.plan import plan_latent
 from torch_core.blocks.copy.plan import plan_copy
 from torch_core.blocks.latent_write.plan import plan_latent_write
+from torch_core.blocks.rotary_write.plan import plan_rotary_write
 from torch_core.blocks.write.plan import plan_write
 from torch_core.calls import (
     AttentionCall,
@@ -17,14 +18,17 @@ from torch_core.calls import (
     ChoiceCall,
     CopyCall,
     DenseBackwardCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
+    RotaryWriteCall,
     WriteCall,
     refuse_unserved,
 )
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.experts.plan import plan_experts
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec
 
@@ -62,6 +66,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_write(call)
     if isinstance(call, LatentWriteCall):
         return plan_latent_write(call)
+    if isinstance(call, RotaryWriteCall):
+        return plan_rotary_write(call)
     if isinstance(call, CopyCall):
         return plan_copy(call)
     if isinstance(call, MergeCall):
@@ -70,6 +76,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_indexer(call)
     if isinstance(call, ChoiceCall):
         return plan_choice(call)
+    if isinstance(call, ExpertsCall):
+        return plan_experts(call, limits)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
 
 

@@ -16,11 +16,13 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     SharedPrefix,
     WriteCall,
 )
@@ -87,10 +89,12 @@ for _call_class in (
     DenseBackwardCall,
     WriteCall,
     LatentWriteCall,
+    RotaryWriteCall,
     CopyCall,
     MergeCall,
     IndexerCall,
     ChoiceCall,
+    ExpertsCall,
     SharedPrefix,
 ):
     _register(_call_class)

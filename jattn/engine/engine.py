@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -22,6 +20,7 @@ from jattn.engine.placement import replica_meshes
 from jattn.engine.progress import progress
 from jattn.engine.request import Request
 from jattn.engine.speculation import SpeculationStats
+from jattn.engine.turns import Turns
 from jattn.load import TextTokenizer
 from jattn.models import PagedModel, PagedSpec
 from jattn.pool import PoolPlan
@@ -31,13 +30,6 @@ from torch_core.errors import InvalidInput, PoolLost, Unsupported
 from torch_core.specs import LARGEST_CODE
 
 __all__ = ["Engine"]
-
-# How long a thread that wants step after step lets another one in: a lock goes to whoever asks first after its
-# release, and that is mostly the thread that released it.
-_TURN_SECONDS = 5e-5
-_TURNS = 5
-
-Result = TypeVar("Result")
 
 
 class Engine(contextlib.AbstractContextManager):
@@ -97,8 +89,7 @@ class Engine(contextlib.AbstractContextManager):
             model_fingerprint=model_fingerprint,
         )
         self._owner = Owner(config, cache_config, device)
-        self._lock = threading.RLock()
-        self._arriving: set[int] = set()
+        self._turns = Turns()
         self._outbox = Outbox()
 
     @property
@@ -177,7 +168,7 @@ class Engine(contextlib.AbstractContextManager):
             with progress(report) as tell:
                 self._owner.device.warmup(tell)
 
-        self._locked(warm)
+        self._turns.run(warm)
 
     def cache_stats(self) -> CacheStats:
         """Returns a frozen snapshot of the block allocator."""
@@ -191,11 +182,11 @@ class Engine(contextlib.AbstractContextManager):
             self._owner.end(work)
             return work.cache.stats()
 
-        return self._locked(look)
+        return self._turns.run(look)
 
     def speculation_stats(self) -> SpeculationStats:
         """Returns how guessing went since the engine was built; see `EngineConfig.speculative_config`."""
-        return self._locked(lambda: self._owner.device.speculation.stats())
+        return self._turns.run(lambda: self._owner.device.speculation.stats())
 
     def add(
         self,
@@ -257,7 +248,11 @@ class Engine(contextlib.AbstractContextManager):
                 raise
             return self._owner.add(work, samples)
 
-        return self._locked(queue, self._owner.withdraw)
+        return self._turns.run(queue, self._owner.withdraw)
+
+    def withdraw(self, request: Request) -> None:
+        """Forgets a request and its other samples as if nobody had added it; no delta tells of their end."""
+        self._turns.run(lambda: self._owner.withdraw(request))
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request (one sample) now; tokens of it that are still on the device are dropped.
@@ -281,7 +276,7 @@ class Engine(contextlib.AbstractContextManager):
             deltas = self._outbox.take(news) or [TokenDelta(request_id, (), request.finish_reason)]
             return deltas[0], news
 
-        return self._locked(end, lambda taken: self._outbox.put_back(taken[1]))[0]
+        return self._turns.run(end, lambda taken: self._outbox.put_back(taken[1]))[0]
 
     def step(self) -> list[TokenDelta]:
         """Dispatches the next step if there is one and reads the oldest if it must; returns what came.
@@ -302,7 +297,7 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             PoolLost, InvalidInput: as `step`.
         """
-        self._locked(self._owner.advance)
+        self._turns.run(self._owner.advance)
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps until something came for the requests of an outbox, and returns it.
@@ -336,7 +331,7 @@ class Engine(contextlib.AbstractContextManager):
             del request.output_token_ids[num_output_tokens:]
             request.finish_reason = "stop"
 
-        self._locked(end)
+        self._turns.run(end)
 
     def update_weights(
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
@@ -366,8 +361,8 @@ class Engine(contextlib.AbstractContextManager):
         leaves = self._owner.device.runner.weights.fitting(state)
         remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
         while any(request.finish_reason is None for request in remaining):
-            self._locked(self._owner.advance)
-        self._locked(lambda: self._owner.replace_weights(leaves))
+            self._turns.run(self._owner.advance)
+        self._turns.run(lambda: self._owner.replace_weights(leaves))
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
         """Goes on with other scales of an 8-bit cache: unfinished requests are computed again, nothing is compiled.
@@ -383,7 +378,7 @@ class Engine(contextlib.AbstractContextManager):
                 f"the cache is {device.pool.spec.dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has."
             )
         leaves = device.runner.weights.with_scales(scales.values(device.pool.spec.dtype))
-        self._locked(lambda: self._owner.replace_weights(leaves))
+        self._turns.run(lambda: self._owner.replace_weights(leaves))
 
     def sleep(self) -> None:
         """Gives the pool's memory back until `wake`: to a trainer, say. Weights and programs stay.
@@ -394,7 +389,7 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: the engine is closed, or a torch view of the pool is alive.
         """
-        self._locked(self._owner.sleep)
+        self._turns.run(self._owner.sleep)
 
     def wake(self) -> None:
         """Takes the pool's memory again; nothing happens to an engine that is awake.
@@ -402,7 +397,7 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: the engine is closed, or the memory is not free; it sleeps on then.
         """
-        self._locked(self._owner.wake)
+        self._turns.run(self._owner.wake)
 
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
@@ -422,11 +417,11 @@ class Engine(contextlib.AbstractContextManager):
             if not self._owner.closed:
                 self._owner.end(self._owner.begin())
 
-        self._locked(settle)
+        self._turns.run(settle)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the pool's memory back now; the engine refuses everything then."""
-        self._locked(self._owner.close)
+        self._turns.run(self._owner.close)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -442,30 +437,8 @@ class Engine(contextlib.AbstractContextManager):
             unfinished = bool(news) or any(request.outbox is outbox for request in self._owner.requests.values())
             return outbox.take(news), unfinished, news
 
-        for _ in range(_TURNS):
-            if self._arriving:
-                time.sleep(_TURN_SECONDS)
-        return self._locked(advance, lambda taken: outbox.put_back(taken[2]))[:2]
-
-    def _locked(self, action: Callable[[], Result], undo: Callable[[Result], None] | None = None) -> Result:
-        """Runs an action as the only thread; undoes it when an interrupt keeps its result from the caller.
-
-        A signal's handler may run right after the lock's release, and its error must not take the result with it.
-        """
-        thread = threading.get_ident()
-        self._arriving.add(thread)
-        done: list[Result] = []
-        try:
-            with self._lock:
-                self._arriving.discard(thread)
-                done = [action()]
-            return done[0]
-        except BaseException:
-            self._arriving.discard(thread)
-            if done and undo is not None:
-                with self._lock:
-                    undo(done[0])
-            raise
+        self._turns.let_in()
+        return self._turns.run(advance, lambda taken: outbox.put_back(taken[2]))[:2]
 
 
 def _checked(outbox: object) -> Outbox:

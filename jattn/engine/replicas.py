@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from flax import nnx
 
 from jattn.engine.config import EngineConfig
-from jattn.engine.delivery import Outbox, TokenDelta
+from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.engine import Engine
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
 from jattn.engine.request import Request
 from jattn.engine.speculation import SpeculationStats
+from jattn.engine.turns import Turns
 from jattn.load import TextTokenizer
 from jattn.models import PagedModel
 from jattn.pool import PoolPlan
@@ -28,9 +27,6 @@ from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
 __all__ = ["AnyEngine", "DataParallelEngine", "open_engine"]
-
-# How long a thread that wants step after step lets those in that wait to add or cancel.
-_TURN_SECONDS = 5e-5
 
 
 class DataParallelEngine(contextlib.AbstractContextManager):
@@ -60,10 +56,9 @@ class DataParallelEngine(contextlib.AbstractContextManager):
             )
             for mesh in replica_meshes(config)
         )
-        self._router = _Router(config.block_size, [engine.pool_plan.num_blocks for engine in self.engines])
-        self._lock = threading.RLock()
+        self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])
+        self._turns = Turns()
         self._outbox = Outbox()
-        self._num_arriving = 0
         self._next = 0
 
     @property
@@ -104,19 +99,15 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        with self._turn():
-            return sum(engine.num_unfinished for engine in self.engines)
+        return self._turns.run(lambda: sum(engine.num_unfinished for engine in self.engines))
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compiles every program of every copy; see `Engine.warmup`."""
-        with self._turn():
-            for engine in self.engines:
-                engine.warmup(report)
+        self._each(lambda engine: engine.warmup(report))
 
     def cache_stats(self) -> CacheStats:
         """Returns the sums over the block allocators."""
-        with self._turn():
-            return _total([engine.cache_stats() for engine in self.engines])
+        return self._turns.run(lambda: _total([engine.cache_stats() for engine in self.engines]))
 
     def speculation_stats(self) -> SpeculationStats:
         """Returns how guessing went, of all copies together."""
@@ -133,88 +124,95 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         **options: Any,
     ) -> Request:
         """Queues a request with the copy that has the least to do until its first token; see `Engine.add`."""
-        with self._turn():
+
+        def queue() -> tuple[Engine, Request]:
             if request_id is not None and self._engine_of(request_id) is not None:
                 raise InvalidInput(
                     f"request_id {shown(request_id)} belongs to an unfinished request; ids must be unique."
                 )
             index = self._router.choose(prompt_token_ids, salt, [engine.load for engine in self.engines])
-            outbox = self._outbox if outbox is None else outbox
             request = self.engines[index].add(
                 prompt_token_ids,
                 params,
                 request_id=request_id,
                 salt=salt,
-                outbox=outbox,
+                outbox=self._outbox if outbox is None else outbox,
                 first_number=max(engine.num_added for engine in self.engines),
                 **options,
             )
             self._router.note(index, prompt_token_ids, salt)
-            return request
+            return self.engines[index], request
+
+        return self._turns.run(queue, lambda added: added[0].withdraw(added[1]))[1]
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request now; see `Engine.cancel`."""
-        with self._turn():
+
+        def end() -> tuple[TokenDelta, News]:
             engine = self._engine_of(request_id) or self.engines[0]
             request = engine.request_of(request_id)
             delta = engine.cancel(request_id)
-            taken = self._outbox.take(self._outbox.news(request)) if request is not None else []
-            return taken[0] if taken else delta
+            news = {} if request is None else self._outbox.news(request)
+            return next(iter(self._outbox.take(news)), delta), news
+
+        return self._turns.run(end, lambda taken: self._outbox.put_back(taken[1]))[0]
 
     def step(self) -> list[TokenDelta]:
         """Runs a step of every copy that has something to do; returns what came. See `Engine.step`."""
-        with self._turn():
+
+        def advance() -> tuple[list[TokenDelta], News]:
             for engine in self._busy():
                 engine.advance()
-            return self._outbox.take(self._outbox.news())
+            news = self._outbox.news()
+            return self._outbox.take(news), news
+
+        return self._turns.run(advance, lambda taken: self._outbox.put_back(taken[1]))[0]
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps, of one copy after the other, until something came for an outbox; see `Engine.wait`."""
         if not isinstance(outbox, Outbox):
             raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
-        while True:
-            if self._num_arriving:
-                time.sleep(_TURN_SECONDS)
-            with self._lock:
-                news = outbox.news()
-                if news or not any(engine.runs_for(outbox) for engine in self.engines):
-                    return outbox.take(news)
+
+        def advance() -> tuple[list[TokenDelta], bool, News]:
+            news = outbox.news()
+            unfinished = any(engine.runs_for(outbox) for engine in self.engines)
+            if not news and unfinished:
                 # The others' devices go on with what they were given.
                 self._next += 1
                 busy = self._busy()
                 busy[self._next % len(busy)].advance()
+                news = outbox.news()
+            return outbox.take(news), unfinished, news
+
+        while True:
+            self._turns.let_in()
+            deltas, unfinished, _ = self._turns.run(advance, lambda taken: outbox.put_back(taken[2]))
+            if deltas or not unfinished:
+                return deltas
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
         """Ends a request whose text reached a stop string; see `Engine.stop`."""
-        with self._turn():
-            (self._engine_of(request.request_id) or self.engines[0]).stop(request, num_output_tokens)
+        self._turns.run(
+            lambda: (self._engine_of(request.request_id) or self.engines[0]).stop(request, num_output_tokens)
+        )
 
     def update_weights(
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
     ) -> None:
         """Goes on with other weights in every copy; see `Engine.update_weights`."""
-        with self._turn():
-            for engine in self.engines:
-                engine.update_weights(state, unfinished=unfinished)
-            self._router.forget()
+        self._each(lambda engine: engine.update_weights(state, unfinished=unfinished), self._router.forget)
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
         """Goes on with other scales of an 8-bit cache in every copy; see `Engine.set_kv_cache_scales`."""
-        with self._turn():
-            for engine in self.engines:
-                engine.set_kv_cache_scales(scales)
+        self._each(lambda engine: engine.set_kv_cache_scales(scales))
 
     def sleep(self) -> None:
         """Gives the memory of all pools back until `wake`."""
-        with self._turn():
-            for engine in self.engines:
-                engine.sleep()
+        self._each(Engine.sleep)
 
     def wake(self) -> None:
         """Takes the memory of the pools again."""
-        with self._turn():
-            for engine in self.engines:
-                engine.wake()
+        self._each(Engine.wake)
 
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
@@ -227,15 +225,11 @@ class DataParallelEngine(contextlib.AbstractContextManager):
 
     def settle(self) -> None:
         """Does now what interrupts and `abandon` left to the next call."""
-        with self._turn():
-            for engine in self.engines:
-                engine.settle()
+        self._each(Engine.settle)
 
     def close(self) -> None:
         """Cancels what has not finished and gives all memory back."""
-        with self._turn():
-            for engine in self.engines:
-                engine.close()
+        self._each(Engine.close)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -246,17 +240,13 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def _engine_of(self, request_id: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.request_of(request_id) is not None), None)
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        self._num_arriving += 1
-        try:
-            self._lock.acquire()
-        finally:
-            self._num_arriving -= 1
-        try:
-            yield
-        finally:
-            self._lock.release()
+    def _each(self, action: Callable[[Engine], None], end: Callable[[], None] = lambda: None) -> None:
+        def act() -> None:
+            for engine in self.engines:
+                action(engine)
+            end()
+
+        self._turns.run(act)
 
 
 #: What serves requests, one copy of the model or several.

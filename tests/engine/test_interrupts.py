@@ -241,7 +241,7 @@ def test_prefix_keys_do_not_outlive_a_pool_that_was_renewed_between_two_steps(de
 @pytest.fixture
 def released(decoder) -> tuple[Engine, InterruptAtRelease]:
     engine = Engine(decoder, EngineConfig(**SIZES))
-    engine._lock = lock = InterruptAtRelease()  # pyright: ignore[reportAttributeAccessIssue]
+    engine._turns._lock = lock = InterruptAtRelease()  # pyright: ignore[reportAttributeAccessIssue]
     return engine, lock
 
 

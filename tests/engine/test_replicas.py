@@ -8,7 +8,9 @@ import pytest
 
 from jattn.engine import DataParallelEngine, Engine, EngineConfig, Outbox, SamplingParams, open_engine
 from tests.engine.conftest import tiny_decoder
+from tests.engine.interrupts import InterruptAtRelease
 from tests.engine.test_engine import run
+from tests.engine.test_interrupts import interrupted
 from tests.engine.test_tensor_parallel import SIZES, large_decoder, prompts_of
 from tests.support.devices import mesh, on_four_devices
 from torch_core.errors import InvalidInput
@@ -58,6 +60,21 @@ def test_a_prompt_goes_where_its_prefix_is_and_elsewhere_when_that_is_busy() -> 
     # What waits there is more than the prefix saves.
     engine.add([*shared, 6], GREEDY)
     assert [len(each._owner.requests) for each in engine.engines] == [1, 1]
+
+
+@on_four_devices
+def test_an_interrupt_between_two_turns_queues_nothing_and_loses_no_token() -> None:
+    engine = two()
+    engine._turns._lock = lock = InterruptAtRelease()  # pyright: ignore[reportAttributeAccessIssue]
+    interrupted(lock, lambda: engine.add(prompts_of(4, 1)[0], GREEDY))
+    assert engine.num_unfinished == 0
+
+    request, seen = engine.add(prompts_of(4, 1)[0], GREEDY), []
+    while engine.num_unfinished:
+        interrupted(lock, engine.step)
+        seen += [token for delta in engine.step() for token in delta.token_ids]
+    assert seen == request.output_token_ids
+    assert len(seen) == 4
 
 
 @on_four_devices

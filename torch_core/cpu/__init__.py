@@ -18,21 +18,25 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     WriteCall,
 )
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.choice import chosen_slots
 from torch_core.cpu.dense import attention
+from torch_core.cpu.experts import fused_experts
 from torch_core.cpu.indexer import indexer_logits
 from torch_core.cpu.latent import mla_attention, write_latent_cache
 from torch_core.cpu.merge import merge_states
 from torch_core.cpu.paged import paged_attention
+from torch_core.cpu.rotary import rotate_and_write
 from torch_core.errors import Unsupported
 
 __all__ = ["run_on_cpu"]
@@ -44,10 +48,12 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     DenseBackwardCall: attention_backward,
     WriteCall: write_kv_cache,
     LatentWriteCall: write_latent_cache,
+    RotaryWriteCall: rotate_and_write,
     CopyCall: copy_blocks,
     MergeCall: merge_states,
     IndexerCall: indexer_logits,
     ChoiceCall: chosen_slots,
+    ExpertsCall: fused_experts,
 }
 
 

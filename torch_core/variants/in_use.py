@@ -12,11 +12,13 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     WriteCall,
     backward_of,
 )
@@ -55,6 +57,9 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "write": _write(),
         "write one": _write(tokens=1),
         "write fp8": _write(cache_dtype=_FP8, **_SCALED),
+        "rotate and write": _rotary_write(),
+        "rotate and write one": _rotary_write(tokens=1),
+        "rotate and write fp8": _rotary_write(cache_dtype=_FP8, **_SCALED),
         "write head 80": _write(head_size=80),
         "write per token and head int8": _write(
             cache_dtype="int8", k_scale_cache=_TOKEN_SCALES, v_scale_cache=_TOKEN_SCALES
@@ -107,6 +112,11 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
             query_start_loc=ArraySpec((65,), "int32"),
             block_size=64,
         ),
+        "experts": _experts(32),
+        "experts few": _experts(1),
+        "experts some": _experts(1024),
+        "experts many": _experts(4096),
+        "experts float32": _experts(4096, dtype="float32"),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
@@ -140,6 +150,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "backward sinks": _backward(_dense(sinks=ArraySpec((32,), "float32"))),
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
         "backward window": _backward(_dense(_WINDOW)),
+        "backward head 256": _backward(_dense(head_size=256)),
+        "backward latent prompt": _backward(_latent_prompt(_PREFILL_TOKENS)),
         "backward head 64 ALiBi sinks": _backward(
             _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))
         ),
@@ -168,7 +180,8 @@ def variants_in_use(arch: int = 90) -> dict[str, tuple[KernelVariant, bool]]:
             variant = kernel_variant(launch, plan.specs)
             if variant not in seen:
                 seen.add(variant)
-                variants[f"{label}: {launch.name}"] = (variant, launch.hot)
+                name = f"{label}: {launch.name}"
+                variants[f"{name} again" if name in variants else name] = (variant, launch.hot)
     return variants
 
 
@@ -183,6 +196,18 @@ def _write(
     slots = ArraySpec((tokens,), "int32")
     return WriteCall(
         key=new, value=new, kv_cache=_cache(cache_dtype, head_size=head_size), slot_mapping=slots, **scales
+    )
+
+
+def _rotary_write(
+    *, cache_dtype: str = "bfloat16", tokens: int = _PREFILL_TOKENS, **scales: Any
+) -> RotaryWriteCall[ArraySpec]:
+    return RotaryWriteCall(
+        qkv=ArraySpec((tokens, 48, 128), "bfloat16"),
+        cos_sin=ArraySpec((tokens, 128), "float32"),
+        slot_mapping=ArraySpec((tokens,), "int32"),
+        kv_cache=_cache(cache_dtype),
+        **scales,
     )
 
 
@@ -209,6 +234,17 @@ def _latent_decode(
         query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
         spec=AttentionSpec(scale=192**-0.5),
         max_query_len=1,
+    )
+
+
+def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySpec]:
+    """Qwen3-30B-A3B's: 8 of 128 experts of 768 columns."""
+    return ExpertsCall(
+        hidden_states=ArraySpec((num_tokens, 2048), dtype),
+        topk_weights=ArraySpec((num_tokens, 8), "float32"),
+        topk_ids=ArraySpec((num_tokens, 8), "int32"),
+        gate_up_kernel=ArraySpec((128, 2048, 1536), dtype),
+        down_kernel=ArraySpec((128, 768, 2048), dtype),
     )
 
 
@@ -272,4 +308,5 @@ def _latent_prompt(max_query_len: int) -> DenseCall[ArraySpec]:
 
 def _backward(call: DenseCall[ArraySpec]) -> DenseBackwardCall[ArraySpec]:
     lse = ArraySpec(call.query.shape[:2], "float32")
-    return backward_of(call, out=call.query, lse=lse, d_out=call.query)
+    out = ArraySpec((*call.query.shape[:2], call.value_head_size), call.query.dtype)
+    return backward_of(call, out=out, lse=lse, d_out=out)
