@@ -1,9 +1,10 @@
-"""The Hopper latent kernels' own source without a GPU: chunks, several rows, sequences without keys."""
+"""The Hopper latent kernels' own source without a GPU: chunks, several rows, sequences without keys, 8-bit rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.attention_cases import assert_matches_reference
@@ -35,3 +36,25 @@ def test_chunks_and_sequences_without_keys_are_as_exact_as_torch(seed: int) -> N
 def test_blocks_of_eight_fill_the_ring_several_times(tokens: int, seed: int) -> None:
     """A last tile that is zeroed in part, and one that is whole."""
     _check(seed, "hopper_latent_kernel", seq_lens=[tokens], query_lens=[2], num_heads=9, block_size=8)
+
+
+EIGHT_BITS: dict[str, dict[str, Any]] = {
+    "fp8": {"cache_dtype": "float8_e4m3fn", "k_scale": np.array([0.7], np.float32)},
+    "packed": {"packed": True},
+}
+
+
+@pytest.mark.parametrize("rows", EIGHT_BITS)
+def test_few_rows_of_8_bits_are_as_exact_as_torch(rows: str, seed: int) -> None:
+    _check(
+        seed, "few_latent_kernel", seq_lens=[300, 0, 65], query_lens=[2, 0, 1], num_heads=5, padding_tokens=2,
+        block_size=16, kv_chunk_size=128, **EIGHT_BITS[rows],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", EIGHT_BITS)
+def test_warpgroups_of_few_rows_take_turns_at_tiles(rows: str, seed: int) -> None:
+    _check(
+        seed, "few_latent_kernel", seq_lens=[330, 1], query_lens=[1, 1], num_heads=16, block_size=64,
+        **EIGHT_BITS[rows],
+    )  # fmt: skip

@@ -53,6 +53,27 @@ def test_the_hopper_kernel_serves_what_it_can_and_is_worth_it(changes, hopper):
     assert (_kernel(**changes) == "hopper_latent_kernel") is hopper
 
 
+@pytest.mark.parametrize(
+    ("changes", "few"),
+    [
+        ({"cache_dtype": "float8_e4m3fn"}, True),
+        ({"cache_dtype": "float8_e4m3fn", "k_scale": 0.5}, True),
+        ({"cache_dtype": "float8_e4m3fn", "num_heads": 3, "query_len": 4}, True),
+        ({"cache_dtype": "float8_e4m3fn", "dtype": "float16"}, True),
+        ({"latent_cache": ArraySpec((256, 64, 656), "uint8")}, True),
+        ({"latent_cache": ArraySpec((256, 64, 656), "uint8", (2 * 64 * 656, 656, 1))}, True),
+        ({"latent_cache": ArraySpec((256, 64, 656), "uint8", (64 * 660, 660, 1))}, False),
+        ({"latent_cache": ArraySpec((256, 4, 656), "uint8"), "block_size": 4}, False),
+        ({"cache_dtype": "float8_e5m2"}, False),
+        ({"cache_dtype": "float8_e4m3fn", "num_heads": 17}, False),
+        ({"cache_dtype": "float8_e4m3fn", "arch": 100}, False),
+        ({"cache_dtype": "float8_e4m3fn", "dtype": "float32"}, False),
+    ],
+)
+def test_few_rows_of_8_bits_have_a_kernel_of_their_own(changes, few):
+    assert (_kernel(**changes) == "few_latent_kernel") is few
+
+
 def test_a_latent_is_seen_twice_and_copied_once():
     launch = _plan(num_heads=128).launches[0]
     boxes = {name: x.box for name, x in launch.arguments if isinstance(x, Descriptor)}

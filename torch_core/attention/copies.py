@@ -11,11 +11,20 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.operands import buffers, count, keys, make_launch, output, value_offset, values
 from torch_core.attention.split.partials import PARTIALS, Chunks
-from torch_core.calls import AttentionCall, PagedCall, TableCall
+from torch_core.calls import AttentionCall, LatentCall, PagedCall, TableCall
 from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
-__all__ = ["Matrix", "array_matrix", "copied_launch", "copy_box", "copy_descriptor", "dense_matrix", "is_copied"]
+__all__ = [
+    "Matrix",
+    "array_matrix",
+    "byte_matrix",
+    "copied_launch",
+    "copy_box",
+    "copy_descriptor",
+    "dense_matrix",
+    "is_copied",
+]
 
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
 _MIN_BOX = 8
@@ -159,13 +168,25 @@ def copy_box(call: AttentionCall[ArraySpec], block_n: int) -> int:
 def array_matrix(call: AttentionCall[ArraySpec], name: str, block_n: int) -> Matrix | None:
     """Returns a call's "query", "key" or "value" as a matrix that the copy engine can follow; None if there is none."""
     spec = {"query": call.query, "key": keys(call), "value": values(call)}[name]
+    if name == "query" or not isinstance(call, TableCall):
+        return dense_matrix(spec)
+    return _block_matrix(call, spec, block_n, value_offset(call) if name == "value" else 0)
+
+
+def byte_matrix(call: LatentCall[ArraySpec], block_n: int) -> Matrix | None:
+    """Returns packed latents as a matrix of bytes that the copy engine can follow; None if there is none."""
+    cache = call.latent_cache
+    *outer, inner = cache.element_strides
+    size = cache.shape[2]
+    rows = ArraySpec((*cache.shape[:2], 1, size), cache.dtype, (*outer, size, inner), cache.aligned)
+    return _block_matrix(call, rows, block_n, 0)
+
+
+def _block_matrix(call: TableCall[ArraySpec], spec: ArraySpec, block_n: int, offset: int) -> Matrix | None:
     matrix = dense_matrix(spec)
-    if matrix is None or name == "query" or not isinstance(call, TableCall):
-        return matrix
-    block_stride, stride = spec.element_strides[0], matrix.stride
-    if copy_box(call, block_n) < _MIN_BOX:
+    if matrix is None or copy_box(call, block_n) < _MIN_BOX:
         return None
-    offset = value_offset(call) if name == "value" else 0
+    block_stride, stride = spec.element_strides[0], matrix.stride
     last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
     rows = last_row + value_offset(call) // stride
     if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:

@@ -87,6 +87,9 @@ class Language:
         with np.errstate(all="ignore"):
             return Tensor(np.exp2(x.array))
 
+    def floor(self, x: Tensor) -> Tensor:
+        return Tensor(np.floor(x.array))
+
     def log2(self, x: Tensor) -> Tensor:
         with np.errstate(all="ignore"):
             return Tensor(np.log2(x.array))

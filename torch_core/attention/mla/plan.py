@@ -6,6 +6,9 @@ from typing import Any
 
 from torch_core.attention.mla.kernel import latent_attention_kernel
 from torch_core.attention.mla.tiles import latent_chunk, latent_tile
+from torch_core.attention.mla_few.kernel import few_latent_kernel
+from torch_core.attention.mla_few.plan import few_latent_operands
+from torch_core.attention.mla_few.work import COLUMNS
 from torch_core.attention.mla_hopper.kernel import hopper_latent_kernel
 from torch_core.attention.mla_hopper.plan import hopper_latent_operands
 from torch_core.attention.mla_hopper.work import ROWS
@@ -42,9 +45,10 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
     )
     is_small = rows <= _FEW_ROWS and call.num_seqs * call.table_tokens < _MANY_TOKENS
     hopper = None if is_small else hopper_latent_operands(call, limits)
-    row_tiles = ceil_div(rows, ROWS.value if hopper else tile.block_m)
+    few = few_latent_operands(call, limits) if rows <= _FEW_ROWS else None
+    row_tiles = ceil_div(rows, ROWS.value if hopper else COLUMNS.value if few else tile.block_m)
     # The smallest tile leaves room for a second program on a multiprocessor.
-    slots = limits.num_sms * (2 if rows <= _FEW_ROWS and hopper is None else 1)
+    slots = limits.num_sms * (2 if rows <= _FEW_ROWS and not (hopper or few) else 1)
     chunk = call.kv_chunk_size or latent_chunk(
         num_seqs=call.num_seqs, table_tokens=call.table_tokens, row_tiles=row_tiles, slots=slots
     )
@@ -83,6 +87,9 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
             writes=chunks.buffers,
             num_warps=4,
         )
+    elif few:
+        given, sizes = {**arguments, **few[0]}, {**constexprs, **few[1]}
+        launch = make_launch(few_latent_kernel, call, grid, sizes, arguments=given, writes=chunks.buffers, num_warps=4)
     else:
         launch = make_launch(
             latent_attention_kernel,
