@@ -143,6 +143,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "backward sinks": _backward(_dense(sinks=ArraySpec((32,), "float32"))),
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
         "backward window": _backward(_dense(_WINDOW)),
+        "backward head 256": _backward(_dense(head_size=256)),
+        "backward latent prompt": _backward(_latent_prompt(_PREFILL_TOKENS)),
         "backward head 64 ALiBi sinks": _backward(
             _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))
         ),
@@ -299,4 +301,5 @@ def _latent_prompt(max_query_len: int) -> DenseCall[ArraySpec]:
 
 def _backward(call: DenseCall[ArraySpec]) -> DenseBackwardCall[ArraySpec]:
     lse = ArraySpec(call.query.shape[:2], "float32")
-    return backward_of(call, out=call.query, lse=lse, d_out=call.query)
+    out = ArraySpec((*call.query.shape[:2], call.value_head_size), call.query.dtype)
+    return backward_of(call, out=out, lse=lse, d_out=out)
