@@ -191,19 +191,18 @@ class PagedAttention(nnx.Module):
         value: jax.Array,
         kv_cache: _Cache,
         slot_mapping: jax.Array,
-        *,
-        k_scale: float | jax.Array | None = None,
-        v_scale: float | jax.Array | None = None,
+        **scales: Unpack[ops.CacheScales],
     ) -> _Cache:
         """Returns the cache with these keys and values in it, and attends to nothing: what an encoder leaves behind.
 
         Args:
-            key, value, kv_cache, k_scale, v_scale: as in a call.
+            key, value, kv_cache: as in a call.
             slot_mapping: int32[num_tokens], where each token goes; -1 for nowhere.
+            **scales: k_scale and v_scale, as in a call.
         """
         if self.kv_range is not None:
             self.kv_range.see(key, value, slot_mapping)
-        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
+        k_scale, v_scale = self._scales(kv_cache, scales.get("k_scale"), scales.get("v_scale"))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)
 
