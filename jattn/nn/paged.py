@@ -151,7 +151,7 @@ class PagedAttention(nnx.Module):
             float[num_tokens, num_heads, value_head_dim] and the updated cache.
 
         Raises:
-            InvalidInput: shapes that do not fit the module or each other.
+            InvalidInput: shapes that do not fit the module or each other, or metadata for blocks of another size.
         """
         for name, array, heads, size in (
             ("query", query, self.num_heads, self.head_dim),
@@ -165,6 +165,12 @@ class PagedAttention(nnx.Module):
         if key is not None and self.causal and query.shape[0] != key.shape[0]:
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
+            )
+        block_size = jax.tree.leaves(kv_cache)[0].shape[-3]
+        if metadata.block_size not in (None, block_size):
+            raise InvalidInput(
+                f"metadata is for blocks of {metadata.block_size} tokens and kv_cache has blocks of {block_size}; build "
+                "it with the cache's block_size."
             )
         k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
