@@ -10,6 +10,7 @@ from torch_core.attention.merge.plan import plan_merge
 from torch_core.attention.mla.plan import plan_latent
 from torch_core.blocks.copy.plan import plan_copy
 from torch_core.blocks.latent_write.plan import plan_latent_write
+from torch_core.blocks.rotary_write.plan import plan_rotary_write
 from torch_core.blocks.write.plan import plan_write
 from torch_core.calls import (
     AttentionCall,
@@ -20,6 +21,7 @@ from torch_core.calls import (
     LatentCall,
     LatentWriteCall,
     MergeCall,
+    RotaryWriteCall,
     WriteCall,
     refuse_unserved,
 )
@@ -61,6 +63,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_write(call)
     if isinstance(call, LatentWriteCall):
         return plan_latent_write(call)
+    if isinstance(call, RotaryWriteCall):
+        return plan_rotary_write(call)
     if isinstance(call, CopyCall):
         return plan_copy(call)
     if isinstance(call, MergeCall):

@@ -20,6 +20,7 @@ from torch_core.calls import (
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     SharedPrefix,
     WriteCall,
 )
@@ -86,6 +87,7 @@ for _call_class in (
     DenseBackwardCall,
     WriteCall,
     LatentWriteCall,
+    RotaryWriteCall,
     CopyCall,
     MergeCall,
     IndexerCall,

@@ -88,6 +88,53 @@ class Bucket:
         return f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}{kind}"
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """What one run of a model is given; the caches and the sampler's state are consumed.
+
+    Attributes:
+        model: merges the model.
+        layers: its cache groups.
+        bucket: the padded sizes.
+        fields: the step's arrays by name.
+        token_ids: int32[tokens].
+        state: of the sampler.
+        kv_caches: of all layers.
+    """
+
+    model: Model
+    layers: LayerGroups
+    bucket: Bucket
+    fields: Fields
+    token_ids: jax.Array
+    state: SamplerState
+    kv_caches: KVCaches
+
+    @property
+    def metadata(self) -> Any:
+        """One record where the model has one cache group, and otherwise one for each."""
+        fields, bucket, layers = self.fields, self.bucket, self.layers
+        cross = None
+        if bucket.num_encoder_blocks and not bucket.encodes:
+            cross = CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
+        groups = tuple(
+            AttentionMetadata(
+                block_tables=fields[tables],
+                seq_lens=fields["seq_lens"],
+                query_start_loc=fields["query_start_loc"],
+                slot_mapping=fields[slots],
+                max_query_len=bucket.max_query_len,
+                # Found in the tables of the first group.
+                groups=_groups(fields, bucket) if index == 0 else None,
+                cross=cross,
+            )
+            for index, (tables, slots) in enumerate(map(group_fields, range(len(layers.groups))))
+        )
+        if len(groups) == 1:
+            return groups[0]
+        return GroupedMetadata(cache_groups=groups, layer_groups=layers.layer_groups, layer_arrays=layers.layer_arrays)
+
+
 class Sampled(NamedTuple):
     """What a step brings.
 
@@ -188,35 +235,29 @@ def _step(
 
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
+    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
         if bucket.encodes:
-            kv_caches = model().encode(token_ids, fields["positions"], kv_caches, _metadata(layers, fields, bucket))
+            kv_caches = model().encode(token_ids, fields["positions"], kv_caches, batch.metadata)
             # The tokens only say when the step is done.
             return (Sampled(jnp.zeros((1, last_tokens.size), jnp.int32), None, None), last_tokens, state), kv_caches
         if bucket.num_steps > 1:
-            sampled, state, kv_caches = _decoded(model, layers, kv_caches, token_ids, fields, state, bucket)
+            sampled, state, kv_caches = _decoded(batch)
         elif bucket.num_guesses:
-            sampled, state, kv_caches = _verified(model, layers, kv_caches, token_ids, fields, state, bucket)
+            sampled, state, kv_caches = _verified(batch)
         else:
-            sampled, state, kv_caches = _sampled(model, layers, kv_caches, token_ids, fields, state, bucket)
+            sampled, state, kv_caches = _sampled(batch)
     tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled.tokens)
     return (sampled._replace(tokens=tokens), tokens[-1], state), kv_caches
 
 
-def _decoded(
-    model: Model,
-    layers: LayerGroups,
-    kv_caches: KVCaches,
-    token_ids: jax.Array,
-    fields: Fields,
-    state: SamplerState,
-    bucket: Bucket,
-) -> tuple[Sampled, SamplerState, KVCaches]:
+def _decoded(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     """Decodes up to `bucket.num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
+    fields = batch.fields
     first = fields["query_start_loc"][:-1]
     num_slots = jnp.diff(fields["query_start_loc"])
-    slot_mappings = [group_fields(group)[1] for group in range(len(layers.groups))]
+    slot_mappings = [group_fields(group)[1] for group in range(len(batch.layers.groups))]
     # int32 by name: under JAX_ENABLE_X64 the defaults are 64 bits wide.
     one_each = jnp.minimum(jnp.arange(first.size + 1, dtype=jnp.int32), (num_slots > 0).sum(dtype=jnp.int32))
 
@@ -233,34 +274,30 @@ def _decoded(
             "sample_index": fields["sample_index"] + done,
             "slot": jnp.where(wanted, fields["slot"], state.neutral_slot),
         }
-        sampled, state, kv_caches = _sampled(model, layers, kv_caches, token_ids, now, state, bucket)
+        sampled, state, kv_caches = _sampled(
+            replace(batch, fields=now, token_ids=token_ids, state=state, kv_caches=kv_caches)
+        )
         token_ids = jnp.where(wanted, sampled.tokens[0], token_ids)
         logprobs = jax.tree.map(lambda array: array[0], sampled.logprobs)
         return (token_ids, state, kv_caches), Sampled(token_ids, logprobs, None)
 
-    indices = jnp.arange(bucket.num_steps, dtype=jnp.int32)
-    (_, state, kv_caches), sampled = jax.lax.scan(decode, (token_ids, state, kv_caches), indices)
+    indices = jnp.arange(batch.bucket.num_steps, dtype=jnp.int32)
+    (_, state, kv_caches), sampled = jax.lax.scan(decode, (batch.token_ids, batch.state, batch.kv_caches), indices)
     return sampled, state, kv_caches
 
 
-def _verified(
-    model: Model,
-    layers: LayerGroups,
-    kv_caches: KVCaches,
-    token_ids: jax.Array,
-    fields: Fields,
-    state: SamplerState,
-    bucket: Bucket,
-) -> tuple[Sampled, SamplerState, KVCaches]:
+def _verified(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     """Samples behind each token of the rows, guesses among them, and keeps what follows right guesses alone."""
-    first = fields["query_start_loc"][:-1]
-    num_slots = jnp.diff(fields["query_start_loc"])
-    places = jnp.arange(1, bucket.num_samples, dtype=jnp.int32)[:, None]
+    token_ids = batch.token_ids
+    first = batch.fields["query_start_loc"][:-1]
+    num_slots = jnp.diff(batch.fields["query_start_loc"])
+    places = jnp.arange(1, batch.bucket.num_samples, dtype=jnp.int32)[:, None]
     is_guess = places < num_slots
-    if isinstance(model(), WithDraft):
-        guesses, kv_caches = _drafted(model, layers, kv_caches, token_ids[first], fields, state, bucket)
+    if isinstance(batch.model(), WithDraft):
+        guesses, kv_caches = _drafted(replace(batch, token_ids=token_ids[first]))
         token_ids = token_ids.at[jnp.where(is_guess, first + places, token_ids.size)].set(guesses, mode="drop")
-    sampled, state, kv_caches = _sampled(model, layers, kv_caches, token_ids, fields, state, bucket)
+        batch = replace(batch, token_ids=token_ids, kv_caches=kv_caches)
+    sampled, state, kv_caches = _sampled(batch)
     # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
     # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
     is_right = is_guess & (sampled.tokens[:-1] == token_ids[jnp.minimum(first + places, token_ids.size - 1)])
@@ -268,39 +305,26 @@ def _verified(
     return sampled._replace(tokens=tokens), state, kv_caches
 
 
-def _drafted(
-    model: Model,
-    layers: LayerGroups,
-    kv_caches: KVCaches,
-    token_ids: jax.Array,
-    fields: Fields,
-    state: SamplerState,
-    bucket: Bucket,
-) -> tuple[jax.Array, KVCaches]:
+def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
     """Returns int32[num_guesses, num_seqs], what the draft model says behind each row's first token, and all caches."""
+    bucket, model = batch.bucket, batch.model
     count = bucket.num_guesses
     sampler = replace(bucket.sampler, num_logprobs=0)
     alone = replace(
         bucket, num_tokens=bucket.num_seqs * count, max_query_len=1, sampler=sampler, num_steps=count, num_guesses=0
     )
     # Who has a slot has no guesses.
-    fields = fields | {"slot": jnp.full_like(fields["slot"], state.neutral_slot)}
-    own, drafts = model().split(kv_caches)
-    sampled, _, drafts = _decoded(lambda: model().draft, layers, drafts, token_ids, fields, state, alone)
+    fields = batch.fields | {"slot": jnp.full_like(batch.fields["slot"], batch.state.neutral_slot)}
+    own, drafts = model().split(batch.kv_caches)
+    sampled, _, drafts = _decoded(
+        replace(batch, model=lambda: model().draft, bucket=alone, fields=fields, kv_caches=drafts)
+    )
     return sampled.tokens, (*own, *drafts)
 
 
-def _sampled(
-    model: Model,
-    layers: LayerGroups,
-    kv_caches: KVCaches,
-    token_ids: jax.Array,
-    fields: Fields,
-    state: SamplerState,
-    bucket: Bucket,
-) -> tuple[Sampled, SamplerState, KVCaches]:
-    merged, metadata = model(), _metadata(layers, fields, bucket)
-    hidden, kv_caches = merged(token_ids, fields["positions"], kv_caches, metadata)
+def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
+    model, bucket, fields, state = batch.model(), batch.bucket, batch.fields, batch.state
+    hidden, kv_caches = model(batch.token_ids, fields["positions"], batch.kv_caches, batch.metadata)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
     count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
@@ -309,7 +333,7 @@ def _sampled(
     num_tokens = fields["seq_lens"] - (last_rows - first)
     # Who has a slot has no guesses: what is drawn behind the first place is of nobody.
     slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
-    logits, shards = _logits(merged, hidden[rows.reshape(-1)])
+    logits, shards = _logits(model, hidden[rows.reshape(-1)])
     tokens, logprobs, new_state = bucket.sampler(
         logits,
         Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
@@ -335,29 +359,6 @@ def _logits(model: PagedModel, hidden: jax.Array) -> tuple[jax.Array, VocabShard
     if parallel is None or parallel.parts("vocab") == 1:
         return logits, None
     return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1])
-
-
-def _metadata(layers: LayerGroups, fields: Fields, bucket: Bucket) -> Any:
-    """Returns one record where the model has one cache group, and otherwise one for each."""
-    cross = None
-    if bucket.num_encoder_blocks and not bucket.encodes:
-        cross = CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
-    groups = tuple(
-        AttentionMetadata(
-            block_tables=fields[tables],
-            seq_lens=fields["seq_lens"],
-            query_start_loc=fields["query_start_loc"],
-            slot_mapping=fields[slots],
-            max_query_len=bucket.max_query_len,
-            # Found in the tables of the first group.
-            groups=_groups(fields, bucket) if index == 0 else None,
-            cross=cross,
-        )
-        for index, (tables, slots) in enumerate(map(group_fields, range(len(layers.groups))))
-    )
-    if len(groups) == 1:
-        return groups[0]
-    return GroupedMetadata(cache_groups=groups, layer_groups=layers.layer_groups, layer_arrays=layers.layer_arrays)
 
 
 def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:

@@ -169,10 +169,10 @@ class PagedAttention(nnx.Module):
         block_size = jax.tree.leaves(kv_cache)[0].shape[-3]
         if metadata.block_size not in (None, block_size):
             raise InvalidInput(
-                f"metadata is for blocks of {metadata.block_size} tokens and kv_cache has blocks of {block_size}; build "
+                f"metadata is for blocks of {metadata.block_size} tokens and kv_cache of {block_size}; build "
                 "it with the cache's block_size."
             )
-        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
+        k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
         output = ops.paged_attention(
@@ -208,11 +208,29 @@ class PagedAttention(nnx.Module):
         """
         if self.kv_range is not None:
             self.kv_range.see(key, value, slot_mapping)
-        k_scale, v_scale = self._scales(kv_cache, scales.get("k_scale"), scales.get("v_scale"))
+        k_scale, v_scale = self.scales_of(kv_cache, scales.get("k_scale"), scales.get("v_scale"))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)
 
-    def _scales(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+    @property
+    def rotates_in_one_launch(self) -> bool:
+        """Whether `rotate_and_write` saves launches; it does not look at keys, as one may want to measure scales."""
+        return self.kv_range is None and ops.launches_kernels(self.implementation)
+
+    def rotate_and_write(
+        self, qkv: jax.Array, cos_sin: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns rotated queries, for a call without key and value, and the cache with keys and values in it.
+
+        Args:
+            qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_dim], of one projection, nothing rotated.
+            cos_sin, kv_cache, slot_mapping: as in `jattn.ops.rotate_and_write`.
+        """
+        k_scale, v_scale = self.scales_of(kv_cache, None, None)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return ops.rotate_and_write(qkv, kv_cache, slot_mapping, cos_sin, **scales, implementation=self.implementation)
+
+    def scales_of(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
         """Returns what a call or a write brings, or the layer's own for an 8-bit cache."""
         if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
             return self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]

@@ -9,9 +9,15 @@ from jattn.ops.attention import (
     paged_attention,
     paged_attention_with_lse,
 )
-from jattn.ops.cache import CacheScales, merge_states, write_kv_cache, write_kv_cache_per_token_head
+from jattn.ops.cache import (
+    CacheScales,
+    merge_states,
+    rotate_and_write,
+    write_kv_cache,
+    write_kv_cache_per_token_head,
+)
 from jattn.ops.cascade import cascade_attention, shared_prefix
-from jattn.ops.choose import available_implementations, choose
+from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
@@ -35,6 +41,7 @@ __all__ = [
     "choose",
     "dropout_seeds",
     "indexer_topk",
+    "launches_kernels",
     "masked_attention",
     "merge_states",
     "mla_attention",
@@ -42,6 +49,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "refuse_leaked",
+    "rotate_and_write",
     "run",
     "shared_prefix",
     "sparse_mla_attention",

@@ -7,10 +7,10 @@ from typing import Any, TypedDict, TypeVar
 import jax
 
 from jattn.ops.run import run
-from torch_core.calls import MergeCall, WriteCall, cache_fields
+from torch_core.calls import MergeCall, RotaryWriteCall, WriteCall, cache_fields
 from torch_core.errors import InvalidInput
 
-__all__ = ["CacheScales", "merge_states", "write_kv_cache", "write_kv_cache_per_token_head"]
+__all__ = ["CacheScales", "merge_states", "rotate_and_write", "write_kv_cache", "write_kv_cache_per_token_head"]
 
 #: One array, or a pair of a key cache and a value cache: what comes in comes out.
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
@@ -64,6 +64,53 @@ def write_kv_cache(
         v_scale=v_scale,
     )
     return _written(run(call, implementation))
+
+
+def rotate_and_write(
+    qkv: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    cos_sin: jax.Array,
+    *,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    is_neox_style: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotates queries and keys and writes keys and values into their slots: one launch on CUDA.
+
+    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
+    Use the returned array and never the old one. Two tokens must not share a slot. The heads cannot be split over
+    devices outside `jax.shard_map`.
+
+    Args:
+        qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_size]: queries, keys and values, as one product makes
+            them.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
+        slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
+        cos_sin: float[num_tokens, rotated_dim], of each token the cosines of all angles and then the sines; elements
+            of a head behind rotated_dim stay as they are.
+        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        The rotated queries, float[num_tokens, num_heads, head_size], and the cache with the new tokens in it.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here, or the heads are split.
+    """
+    call = RotaryWriteCall(
+        qkv=qkv,
+        kv_cache=kv_cache,
+        slot_mapping=slot_mapping,
+        cos_sin=cos_sin,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        is_neox_style=is_neox_style,
+    )
+    results = run(call, implementation)
+    return results["out"], results["kv_cache"]
 
 
 def write_kv_cache_per_token_head(

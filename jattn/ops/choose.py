@@ -16,7 +16,14 @@ from jattn.ops import xla
 from torch_core.calls import IMPLEMENTATIONS, Call
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["IMPLEMENTATIONS", "available_implementations", "choose", "for_this_platform", "runtime_of"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "available_implementations",
+    "choose",
+    "for_this_platform",
+    "launches_kernels",
+    "runtime_of",
+]
 
 
 def choose(implementation: str | None) -> str:
@@ -39,6 +46,16 @@ def choose(implementation: str | None) -> str:
     if reason is not None:
         raise Unsupported(f"implementation={implementation!r} cannot run here: {reason}")
     return implementation
+
+
+def launches_kernels(implementation: str | None) -> bool:
+    """Returns whether an op becomes a kernel launch on arrays that are whole on a device, as they are in a shard_map.
+
+    There a call that takes several steps at once saves launches; XLA joins jnp's steps by itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_whole = jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
+    return is_whole and choose(implementation) == "triton"
 
 
 def for_this_platform(call: Call[jax.Array]) -> Call[jax.Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.rotary import rotate
 from torch_core.calls import LatentWriteCall
 from torch_core.specs import PACKED_GROUP
 
@@ -41,8 +42,4 @@ def rotated(call: LatentWriteCall[jax.Array]) -> jax.Array:
     keys = call.k_pe[:count]
     if call.cos_sin_cache is None or call.positions is None:
         return keys
-    cos, sin = jnp.split(call.cos_sin_cache[call.positions[:count]].astype(jnp.float32), 2, axis=-1)
-    wide = keys.astype(jnp.float32)
-    x, y = jnp.split(wide, 2, axis=-1) if call.is_neox_style else (wide[:, 0::2], wide[:, 1::2])
-    turned = jnp.stack([x * cos - y * sin, y * cos + x * sin], axis=1 if call.is_neox_style else 2)
-    return turned.reshape(keys.shape).astype(keys.dtype)
+    return rotate(keys, call.cos_sin_cache[call.positions[:count]], is_neox_style=call.is_neox_style)

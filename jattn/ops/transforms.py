@@ -31,6 +31,7 @@ from torch_core.calls import (
     Call,
     DenseCall,
     PagedCall,
+    RotaryWriteCall,
     WriteCall,
     backward_of,
     refuse_unserved,
@@ -111,7 +112,7 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
 
     @differentiable.defjvp
     def _derive(primals: tuple[jax.Array, ...], tangents: Any) -> tuple[Any, Any]:
-        if not way.chosen and not isinstance(call, WriteCall):
+        if not way.chosen and not isinstance(call, WriteCall | RotaryWriteCall):
             raise _no_derivative(call, way, "second" if isinstance(call, AttentionCall) else None)
         refuse_unserved(_filled(call, names, primals), "xla")
         in_jnp = jax.jvp(lambda *operands: xla.run(_filled(call, names, operands)), primals, tangents)

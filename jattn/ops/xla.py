@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jattn.bridge.calls import empty_outputs
 from jattn.ops import latents, softmax
 from jattn.ops.indexer import indexer_logits
+from jattn.ops.rotary import rotate
 from jattn.ops.softmax import compute_dtype
 from torch_core.calls import (
     AttentionCall,
@@ -29,6 +30,7 @@ from torch_core.calls import (
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     TableCall,
     WriteCall,
     forward_of,
@@ -57,6 +59,8 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
         return _write_kv_cache(call)
     if isinstance(call, LatentWriteCall):
         return _write_latent_cache(call)
+    if isinstance(call, RotaryWriteCall):
+        return _rotate_and_write(call)
     if isinstance(call, MergeCall):
         return _merge_states(call)
     if isinstance(call, IndexerCall):
@@ -202,6 +206,15 @@ def _write_latent_cache(call: LatentWriteCall[jax.Array]) -> dict[str, jax.Array
         rows = jnp.concatenate([_quantised(part, call.k_scale, cache.dtype.name) for part in (kv_c, k_pe)], axis=1)
     blocks, offsets = _places(call.slot_mapping, *cache.shape[:2])
     return {"latent_cache": cache.at[blocks, offsets].set(rows, mode="drop")}
+
+
+@_one_program
+def _rotate_and_write(call: RotaryWriteCall[jax.Array]) -> dict[str, jax.Array]:
+    heads, value = jnp.split(call.qkv, (call.num_heads + call.num_kv_heads,), axis=1)
+    heads = rotate(heads, call.cos_sin[:, None], is_neox_style=call.is_neox_style)
+    query, key = jnp.split(heads, (call.num_heads,), axis=1)
+    new = {"key": key, "value": value, "slot_mapping": call.slot_mapping, "kv_cache": call.kv_cache}
+    return {"out": query, **_write_kv_cache(WriteCall(**new, k_scale=call.k_scale, v_scale=call.v_scale))}
 
 
 @_one_program

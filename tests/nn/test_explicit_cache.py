@@ -170,7 +170,7 @@ def test_a_vmap_over_modules_serves_training_and_jnps_paged_attention(seed: int)
         ({"metadata": None}, "one of cache and metadata is None; an explicit cache needs both."),
         (
             {"metadata": AttentionMetadata.build([SequenceRow([1], 0, 6)], block_size=8, num_blocks=8)},
-            "metadata is for blocks of 8 tokens and kv_cache has blocks of 4; build it with the cache's block_size.",
+            "metadata is for blocks of 8 tokens and kv_cache of 4; build it with the cache's block_size.",
         ),
         ({"cache": jnp.zeros((8, 2, 4, 3, 4))}, "num_kv_heads = 2, that of key"),
         ({"cache": jnp.zeros((8, 2, 4, 2, 8))}, "head_size = 4, that of key"),

@@ -13,6 +13,7 @@ from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_ca
 from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
+from torch_core.calls.rotary import RotaryWriteCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 from torch_core.calls.sparse import IndexerCall, check_chosen_values, chosen_latents
 from torch_core.calls.values import check_values
@@ -30,6 +31,7 @@ __all__ = [
     "LatentWriteCall",
     "MergeCall",
     "PagedCall",
+    "RotaryWriteCall",
     "SharedPrefix",
     "TableCall",
     "WriteCall",

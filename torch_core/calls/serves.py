@@ -21,7 +21,7 @@ _MAX_HEAD_SIZE = 256
 _MAX_LORA_RANK = 512
 _MAX_ROPE_DIM = 128
 # Caches, and what is written to them.
-_STORED = ("kv_cache", "key_cache", "value_cache", "latent_cache", "key", "kv_c", "k_pe")
+_STORED = ("kv_cache", "key_cache", "value_cache", "latent_cache", "key", "kv_c", "k_pe", "qkv")
 _LATENT_BIASES = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "seq_causal")
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
@@ -83,7 +83,7 @@ def _query_dtype(call: Call[Any], implementation: str) -> str | None:
 
 
 def _cache_dtype(call: Call[Any], implementation: str) -> str | None:
-    stores = isinstance(call, TableCall) or call.name in ("write_kv_cache", "write_latent_cache")
+    stores = isinstance(call, TableCall) or call.name in ("write_kv_cache", "write_latent_cache", "rotate_and_write")
     arrays = call.arrays() if stores else {}
     wide = next((name for name in _STORED if name in arrays and dtype_name(arrays[name]) == "float64"), None)
     if implementation != "xla" and wide is not None:

@@ -11,6 +11,7 @@ from torch_core.calls.attention import DenseCall, TableCall
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call
 from torch_core.calls.latent import LatentWriteCall
+from torch_core.calls.rotary import RotaryWriteCall
 from torch_core.calls.sparse import IndexerCall
 from torch_core.errors import InvalidInput
 
@@ -41,6 +42,8 @@ def check_values(call: Call[Any], *, more_queries: bool = False) -> None:
     elif isinstance(call, LatentWriteCall):
         _check_slots(call.slot_mapping, *call.latent_cache.shape[:2])
         _check_positions(call)
+    elif isinstance(call, RotaryWriteCall):
+        _check_slots(call.slot_mapping, call.kv_cache.shape[0], call.kv_cache.shape[2])
     elif isinstance(call, CopyCall):
         _check_copies(call)
     elif isinstance(call, IndexerCall):

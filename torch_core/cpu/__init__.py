@@ -22,6 +22,7 @@ from torch_core.calls import (
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     WriteCall,
 )
 from torch_core.cpu.backward import attention_backward
@@ -31,6 +32,7 @@ from torch_core.cpu.indexer import indexer_logits
 from torch_core.cpu.latent import mla_attention, write_latent_cache
 from torch_core.cpu.merge import merge_states
 from torch_core.cpu.paged import paged_attention
+from torch_core.cpu.rotary import rotate_and_write
 from torch_core.errors import Unsupported
 
 __all__ = ["run_on_cpu"]
@@ -42,6 +44,7 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     DenseBackwardCall: attention_backward,
     WriteCall: write_kv_cache,
     LatentWriteCall: write_latent_cache,
+    RotaryWriteCall: rotate_and_write,
     CopyCall: copy_blocks,
     MergeCall: merge_states,
     IndexerCall: indexer_logits,

@@ -12,6 +12,7 @@ from torch_core.calls import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.cpu.blocks import write_kv_cache
 from torch_core.cpu.gather import raw_array
 from torch_core.cpu.paged import paged_attention
+from torch_core.cpu.rotary import rotate
 from torch_core.packed import pack_latents, unpack_latents
 
 __all__ = ["mla_attention", "write_latent_cache"]
@@ -53,8 +54,4 @@ def _rotated(call: LatentWriteCall[Tensor], cos_sin_cache: Tensor, positions: Te
     """Returns the rotary keys of all slots, rotated; what has no slot is rotated by position 0."""
     count = call.slot_mapping.shape[0]
     positions = torch.where(call.slot_mapping >= 0, positions[:count], 0)
-    cos, sin = cos_sin_cache[positions.long()].float().chunk(2, dim=-1)
-    keys = call.k_pe[:count].float()
-    x, y = keys.chunk(2, dim=-1) if call.is_neox_style else keys.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([x * cos - y * sin, y * cos + x * sin], dim=-2 if call.is_neox_style else -1)
-    return turned.flatten(-2).to(call.k_pe.dtype)
+    return rotate(call.k_pe[:count], cos_sin_cache[positions.long()], is_neox_style=call.is_neox_style)

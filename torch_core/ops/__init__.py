@@ -9,7 +9,7 @@ from torch_core.ops.attention import (
     paged_attention_with_lse,
     paged_call,
 )
-from torch_core.ops.cache import copy_blocks, merge_states, write_kv_cache
+from torch_core.ops.cache import copy_blocks, merge_states, rotate_and_write, write_kv_cache
 from torch_core.ops.cascade import cascade_attention
 from torch_core.ops.latent import mla_attention, mla_attention_with_lse, mla_call, write_latent_cache
 from torch_core.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse, sparse_mla_call
@@ -31,6 +31,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "paged_call",
+    "rotate_and_write",
     "run",
     "sparse_mla_attention",
     "sparse_mla_attention_with_lse",

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_core.calls import CopyCall, MergeCall, WriteCall, cache_fields
+from torch_core.calls import CopyCall, MergeCall, RotaryWriteCall, WriteCall, cache_fields
 from torch_core.run import dtype_name, run, run_all
 
-__all__ = ["copy_blocks", "merge_states", "write_kv_cache"]
+__all__ = ["copy_blocks", "merge_states", "rotate_and_write", "write_kv_cache"]
 
 
 def write_kv_cache(
@@ -65,6 +65,53 @@ def write_kv_cache(
             v_scale_cache=v_scale_cache,
         )
     )
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    cos_sin: Tensor,
+    *,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    is_neox_style: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotates queries and keys, stores keys and values in the cache, in place, and returns the queries.
+
+    Args:
+        qkv: `[num_tokens, num_heads + 2 * num_kv_heads, head_size]`: queries, keys and values.
+        kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_size]`; written in place.
+        slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
+        cos_sin: `[num_tokens, rotated_dim]`, of each token the cosines and then the sines of its angles.
+        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
+        out: where the queries go; None makes a new tensor.
+
+    Returns:
+        `[num_tokens, num_heads, head_size]`, rotated; those of tokens without a slot too.
+
+    Raises:
+        InvalidInput: ranks, shapes, dtypes, devices or, on the CPU, slots that do not fit.
+        Unsupported: a device without an implementation.
+
+    Example:
+        >>> import torch
+        >>> cache, turn = torch.zeros(2, 2, 1, 1, 2), torch.tensor([[0.0, 1.0]])
+        >>> rotate_and_write(torch.ones(1, 3, 2), cache, torch.tensor([1], dtype=torch.int32), turn)
+        tensor([[[-1.,  1.]]])
+    """
+    call = RotaryWriteCall(
+        qkv=qkv,
+        kv_cache=kv_cache,
+        slot_mapping=slot_mapping,
+        cos_sin=cos_sin,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        is_neox_style=is_neox_style,
+        out=out,
+    )
+    return run(call)["out"]
 
 
 def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> None:

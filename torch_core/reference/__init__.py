@@ -10,6 +10,7 @@ from torch_core.reference.backward import attention_backward
 from torch_core.reference.cache import copy_blocks, write_kv_cache
 from torch_core.reference.latent import mla_attention, write_latent_cache
 from torch_core.reference.merge import merge_states
+from torch_core.reference.rotary import rotate_and_write
 from torch_core.reference.sparse import indexer_logits, sparse_mla_attention
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "merge_states",
     "mla_attention",
     "paged_attention",
+    "rotate_and_write",
     "sparse_mla_attention",
     "write_kv_cache",
     "write_latent_cache",

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_core.calls import LatentCall, LatentWriteCall, as_paged, as_write, check_values
 from torch_core.reference.attention import paged_attention
 from torch_core.reference.cache import largest_code, write_kv_cache
+from torch_core.reference.rotary import rotated_pairs
 from torch_core.reference.sequence import on_the_host
 from torch_core.specs import PACKED_GROUP
 
@@ -76,16 +77,10 @@ def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
 
 def _rotated(call: LatentWriteCall[Tensor], cos_sin_cache: Tensor, positions: Tensor) -> Tensor:
     rotated = call.k_pe.clone()
-    half = call.k_pe.shape[1] // 2
     for token, slot in enumerate(call.slot_mapping.tolist()):
-        if slot < 0:
-            continue
-        angles = cos_sin_cache[int(positions[token])].float()
-        for pair in range(half):
-            first, second = (pair, pair + half) if call.is_neox_style else (2 * pair, 2 * pair + 1)
-            x, y = call.k_pe[token, first].float(), call.k_pe[token, second].float()
-            cos, sin = angles[pair], angles[half + pair]
-            rotated[token, first], rotated[token, second] = x * cos - y * sin, y * cos + x * sin
+        if slot >= 0:
+            angles = cos_sin_cache[int(positions[token])]
+            rotated[token] = rotated_pairs(call.k_pe[token], angles, call.is_neox_style)
     return rotated
 
 

@@ -16,6 +16,7 @@ from torch_core.calls import (
     LatentWriteCall,
     MergeCall,
     PagedCall,
+    RotaryWriteCall,
     WriteCall,
     backward_of,
 )
@@ -54,6 +55,9 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "write": _write(),
         "write one": _write(tokens=1),
         "write fp8": _write(cache_dtype=_FP8, **_SCALED),
+        "rotate and write": _rotary_write(),
+        "rotate and write one": _rotary_write(tokens=1),
+        "rotate and write fp8": _rotary_write(cache_dtype=_FP8, **_SCALED),
         "write head 80": _write(head_size=80),
         "write per token and head int8": _write(
             cache_dtype="int8", k_scale_cache=_TOKEN_SCALES, v_scale_cache=_TOKEN_SCALES
@@ -176,6 +180,18 @@ def _write(
     slots = ArraySpec((tokens,), "int32")
     return WriteCall(
         key=new, value=new, kv_cache=_cache(cache_dtype, head_size=head_size), slot_mapping=slots, **scales
+    )
+
+
+def _rotary_write(
+    *, cache_dtype: str = "bfloat16", tokens: int = _PREFILL_TOKENS, **scales: Any
+) -> RotaryWriteCall[ArraySpec]:
+    return RotaryWriteCall(
+        qkv=ArraySpec((tokens, 48, 128), "bfloat16"),
+        cos_sin=ArraySpec((tokens, 128), "float32"),
+        slot_mapping=ArraySpec((tokens,), "int32"),
+        kv_cache=_cache(cache_dtype),
+        **scales,
     )
 
 
