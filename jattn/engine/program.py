@@ -347,7 +347,7 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     sampled = Sampled(
         by_place(tokens),
         jax.tree.map(by_place, logprobs),
-        None if bucket.sampler.kind is SamplingKind.PLAIN else hidden,
+        hidden if bucket.sampler.kind is SamplingKind.FULL else None,
     )
     return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
 

@@ -96,7 +96,11 @@ class ModelRunner:
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
         self._plain = Sampler(SamplingKind.PLAIN)
+        # On a CPU a plain program looks whether anybody draws. Elsewhere the noise of a large vocabulary is most of what
+        # a decode step does outside its layers.
+        self._greedy = self._plain if jax.default_backend() == "cpu" else Sampler(SamplingKind.GREEDY)
         self._full = Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values()))
+        self._samplers = tuple(dict.fromkeys((self._greedy, self._plain, self._full)))
         self._slots = Slots(
             config.max_num_seqs,
             max_model_len=max_blocks * config.block_size,
@@ -140,7 +144,7 @@ class ModelRunner:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
         masks = state.masks if isinstance(state.masks, np.ndarray) else None
         sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
-        self._announce("step", sizes, bucket.sampler is self._full, buffer, masks)
+        self._announce("step", sizes, bucket.sampler.kind.value, buffer, masks)
         sampled = self._run(bucket, state, buffer)
         return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
 
@@ -148,10 +152,10 @@ class ModelRunner:
         """Does what the runner of the first process does, and announced: see `jattn.engine.processes`."""
         getattr(self, f"_follow_{what}")(*arguments)
 
-    def _follow_step(self, sizes: dict[str, Any], is_full: bool, buffer: np.ndarray, masks: np.ndarray | None) -> None:
-        bucket = Bucket(**sizes, sampler=self._full if is_full else self._plain)
+    def _follow_step(self, sizes: dict[str, Any], kind: str, buffer: np.ndarray, masks: np.ndarray | None) -> None:
+        bucket = Bucket(**sizes, sampler=next(each for each in self._samplers if each.kind.value == kind))
         state = SamplerState(None, None)
-        if is_full:
+        if bucket.sampler is self._full:
             state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
         self._hidden = self._run(bucket, state, buffer).hidden
 
@@ -281,6 +285,8 @@ class ModelRunner:
         asking = [row.request for row in step.rows if row.num_samples or row.request.params.prompt_logprobs is not None]
         sampler = self._plain if all(request.is_plain for request in asking) else self._full
         if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
+            if sampler is self._plain and all(request.params.temperature == 0 for request in asking):
+                sampler = self._greedy
             return self._decode_bucket(self._num_seqs.pad(len(step.rows)), sampler, step.num_decode_steps)
         longest = max(row.num_new_tokens for row in step.rows)
         return self._prefill_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest, sampler)
@@ -320,8 +326,8 @@ class ModelRunner:
         return replace(self._prefill_bucket(num_seqs, num_tokens, longest, self._plain), encodes=True)
 
     def _all_buckets(self) -> Iterator[Bucket]:
-        for sampler in (self._plain, self._full):
-            for bucket in self._prompt_buckets(sampler):
+        for sampler in self._samplers:
+            for bucket in () if sampler is self._greedy is not self._plain else self._prompt_buckets(sampler):
                 yield bucket
                 if self._num_encoder_blocks and sampler is self._plain:
                     yield replace(bucket, encodes=True)
