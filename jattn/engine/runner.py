@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -96,8 +97,8 @@ class ModelRunner:
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
         self._plain = Sampler(SamplingKind.PLAIN)
-        # On a CPU a plain program looks whether anybody draws. Elsewhere the noise of a large vocabulary is most of what
-        # a decode step does outside its layers.
+        # On a CPU a plain program looks whether anybody draws. Elsewhere noise for a large vocabulary is most of what a
+        # decode step does outside its layers.
         self._greedy = self._plain if jax.default_backend() == "cpu" else Sampler(SamplingKind.GREEDY)
         self._full = Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values()))
         self._samplers = tuple(dict.fromkeys((self._greedy, self._plain, self._full)))
@@ -163,7 +164,7 @@ class ModelRunner:
         self._slots.load(slot, SlotTables(*row))
 
     def _follow_prompt(self, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> None:
-        self._prompt_logprobs(self.weights.leaves, self._hidden, rows, token_ids, num_logprobs=num_logprobs)
+        self._predicted(self._hidden, rows, token_ids, num_logprobs)
 
     def _run(self, bucket: Bucket, state: SamplerState, buffer: np.ndarray) -> Sampled:
         # Compiled behind the pool's checks of JAX's settings.
@@ -195,6 +196,7 @@ class ModelRunner:
             buckets = tuple(self._all_buckets())
             self.programs.compile(buckets, report)
             self._slots.warmup({bucket.num_seqs for bucket in buckets})
+            self._warm_prompt_logprobs(buckets)
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
@@ -272,10 +274,25 @@ class ModelRunner:
                     token_ids = np.asarray(prompt, np.int32)[places + 1]
                     count = self._vocab_size if wanted < 0 else self._full.num_logprobs
                     self._announce("prompt", at, token_ids, count)
-                    found = self._prompt_logprobs(self.weights.leaves, hidden, at, token_ids, num_logprobs=count)
+                    found = self._predicted(hidden, at, token_ids, count)
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
         return parts
+
+    def _predicted(self, hidden: Any, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> Any:
+        # Cut out first: the logits' program is one for steps of all sizes then.
+        return self._prompt_logprobs(self.weights.leaves, _cut(hidden, rows), token_ids, num_logprobs=num_logprobs)
+
+    def _warm_prompt_logprobs(self, buckets: tuple[Bucket, ...]) -> None:
+        if self._num_encoder_blocks:
+            return
+        rows = np.zeros(_PROMPT_LOGPROBS, np.int32)
+        steps = [self.programs(bucket) for bucket in buckets if bucket.sampler is self._full and bucket.num_steps == 1]
+        known = {spec.shape: spec for spec in (step.out_info[0][0].hidden for step in steps)}
+        for spec in known.values():
+            hidden = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
+            for count in (self._full.num_logprobs, self._vocab_size):
+                self._predicted(hidden, rows, rows, count)
 
     def _bucket(self, step: ScheduledStep) -> Bucket:
         if step.encodes:
@@ -344,6 +361,11 @@ class ModelRunner:
         if self._query_lens is not None and self._config.max_num_seqs > 1:
             for longest in self._query_lens.sizes:
                 yield from self._padded_buckets(longest, sampler)
+
+
+@jax.jit
+def _cut(hidden: jax.Array, rows: jax.Array) -> jax.Array:
+    return hidden[rows]
 
 
 def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
