@@ -188,6 +188,14 @@ class Engine(contextlib.AbstractContextManager):
         """Returns how guessing went since the engine was built; see `EngineConfig.speculative_config`."""
         return self._turns.run(lambda: self._owner.device.speculation.stats())
 
+    def prepare(self, params: SamplingParams | None) -> None:
+        """Compiles what a request brings, a grammar, so that `add` need not; may take long, and disturbs no step.
+
+        Raises:
+            InvalidInput, Unsupported: as `add`.
+        """
+        self._intake.grammar(params)
+
     def add(
         self,
         prompt_token_ids: Sequence[int],

@@ -17,6 +17,8 @@ from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["Grammar", "GrammarCompiler"]
 
+_MOST_KNOWN = 64
+
 
 class Grammar:
     """Where one request's text is in its grammar. Not thread-safe.
@@ -28,8 +30,8 @@ class Grammar:
     """
 
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_words: int) -> None:
-        self._matcher = matcher
-        self._end = mask_of(list(eos_token_ids), num_words)
+        self._matcher, self._eos_token_ids = matcher, list(eos_token_ids)
+        self._end = mask_of(self._eos_token_ids, num_words)
         self._num_read = 0
 
     @property
@@ -39,8 +41,8 @@ class Grammar:
 
     def copy(self) -> Grammar:
         """Returns another one for the same grammar, at its start."""
-        twin = Grammar(self._matcher.deep_copy(), (), len(self._end))
-        twin._end, twin._num_read = self._end, -1
+        twin = Grammar(self._matcher.deep_copy(), self._eos_token_ids, len(self._end))
+        twin._num_read = -1
         return twin
 
     def mask(self, output_token_ids: Sequence[int], min_tokens: int) -> np.ndarray:
@@ -85,6 +87,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokens: Any = None
+        # The last ones, at their start: many requests bring the same.
+        self._known: dict[tuple[str, str, bool], Grammar] = {}
         self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
@@ -103,14 +107,24 @@ class GrammarCompiler:
             raise Unsupported(
                 "structured_outputs needs llguidance, which is not installed; pip install 'jattn[structured]'."
             ) from None
+        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
+        key = (name, value if isinstance(value, str) else json.dumps(value), params.disable_any_whitespace)
         with self._lock:
+            found = self._known.pop(key, None)
             self._tokens = self._tokens or library.LLTokenizer(
                 self._tokenizer.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
             )
-        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
+        if found is None:
+            found = self._compiled(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            return found.copy()
+
+    def _compiled(self, make_matcher: Any, name: str, value: Any, *, flexible: bool) -> Grammar:
         try:
-            source = _source(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
-            matcher = library.LLMatcher(self._tokens, source, log_level=0)
+            matcher = make_matcher(self._tokens, _source(make_matcher, name, value, flexible=flexible), log_level=0)
             # Some grammars are too large for the first token already.
             matcher.get_error() or matcher.compute_bitmask()
             if error := matcher.get_error():

@@ -300,8 +300,22 @@ def test_a_grammar_that_is_too_large_for_a_first_token_is_refused() -> None:
     tokenizer = load_tokenizer(Path(jattn.__file__).parent / "assets")
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [0])
 
-    with pytest.raises(InvalidInput, match=r"^regex cannot be compiled: lexer error: too many expressions constructed$"):
+    with pytest.raises(
+        InvalidInput, match=r"^regex cannot be compiled: lexer error: too many expressions constructed$"
+    ):
         compiler.compile(StructuredOutputsParams(regex="(.{1,300}){1,300}x"))
+
+
+def test_a_grammar_that_comes_again_is_not_compiled_again(llm, monkeypatch) -> None:
+    params = SamplingParams(n=2, max_tokens=3, structured_outputs=StructuredOutputsParams(regex="[ab]{3}c"), seed=1)
+    first = llm.generate(["x"], params)
+    monkeypatch.setattr(GrammarCompiler, "_compiled", lambda *_, **__: pytest.fail("compiled"))
+
+    again = llm.generate(["x"], params)
+
+    texts = [[sample.text for sample in output.outputs] for output in (*first, *again)]
+    assert texts[0] == texts[1]
+    assert all(re.fullmatch("[ab]{3}", text) for text in texts[0])
 
 
 def test_a_grammar_that_outgrows_its_library_ends_with_an_error(llm) -> None:
