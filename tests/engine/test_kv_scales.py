@@ -93,6 +93,7 @@ def test_a_layer_gives_what_it_gives_for_keys_and_values_that_were_rounded_befor
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(rounded[1]).max())
 
 
+@pytest.mark.nightly
 def test_the_likeliest_tokens_of_a_trained_model_are_nearly_always_those_of_a_plain_cache(tmp_path) -> None:
     model, _, tokenizer = load_model(embedded_model_folder(), implementation="torch")
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "batch_invariant": True}
