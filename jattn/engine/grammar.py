@@ -126,7 +126,8 @@ class GrammarCompiler:
         try:
             matcher = make_matcher(self._tokens, _source(make_matcher, name, value, flexible=flexible), log_level=0)
             # Some grammars are too large for the first token already.
-            matcher.get_error() or matcher.compute_bitmask()
+            if not matcher.get_error():
+                matcher.compute_bitmask()
             if error := matcher.get_error():
                 raise ValueError(error.partition("\n<state>")[0].strip())
         except ValueError as error:

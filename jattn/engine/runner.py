@@ -287,7 +287,9 @@ class ModelRunner:
         if self._num_encoder_blocks:
             return
         rows = np.zeros(_PROMPT_LOGPROBS, np.int32)
-        steps = [self.programs(bucket) for bucket in buckets if bucket.sampler is self._full and bucket.num_steps == 1]
+        steps: list[Any] = [
+            self.programs(bucket) for bucket in buckets if bucket.sampler is self._full and bucket.num_steps == 1
+        ]
         known = {spec.shape: spec for spec in (step.out_info[0][0].hidden for step in steps)}
         for spec in known.values():
             hidden = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)

@@ -184,7 +184,8 @@ def test_a_checkpoints_scales_are_saved_with_it(tmp_path) -> None:
 
     save_model(tmp_path / "with", carrying, config, tokenizer)
 
-    scales = load_model(tmp_path / "with")[0].layers[0].self_attn.paged_attention.kv_scales
+    loaded: Any = load_model(tmp_path / "with")[0]
+    scales = loaded.layers[0].self_attn.paged_attention.kv_scales
     assert scales is not None
     assert (scales.k_scale[...].item(), scales.v_scale[...].item()) == (0.25, 0.5)
 

@@ -75,7 +75,7 @@ def test_embeddings_are_the_models_vectors(client, server) -> None:
     expected = [each.outputs.embedding for each in server.llm.llm.embed(texts)]
     for answer in (coded, numbers):
         assert [each.index for each in answer.data] == [0, 1]
-        np.testing.assert_array_equal(np.float32([each.embedding for each in answer.data]), expected)
+        np.testing.assert_array_equal(np.array([each.embedding for each in answer.data], np.float32), expected)
     assert coded.usage.prompt_tokens == sum(len(server.llm.llm.tokenizer.encode(text)) for text in texts)
 
 
