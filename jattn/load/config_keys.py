@@ -41,7 +41,7 @@ _STRUCTURE = (
     "quantization_config",
 )
 #: What is read by the functions of a family.
-_DERIVED = ("decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval")
+_DERIVED = ("decoder_sparse_step", "mlp_layer_types", "no_rope_layers", "no_rope_layer_interval")
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 #: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
 _IGNORED = (

@@ -11,6 +11,7 @@ from jattn.load.families.bert import BERT
 from jattn.load.families.cohere import COHERE
 from jattn.load.families.deepseek_v2 import DEEPSEEK_V2
 from jattn.load.families.deepseek_v3 import DEEPSEEK_V3
+from jattn.load.families.deepseek_v32 import DEEPSEEK_V32
 from jattn.load.families.falcon import FALCON
 from jattn.load.families.family import Family
 from jattn.load.families.gemma import GEMMA, GEMMA2
@@ -57,6 +58,7 @@ _FAMILIES = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
         BERT,
         T5,
         BART,
