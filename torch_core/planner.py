@@ -17,6 +17,7 @@ from torch_core.calls import (
     Call,
     CopyCall,
     DenseBackwardCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
@@ -26,6 +27,7 @@ from torch_core.calls import (
     refuse_unserved,
 )
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.experts.plan import plan_experts
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec
 
@@ -71,6 +73,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_merge(call)
     if isinstance(call, IndexerCall):
         return plan_indexer(call)
+    if isinstance(call, ExpertsCall):
+        return plan_experts(call, limits)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
 
 

@@ -15,6 +15,7 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
@@ -91,6 +92,7 @@ for _call_class in (
     CopyCall,
     MergeCall,
     IndexerCall,
+    ExpertsCall,
     SharedPrefix,
 ):
     _register(_call_class)

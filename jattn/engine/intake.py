@@ -53,7 +53,8 @@ class Intake:
         self.max_model_len = longest if max_model_len is None else max_model_len
         self._vocab_size = model.vocab_size
         self._max_encoder_len = model.max_encoder_len
-        self._decoder_start = () if model.decoder_start_token_id is None else (model.decoder_start_token_id,)
+        starts = (model.decoder_start_token_id, model.forced_bos_token_id)
+        self._decoder_start = tuple(token for token in starts if token is not None)
         self._eos_token_ids = frozenset(model.eos_token_ids)
         self._config = config
         self._tokenizer = tokenizer

@@ -38,6 +38,7 @@ class PagedSpec:
         max_encoder_len: tokens of an encoder's input at most, in a model that has an `encode`; 0 without one. A prompt
             is the encoder's input then, and a generation starts with decoder_start_token_id.
         decoder_start_token_id: that token; None without an encoder.
+        forced_bos_token_id: one that always follows it; None for none.
 
     Raises:
         InvalidInput: a value out of range.
@@ -60,6 +61,7 @@ class PagedSpec:
     eos_token_ids: tuple[int, ...] = ()
     max_encoder_len: int = 0
     decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_model_len", "num_layers"):
@@ -74,6 +76,8 @@ class PagedSpec:
         check_int("max_encoder_len", self.max_encoder_len, 0, _MOST)
         if self.max_encoder_len:
             check_int("decoder_start_token_id", self.decoder_start_token_id, 0, self.vocab_size - 1)
+            if self.forced_bos_token_id is not None:
+                check_int("forced_bos_token_id", self.forced_bos_token_id, 0, self.vocab_size - 1)
         elif self.decoder_start_token_id is not None:
             raise InvalidInput(
                 f"decoder_start_token_id is {self.decoder_start_token_id!r} and max_encoder_len 0; a model without an "

@@ -13,7 +13,9 @@ from jattn.ops.cache import merge_states, rotate_and_write, write_kv_cache, writ
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
+from jattn.ops.experts import fused_experts
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
+from jattn.ops.leaks import refuse_leaked
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
 from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
@@ -32,6 +34,7 @@ __all__ = [
     "cascade_attention",
     "choose",
     "dropout_seeds",
+    "fused_experts",
     "indexer_topk",
     "launches_kernels",
     "masked_attention",
@@ -40,6 +43,7 @@ __all__ = [
     "mla_attention_with_lse",
     "paged_attention",
     "paged_attention_with_lse",
+    "refuse_leaked",
     "rotate_and_write",
     "run",
     "shared_prefix",

@@ -15,7 +15,6 @@ from tests.support.backward_cases import (
 from tests.support.emulated.run import run_emulated_operation
 from torch_core import ops
 from torch_core.attention.backward_hopper.plan import hopper_backward_plan
-from torch_core.attention.backward_hopper.tiles import WIDE_TILE
 from torch_core.calls import DenseBackwardCall
 from torch_core.plan.plan import DeviceLimits
 from torch_core.run import array_spec
@@ -25,8 +24,7 @@ _HEAD_SIZES = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
 
 def _run(call: DenseBackwardCall[torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    wide = (call.head_size, call.value_head_size) in WIDE_TILE.head_sizes
-    plan = hopper_backward_plan(call.map(array_spec), DeviceLimits(), tile=WIDE_TILE if wide else None)
+    plan = hopper_backward_plan(call.map(array_spec), DeviceLimits())
     assert plan is not None
     return run_emulated_operation(plan, call.arrays(), seed)
 

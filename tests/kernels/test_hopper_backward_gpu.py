@@ -16,12 +16,10 @@ from tests.ops.runner import keywords
 from tests.support.attention_cases import AttentionCase, dense_case
 from tests.support.backward_cases import assert_poisoned_match, backward_call, hopper_backward_case, poisoned
 from torch_core import ops
-from torch_core.attention.backward_hopper.plan import hopper_backward_plan
-from torch_core.attention.backward_hopper.tiles import WIDE_TILE
 from torch_core.calls import DenseBackwardCall
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
-from torch_core.run.launch import device_limits, run_operation
+from torch_core.run.launch import device_limits
 from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
@@ -41,17 +39,15 @@ def test_gradients_of_a_random_problem_are_as_exact_as_torch_in_its_dtype(seed: 
     assert_poisoned_match(case, call, ops.run(call))
 
 
-@pytest.mark.parametrize("head_sizes", WIDE_TILE.head_sizes)
+@pytest.mark.parametrize("head_sizes", [(192, 128), (256, 256)])
 @pytest.mark.parametrize("seed", range(40))
 def test_gradients_of_wide_heads_are_as_exact_as_torch_in_its_dtype(seed: int, head_sizes: tuple[int, int]) -> None:
     case = hopper_backward_case(seed, head_sizes)
-    call = backward_call(poisoned(case), ops.run, "cuda", with_d_lse=bool(seed % 2))
-    plan = hopper_backward_plan(call.map(array_spec), device_limits(torch.device("cuda", 0)), tile=WIDE_TILE)
-    assert plan is not None
-    assert_poisoned_match(case, call, run_operation(plan, call.arrays()))
+    call = _call(poisoned(case), with_d_lse=bool(seed % 2))
+    assert_poisoned_match(case, call, ops.run(call))
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 700), (700, 300)], ids=["keys", "queries"])
 def test_rows_that_see_or_are_seen_by_nobody_may_hold_nan(queries: int, keys: int, head_size: int, seed: int) -> None:
     spec = AttentionSpec(scale=0.1, window_left=260)
@@ -71,7 +67,7 @@ def test_rows_that_see_or_are_seen_by_nobody_may_hold_nan(queries: int, keys: in
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_tiles_of_keys_add_in_order_so_that_bits_never_change(head_size: int) -> None:
     sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16"}
     call = _call(dense_case(0, key_lens=[300, 5000, 3000], query_lens=[300, 5000, 3000], **sizes))
@@ -90,7 +86,7 @@ def test_padding_gets_a_gradient_of_zero() -> None:
     assert not found["d_value"][207:].any()
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_the_gradient_in_jax_has_the_bits_of_torch(head_size: int) -> None:
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16", "padding_tokens": 3}
     case = dense_case(1, key_lens=[300, 513], query_lens=[300, 513], **sizes)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.attention_plans import backward_call, backward_plan
-from torch_core.attention.backward_hopper.plan import hopper_backward_plan
-from torch_core.attention.backward_hopper.tiles import WIDE_TILE
-from torch_core.calls import DenseBackwardCall
-from torch_core.plan.compile import kernel_variant
+from tests.support.attention_plans import backward_plan
 from torch_core.plan.plan import Descriptor, DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec, AttentionSpec
-from torch_core.variants.resources import measure
 
 _HOPPER = ["prepare_backward_kernel", "hopper_backward_kernel", "finish_backward_kernel"]
 
@@ -38,6 +33,8 @@ def _rows(heads: int, head_size: int, dtype: str = "bfloat16", **more) -> ArrayS
         {"query": _rows(8, 64), "key": _rows(2, 64), "value": _rows(2, 64)},
         {name: _rows(8 if name == "query" else 2, 128, "float16") for name in ("query", "key", "value")},
         {"key": ArraySpec((300, 2, 128), "bfloat16", (8 * 128 * 3, 128, 1))},
+        {"query": _rows(8, 256), "key": _rows(2, 256), "value": _rows(2, 256)},
+        {"query": _rows(8, 192), "key": _rows(2, 192)},
     ],
 )
 def test_the_hopper_kernel_serves(changes):
@@ -58,7 +55,8 @@ def test_the_hopper_kernel_serves(changes):
         {"seq_causal": ArraySpec((2,), "bool")},
         {"mm_prefix_range": ArraySpec((2, 1, 2), "int32")},
         {"out_dtype": "float32"},
-        {"query": _rows(8, 256), "key": _rows(2, 256), "value": _rows(2, 256)},
+        {"query": _rows(8, 256), "key": _rows(2, 256)},
+        {"query": _rows(8, 192), "key": _rows(2, 192), "value": _rows(2, 192)},
         {"value": _rows(2, 64)},
         {"key": _rows(2, 128, aligned=False)},
         {"key": ArraySpec((300, 2, 128), "bfloat16", (259, 128, 1))},
@@ -66,32 +64,6 @@ def test_the_hopper_kernel_serves(changes):
 )
 def test_the_portable_kernels_serve(changes):
     assert "hopper_backward_kernel" not in _names(**changes)
-
-
-@pytest.mark.parametrize("sizes", [(256, 256), (192, 128)])
-def test_wide_heads_have_a_tile_that_no_plan_takes_by_itself(sizes: tuple[int, int]) -> None:
-    call = _wide_call(*sizes)
-    plan = hopper_backward_plan(call, DeviceLimits(), tile=WIDE_TILE)
-    assert plan is not None
-    assert [launch.name for launch in plan.launches] == _HOPPER
-    assert hopper_backward_plan(call, DeviceLimits()) is None
-    assert hopper_backward_plan(_wide_call(128, 128), DeviceLimits(), tile=WIDE_TILE) is None
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("sizes", [(256, 256), (192, 128)])
-def test_the_kernel_of_wide_heads_compiles_for_hopper_and_spills_little(sizes: tuple[int, int]) -> None:
-    plan = hopper_backward_plan(_wide_call(*sizes), DeviceLimits(), tile=WIDE_TILE)
-    assert plan is not None
-    resources = measure(kernel_variant(plan.launches[1], plan.specs))
-    assert resources.shared_memory <= DeviceLimits().shared_memory
-    assert resources.spilled <= 64
-
-
-def _wide_call(head_size: int, value_head_size: int) -> DenseBackwardCall[ArraySpec]:
-    return backward_call(
-        query=_rows(8, head_size), key=_rows(2, head_size), value=_rows(2, value_head_size), max_query_len=256
-    )
 
 
 def test_sinks_need_their_shares_summed_and_nothing_else():

@@ -98,14 +98,14 @@ def hopper_backward_case(seed: int, head_sizes: tuple[int, int] | None = None, *
     Args:
         seed: of everything.
         head_sizes: elements of a head of keys and of values.
-        small: one or two sequences of half the length, and few heads.
+        small: one or two sequences of a third of the length, and few heads.
     """
     rng = np.random.default_rng([seed, 17])
     head_size = int(rng.choice([64, 128]))
     head_size, value_head_size = head_sizes or (head_size, head_size)
     group = int(rng.choice([1, 2] if small else [1, 3, 4]))
     num_seqs = int(rng.choice([1, 2] if small else [1, 3, 40]))
-    parts = 2 if small else 1
+    parts, num_kv_heads = (3, 1) if small else (1, 2)
     longest = 500 // parts if num_seqs < 9 else 100
     key_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs - 1)]
     key_lens.append(int(rng.integers(280 // parts, 700 // parts)))
@@ -113,8 +113,8 @@ def hopper_backward_case(seed: int, head_sizes: tuple[int, int] | None = None, *
     query_lens.append(int(rng.integers(256 // parts, 600 // parts)))
     causal = bool(rng.random() < 0.6)
     sizes: dict[str, Any] = {
-        "num_heads": 2 * group,
-        "num_kv_heads": 2,
+        "num_heads": num_kv_heads * group,
+        "num_kv_heads": num_kv_heads,
         "head_size": head_size,
         "value_head_size": value_head_size,
         "dtype": str(rng.choice(["bfloat16", "float16"])),
@@ -128,7 +128,7 @@ def hopper_backward_case(seed: int, head_sizes: tuple[int, int] | None = None, *
         "values": str(rng.choice(["gaussian", "sparse"], p=[0.8, 0.2])),
     }
     if rng.random() < 0.3:
-        sizes["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
+        sizes["sinks"] = rng.standard_normal(num_kv_heads * group).astype(np.float32)
     case = dense_case(seed, key_lens=key_lens, query_lens=query_lens, **sizes)
     # Shorter queries do not go to the kernel; the bound may be larger than they are.
     return replace(case, limits={**case.limits, "max_query_len": max(256, case.limits["max_query_len"])})

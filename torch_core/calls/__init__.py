@@ -11,6 +11,7 @@ from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, cascade_clash, shared_prefix
 from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
+from torch_core.calls.experts import ACTIVATIONS, ExpertsCall
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.rotary import RotaryWriteCall
@@ -19,6 +20,7 @@ from torch_core.calls.sparse import IndexerCall, check_chosen_values, chosen_lat
 from torch_core.calls.values import check_values
 
 __all__ = [
+    "ACTIVATIONS",
     "IMPLEMENTATIONS",
     "SERVES",
     "AttentionCall",
@@ -26,6 +28,7 @@ __all__ = [
     "CopyCall",
     "DenseBackwardCall",
     "DenseCall",
+    "ExpertsCall",
     "IndexerCall",
     "LatentCall",
     "LatentWriteCall",

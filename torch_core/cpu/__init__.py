@@ -17,6 +17,7 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
@@ -28,6 +29,7 @@ from torch_core.calls import (
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.dense import attention
+from torch_core.cpu.experts import fused_experts
 from torch_core.cpu.indexer import indexer_logits
 from torch_core.cpu.latent import mla_attention, write_latent_cache
 from torch_core.cpu.merge import merge_states
@@ -48,6 +50,7 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     CopyCall: copy_blocks,
     MergeCall: merge_states,
     IndexerCall: indexer_logits,
+    ExpertsCall: fused_experts,
 }
 
 

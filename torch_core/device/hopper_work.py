@@ -9,7 +9,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_core.device.gluon_names import async_load
 from torch_core.device.work import chunk_span
 
-__all__ = ["copy_tile", "count_items", "key_tiles", "level_by_level", "tile_rows", "work_item", "zero_outside"]
+__all__ = [
+    "copy_tile",
+    "count_items",
+    "key_tiles",
+    "level_by_level",
+    "tile_blocks",
+    "tile_rows",
+    "work_item",
+    "zero_outside",
+]
 
 _SEQS = gl.constexpr(32)
 
@@ -148,21 +157,36 @@ def key_tiles(low, high, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def tile_rows(table, position, low, high, base, SHAPE: gl.constexpr):
+def tile_blocks(table, position, low, high, base, SHAPE: gl.constexpr):
+    """What `tile_rows` needs of the table for the tile of keys at `position`: an id for each lane's box, as loaded.
+
+    Boxes without a key in [low, high) have -1, and the table is not read there. Nothing is worked out from the ids:
+    that would wait for them. Without a table, the rows of `tile_rows` themselves, from the row `base`.
+    """
+    key, inside = _box_keys(position, low, high, SHAPE)
+    if SHAPE.PAGED:
+        return gl.load(table + key // SHAPE.BLOCK_SIZE, mask=inside, other=-1)
+    return gl.where(inside, base + key, -SHAPE.BOX)
+
+
+@gluon.jit
+def tile_rows(blocks, position, base, SHAPE: gl.constexpr):
     """Rows in the array's matrix of the boxes of the tile of keys at `position`: one for each lane of a warp.
 
-    A box without a key in [low, high) gets a row outside the matrix: the copy engine fills it with zeros, and the
-    table is not read there.
+    A box without a key gets a row outside the matrix: the copy engine fills it with zeros.
     """
+    if SHAPE.PAGED:
+        lanes = gl.arange(0, 32, layout=blocks.type.layout)
+        row = base + blocks * SHAPE.BLOCK_ROWS + (position + lanes * SHAPE.BOX) % SHAPE.BLOCK_SIZE
+        return gl.where(blocks < 0, -SHAPE.BOX, row)
+    return blocks
+
+
+@gluon.jit
+def _box_keys(position, low, high, SHAPE: gl.constexpr):
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     key = position + lanes * SHAPE.BOX
-    inside = (key < high) & (key + SHAPE.BOX > low) & (lanes < SHAPE.BLOCK_N // SHAPE.BOX)
-    if SHAPE.PAGED:
-        block = gl.load(table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
-        row = base + block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE
-    else:
-        row = base + key
-    return gl.where(inside, row, -SHAPE.BOX)
+    return key, (key < high) & (key + SHAPE.BOX > low) & (lanes < SHAPE.BLOCK_N // SHAPE.BOX)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from torch_core.calls import (
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
@@ -104,6 +105,11 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
             scale=128**-0.5,
             max_query_len=1,
         ),
+        "experts": _experts(32),
+        "experts few": _experts(1),
+        "experts some": _experts(1024),
+        "experts many": _experts(4096),
+        "experts float32": _experts(4096, dtype="float32"),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
@@ -137,6 +143,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "backward sinks": _backward(_dense(sinks=ArraySpec((32,), "float32"))),
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
         "backward window": _backward(_dense(_WINDOW)),
+        "backward head 256": _backward(_dense(head_size=256)),
+        "backward latent prompt": _backward(_latent_prompt(_PREFILL_TOKENS)),
         "backward head 64 ALiBi sinks": _backward(
             _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))
         ),
@@ -165,7 +173,8 @@ def variants_in_use(arch: int = 90) -> dict[str, tuple[KernelVariant, bool]]:
             variant = kernel_variant(launch, plan.specs)
             if variant not in seen:
                 seen.add(variant)
-                variants[f"{label}: {launch.name}"] = (variant, launch.hot)
+                name = f"{label}: {launch.name}"
+                variants[f"{name} again" if name in variants else name] = (variant, launch.hot)
     return variants
 
 
@@ -218,6 +227,17 @@ def _latent_decode(
         query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
         spec=AttentionSpec(scale=192**-0.5),
         max_query_len=1,
+    )
+
+
+def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySpec]:
+    """Qwen3-30B-A3B's: 8 of 128 experts of 768 columns."""
+    return ExpertsCall(
+        hidden_states=ArraySpec((num_tokens, 2048), dtype),
+        topk_weights=ArraySpec((num_tokens, 8), "float32"),
+        topk_ids=ArraySpec((num_tokens, 8), "int32"),
+        gate_up_kernel=ArraySpec((128, 2048, 1536), dtype),
+        down_kernel=ArraySpec((128, 768, 2048), dtype),
     )
 
 
@@ -281,4 +301,5 @@ def _latent_prompt(max_query_len: int) -> DenseCall[ArraySpec]:
 
 def _backward(call: DenseCall[ArraySpec]) -> DenseBackwardCall[ArraySpec]:
     lse = ArraySpec(call.query.shape[:2], "float32")
-    return backward_of(call, out=call.query, lse=lse, d_out=call.query)
+    out = ArraySpec((*call.query.shape[:2], call.value_head_size), call.query.dtype)
+    return backward_of(call, out=out, lse=lse, d_out=out)

@@ -36,9 +36,8 @@ def hopper_backward_plan(
 ) -> OperationPlan | None:
     """Plans the gradients of queries, keys and values; None where the portable kernels serve the call better.
 
-    The kernel takes bfloat16 and float16 with head sizes 64 and 128, a positive scale, causal and window masks, a sink
-    for each head; strides and alignments that the copy engine can follow. In `WIDE_TILE` it takes heads of 256, and of
-    192 over values of 128.
+    The kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, or 192 over values of 128, a positive scale,
+    causal and window masks, a sink for each head; strides and alignments that the copy engine can follow.
 
     Args:
         call: the call, checked and not empty.

@@ -35,13 +35,15 @@ class HopperBackwardTile:
         return ((64, 64), (128, 128)) if self.block_n == 128 else ((192, 128), (256, 256))
 
 
+#: The tile of wide heads.
+WIDE_TILE = HopperBackwardTile(64, 2, 2, block_n=64)
 # By head size, the tiles from a query length on.
 _TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
     64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2))),
     128: ((0, HopperBackwardTile(64, 4, 2)),),
+    192: ((0, WIDE_TILE),),
+    256: ((0, WIDE_TILE),),
 }
-#: The tile of wide heads. No plan takes it by itself: it has run in the emulator of the tests, not on a device yet.
-WIDE_TILE = HopperBackwardTile(64, 2, 2, block_n=64)
 
 
 def hopper_backward_tile(*, head_size: int, max_query_len: int) -> HopperBackwardTile | None:

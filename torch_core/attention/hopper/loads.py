@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_items import item_count, read_item
-from torch_core.device.hopper_work import copy_tile, key_tiles, tile_rows, zero_outside
+from torch_core.device.hopper_work import copy_tile, key_tiles, tile_blocks, tile_rows, zero_outside
 from torch_core.device.mask import visible_keys
 
 __all__ = ["load_keys", "load_queries_and_values"]
@@ -22,7 +22,7 @@ def load_keys(call, rings, SHAPE: gl.constexpr):
     keys = rings.key
     turns = item_count(call.num_items)
     if turns > 0:
-        _, head, table, low, high, _, base, first_tile, end_tile, boxes = _next_item(0, call, rings.items, 0, SHAPE)
+        _, head, table, low, high, _, base, first_tile, end_tile, blocks = _next_item(0, call, rings.items, 0, SHAPE)
         step = 0
         for turn in range(turns):
             column = head // SHAPE.GROUP * SHAPE.KEY_STRIDE
@@ -30,20 +30,22 @@ def load_keys(call, rings, SHAPE: gl.constexpr):
             position = (end_tile - 1) * BLOCK_N
             for i in range(tiles):
                 stage = step % STAGES
-                # The table is read one tile ahead, also of the next work item, while this tile waits for its slot.
-                ahead = boxes
+                # The table is read one tile ahead, also of the next work item, while this tile waits for its slot; what
+                # it says is looked at behind that wait.
+                ahead = blocks
                 if i + 1 < tiles:
-                    ahead = tile_rows(table, position - BLOCK_N, low, high, base, SHAPE)
+                    ahead = tile_blocks(table, position - BLOCK_N, low, high, base, SHAPE)
                 elif turn + 1 < turns:
                     _, head, table, low, high, _, base, first_tile, end_tile, ahead = _next_item(
                         turn + 1, call, rings.items, 0, SHAPE
                     )
                 mbarrier.wait(keys.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                boxes = tile_rows(blocks, position, 0, SHAPE)
                 copy_tile(
                     call.key_cache, boxes, column, keys.full.index(stage), keys.tiles, stage, SHAPE, call.key_rest,
                     rings.key_rest,
                 )  # fmt: skip
-                boxes = ahead
+                blocks = ahead
                 position -= BLOCK_N
                 step += 1
 
@@ -67,7 +69,7 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
     raw = rings.raw
     turns = item_count(call.num_items)
     if turns > 0:
-        first_row, head, table, low, high, num_keys, base, first_tile, end_tile, boxes = _next_item(
+        first_row, head, table, low, high, num_keys, base, first_tile, end_tile, blocks = _next_item(
             0, call, rings.items, SHAPE.VALUE_ROW, SHAPE
         )
         step = 0
@@ -104,14 +106,15 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
                 ragged = (position + BLOCK_N >= high) & ((high + BOX - 1) // BOX * BOX > num_keys)
                 if call.bounds.window_left is not None:
                     ragged = ragged | ((position <= low) & (low % BOX != 0))
-                ahead = boxes
+                ahead = blocks
                 if i + 1 < tiles:
-                    ahead = tile_rows(table, position - BLOCK_N, low, high, base, SHAPE)
+                    ahead = tile_blocks(table, position - BLOCK_N, low, high, base, SHAPE)
                 elif turn + 1 < turns:
                     first_row, head, table, low, high, num_keys, base, first_tile, end_tile, ahead = _next_item(
                         turn + 1, call, rings.items, SHAPE.VALUE_ROW, SHAPE
                     )
                 mbarrier.wait(values.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                boxes = tile_rows(blocks, position, SHAPE.VALUE_ROW, SHAPE)
                 if ragged:
                     copy_tile(call.value_cache, boxes, column, raw, values.tiles, stage, SHAPE)
                     mbarrier.wait(raw, raw_phase)
@@ -121,14 +124,14 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
                     mbarrier.arrive(values.full.index(stage), count=1)
                 else:
                     copy_tile(call.value_cache, boxes, column, values.full.index(stage), values.tiles, stage, SHAPE)
-                boxes = ahead
+                blocks = ahead
                 position -= BLOCK_N
                 step += 1
 
 
 @gluon.jit
 def _next_item(turn, call, items, BASE: gl.constexpr, SHAPE: gl.constexpr):
-    """The work item of a turn: (query row, head, table, low, high, keys, base row, first tile, end tile, boxes)."""
+    """The work item of a turn: (query row, head, table, low, high, keys, base row, first tile, end tile, blocks)."""
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     first_row, tokens, first_pos, num_keys, head, seq, first_key, _ = read_item(items, turn)
     low, high = visible_keys(first_pos, first_pos + tokens - 1, num_keys, call.bounds, 0)
@@ -140,5 +143,5 @@ def _next_item(turn, call, items, BASE: gl.constexpr, SHAPE: gl.constexpr):
     table = first_key
     if SHAPE.PAGED:
         table = call.batch.block_tables + seq.to(gl.int64) * call.batch.table_stride
-    boxes = tile_rows(table, (end_tile - 1) * BLOCK_N, low, high, base, SHAPE)
-    return first_row, head, table, low, high, num_keys, base, first_tile, end_tile, boxes
+    blocks = tile_blocks(table, (end_tile - 1) * BLOCK_N, low, high, base, SHAPE)
+    return first_row, head, table, low, high, num_keys, base, first_tile, end_tile, blocks

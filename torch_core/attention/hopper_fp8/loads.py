@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
-from torch_core.device.hopper_work import copy_tile, key_tiles, tile_rows, work_item
+from torch_core.device.hopper_work import copy_tile, key_tiles, tile_blocks, tile_rows, work_item
 from torch_core.device.mask import visible_keys
 
 __all__ = ["load_fp8_queries_and_keys", "load_fp8_values"]
@@ -73,18 +73,19 @@ def _copy_tiles(array, ring, step, bounds, table, low, high, num_keys, column, B
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     fields = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
     first_tile, end_tile = key_tiles(low, high, SHAPE)
-    boxes = tile_rows(table, (end_tile - 1) * BLOCK_N, low, high, BASE, SHAPE)
+    blocks = tile_blocks(table, (end_tile - 1) * BLOCK_N, low, high, BASE, SHAPE)
     for i in range(end_tile - first_tile):
         position = (end_tile - 1 - i) * BLOCK_N
         stage, phase = ring_slot(ring, step)
         # The table is read one tile ahead, while this one waits for its slot.
-        ahead = tile_rows(table, position - BLOCK_N, low, high, BASE, SHAPE)
+        ahead = tile_blocks(table, position - BLOCK_N, low, high, BASE, SHAPE)
         mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+        boxes = tile_rows(blocks, position, BASE, SHAPE)
         if bounds is not None:
             values = gl.where(fields == 0, low - position, gl.where(fields == 1, num_keys - position, 0))
             bounds.index(stage).store(gl.where(fields == 2, end_tile - first_tile - i, values))
         copy_tile(array, boxes, column, ring.full.index(stage), ring.tiles, stage, SHAPE)
-        boxes = ahead
+        blocks = ahead
         step += 1
     return step
 

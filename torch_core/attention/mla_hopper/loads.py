@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_core.attention.mla_hopper.work import BLOCK_N, HALF
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
-from torch_core.device.hopper_work import tile_rows, zero_outside
+from torch_core.device.hopper_work import tile_blocks, tile_rows, zero_outside
 
 __all__ = ["load_tiles"]
 
@@ -30,11 +30,12 @@ def load_tiles(work, query, query_rope, latent_cache, latent_rope, table, room, 
         async_load(query, [row, half * HALF], room.query_full, room.query.index(half))
     async_load(query_rope, [row, 2 * HALF], room.query_full, room.query_rope)
     position = work.start
-    boxes = tile_rows(table, position, position, work.end, 0, SHAPE)
+    blocks = tile_blocks(table, position, position, work.end, 0, SHAPE)
     for step in range(work.tiles):
         slot, turn = ring_slot(room.latents, 2 * step)
         # The table is read one tile ahead, while this tile waits for its slot.
-        ahead = tile_rows(table, position + BLOCK_N, position, work.end, 0, SHAPE)
+        ahead = tile_blocks(table, position + BLOCK_N, position, work.end, 0, SHAPE)
+        boxes = tile_rows(blocks, position, 0, SHAPE)
         live = work.end - position
         for half in gl.static_range(2):
             full = room.latents.full.index(slot + half)
@@ -47,7 +48,7 @@ def load_tiles(work, query, query_rope, latent_cache, latent_rope, table, room, 
                 mbarrier.arrive(full, count=1)
             else:
                 _copy(half, latent_cache, latent_rope, boxes, full, room, slot, SHAPE)
-        boxes = ahead
+        blocks = ahead
         position += BLOCK_N
 
 
