@@ -46,7 +46,7 @@ class Settings:
         Raises:
             InvalidInput: a name that there is not, or no whole number.
         """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         if unknown := given.keys() - kinds.keys():
             raise InvalidInput(f"{min(unknown)} is no setting; there are {', '.join(kinds)}.")
         try:
@@ -106,7 +106,7 @@ def build(given: Mapping[str, Any]) -> Any:
     """
     settings = Settings.of(given)
     try:
-        from ray import serve
+        from ray import serve  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("this example deploys with Ray Serve: pip install 'ray[serve]'.") from error
 
@@ -117,6 +117,6 @@ def build(given: Mapping[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    from ray import serve
+    from ray import serve  # pyright: ignore[reportMissingImports]
 
     serve.run(build({}), blocking=True)
