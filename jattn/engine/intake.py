@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
-from jattn.engine.grammar import GrammarCompiler
+from jattn.engine.grammar import Grammar, GrammarCompiler
 from jattn.engine.params import LIMITS, SamplingParams
 from jattn.engine.request import Request, RequestMetrics
 from jattn.engine.sampler import Rows, is_plain, needs_slot
@@ -60,11 +60,24 @@ class Intake:
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
 
+    def grammar(self, params: SamplingParams | None) -> Grammar | None:
+        """Compiles the grammar of a request, if it has one; any thread may at any time.
+
+        Raises:
+            InvalidInput: params of another type, or a grammar that cannot be compiled.
+            Unsupported: an optional package is missing.
+        """
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidInput(f"params is a {type(params).__name__}; it must be SamplingParams, or None.")
+        structured = None if params is None else params.structured_outputs
+        return None if structured is None else self._grammars.compile(structured)
+
     def requests(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None,
         *,
+        grammar: Grammar | None,
         number: int,
         request_id: str | None,
         taken: Collection[str],
@@ -76,6 +89,7 @@ class Intake:
         """Makes the samples of a prompt, n of them; see `Engine.add` for the arguments.
 
         Args:
+            grammar: of the params.
             number: of the first sample: ids and seeds come from it where the caller brings none.
             taken: ids of unfinished requests.
             outbox: where their news go.
@@ -83,11 +97,9 @@ class Intake:
         Raises:
             InvalidInput: a bad argument.
             RequestTooLong: it does not fit the model.
-            Unsupported: an optional package is missing.
+            Unsupported: probabilities of a prompt that nothing predicts.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidInput(f"params is a {type(params).__name__}; it must be SamplingParams, or None.")
         if request_id is None:
             request_id = f"{AUTOMATIC}{number}"
         else:
@@ -119,8 +131,6 @@ class Intake:
             # What is read from the cache has no hidden states: nobody's prefix is read then.
             salt = f"{number} {time.monotonic_ns()}".encode()
         check_int("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
-        structured = params.structured_outputs
-        grammar = None if structured is None else self._grammars.compile(structured)
         bad_words = self._bad_words(params)
         samples = tuple(
             Request(
