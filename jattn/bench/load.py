@@ -8,7 +8,7 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from flax import nnx
 from jattn.bench.engine import SHAPES, random_decoder
 from jattn.load import load_model, save_model
 from jattn.models import ModelConfig
-from jattn.table import aligned
 
 __all__ = ["main", "measure_rows"]
 
 _CHUNK = 16 << 20
 _READERS = 8
+_WIDTH = 26
 
 
 def main(argv: Sequence[str]) -> None:
@@ -34,17 +34,17 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rows = measure_rows(Path(folder), options.shape, num_layers=options.layers)
+        print("way".ljust(_WIDTH) + "s".rjust(8) + "GB/s".rjust(8), flush=True)
+        for name, seconds, rate in measure_rows(Path(folder), options.shape, num_layers=options.layers):
+            print(f"{name:{_WIDTH}}{seconds:8.2f}{rate:8.2f}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, {peak:.1f} GiB of host memory at most"
     )
-    table = [("way", "s", "GB/s"), *((name, f"{s:.2f}", f"{rate:.2f}") for name, s, rate in rows)]
-    print("\n".join(aligned(table, right={1, 2})))
 
 
-def measure_rows(folder: Path, shape: str, *, num_layers: int | None = None) -> list[tuple[str, float, float]]:
-    """Returns rows of what was done, the seconds and the gigabytes a second.
+def measure_rows(folder: Path, shape: str, *, num_layers: int | None = None) -> Iterator[tuple[str, float, float]]:
+    """Yields rows of what was done, the seconds and the gigabytes a second.
 
     Files are read by eight threads. "From disk" drops them from the page cache first, where the system lets it.
 
@@ -56,14 +56,15 @@ def measure_rows(folder: Path, shape: str, *, num_layers: int | None = None) -> 
     config = SHAPES[shape]
     config = config if num_layers is None else replace(config, num_hidden_layers=num_layers)
     path = folder / "model.safetensors"
-    rows = [("save", _save(folder, config))]
+    seconds = _save(folder, config)
+    size = path.stat().st_size / 1e9
+    yield "save", seconds, size / seconds
     for place in ("from disk", "from the page cache"):
         for name, action in (("read", lambda: _read(path)), ("load", lambda: _load(folder))):
             if place == "from disk":
                 _drop(path)
-            rows.append((f"{name} {place}", _seconds(action)))
-    size = path.stat().st_size / 1e9
-    return [(name, seconds, size / seconds) for name, seconds in rows]
+            seconds = _seconds(action)
+            yield f"{name} {place}", seconds, size / seconds
 
 
 def _save(folder: Path, config: ModelConfig) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from flax import nnx
 from jattn.bench.measure import jax_us
 from jattn.models import ModelConfig, MoEConfig
 from jattn.models.experts import SparseMLP
-from jattn.table import aligned
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
 
@@ -28,6 +26,8 @@ SHAPES = {
     "gpt-oss-20b": (2880, 2880, 32, 4),
     "tiny": (64, 32, 16, 2),
 }
+_HEADER = ("tokens", "experts hit", "layer", "router", "xla", "read", "layer / read", "dense", "layer / dense")
+_WIDTH = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class MoERow:
         tokens: of the step.
         experts_hit: distinct experts that they went to, the mean over the layers.
         layer_us: microseconds of the layer as the model runs it.
-        grouped_us: microseconds with grouped products.
-        gathered_us: microseconds row by row; None where there are more rows than that is meant for.
+        router_us: microseconds of the router alone, which the layer's hold.
+        xla_us: microseconds of the layer in plain jnp; None where that was not asked for.
         read_us: what reading the experts that were hit takes at the speed of a copy.
         dense_us: microseconds of two dense products over as many rows, with the activation between.
     """
@@ -47,59 +47,47 @@ class MoERow:
     tokens: int
     experts_hit: float
     layer_us: float
-    grouped_us: float
-    gathered_us: float | None
+    router_us: float
+    xla_us: float | None
     read_us: float
     dense_us: float
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a table of microseconds by tokens of a step."""
+    """Prints a table of microseconds by tokens of a step, each row when it is known."""
     parser = argparse.ArgumentParser(prog="jattn bench moe", description=__doc__)
     parser.add_argument("--shape", default="qwen3-30b-a3b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 4096])
     parser.add_argument("--layers", type=int, default=4, help="chained, so that no cache holds all weights (4)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--xla", action="store_true", help="also the layer in plain jnp, which takes long to measure")
     options = parser.parse_args(argv)
     rows = measure_rows(
-        options.shape,
-        options.tokens,
-        layers=options.layers,
-        dtype=options.dtype,
-        rounds=options.rounds,
-        # Each row takes three or four programs: whoever runs out of time has those before.
-        report=lambda row: print(row, file=sys.stderr, flush=True),
-    )
+        options.shape, options.tokens, layers=options.layers, dtype=options.dtype, rounds=options.rounds,
+        with_xla=options.xla,
+    )  # fmt: skip
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, {options.dtype}, us of one layer")
-    header = ("tokens", "experts hit", "layer", "grouped", "gathered", "read", "layer / read", "dense", "layer / dense")
-    table = [
-        (
+    print("".join(name.rjust(_WIDTH) for name in _HEADER), flush=True)
+    for row in rows:
+        cells = (
             str(row.tokens),
             f"{row.experts_hit:.1f}",
             f"{row.layer_us:.1f}",
-            f"{row.grouped_us:.1f}",
-            "" if row.gathered_us is None else f"{row.gathered_us:.1f}",
+            f"{row.router_us:.1f}",
+            "" if row.xla_us is None else f"{row.xla_us:.1f}",
             f"{row.read_us:.1f}",
             f"{row.layer_us / row.read_us:.2f}",
             f"{row.dense_us:.1f}",
             f"{row.layer_us / row.dense_us:.2f}",
         )
-        for row in rows
-    ]
-    print("\n".join(aligned([header, *table], right=range(len(header)))))
+        print("".join(cell.rjust(_WIDTH) for cell in cells), flush=True)
 
 
 def measure_rows(
-    shape: str,
-    tokens: Sequence[int],
-    *,
-    layers: int,
-    dtype: str,
-    rounds: int,
-    report: Callable[[MoERow], None] = lambda row: None,
-) -> list[MoERow]:
-    """Measures each number of tokens, and reports it at once.
+    shape: str, tokens: Sequence[int], *, layers: int, dtype: str, rounds: int, with_xla: bool = False
+) -> Iterator[MoERow]:
+    """Measures each number of tokens when the caller asks for its row.
 
     Raises:
         InvalidInput: an unknown shape, or a number below 1.
@@ -108,6 +96,10 @@ def measure_rows(
         raise InvalidInput(f"shape is {shape!r}; use one of {', '.join(SHAPES)}.")
     for name, value in (("layers", layers), ("rounds", rounds), *(("tokens", each) for each in tokens)):
         check_int(name, value, 1)
+    return _rows(shape, tokens, layers, dtype, rounds, with_xla)
+
+
+def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: int, with_xla: bool) -> Iterator[MoERow]:
     hidden, inner, num_experts, top_k = SHAPES[shape]
     config = ModelConfig(
         vocab_size=8,
@@ -124,7 +116,6 @@ def measure_rows(
     graph, state = nnx.split(modules)
     expert_bytes = 3 * hidden * inner * jnp.dtype(dtype).itemsize
     seconds_per_byte = _copy_us() / 1e6 / (2 * _COPY_BYTES)
-    found = []
     for count in tokens:
         x = jax.random.normal(jax.random.key(count), (count, hidden), dtype)
 
@@ -137,31 +128,33 @@ def measure_rows(
             return jax_us(jax.jit(program), (state, x), calls=layers, rounds=rounds)
 
         hit = [jnp.unique(module.route(x)[1]).size for module in modules]
-        found.append(
-            MoERow(
-                tokens=count,
-                experts_hit=sum(hit) / layers,
-                layer_us=timed(lambda module, x: module(x)),
-                grouped_us=timed(lambda module, x: _summed(module, x, module.grouped)),
-                gathered_us=timed(lambda module, x: _summed(module, x, module.gathered)) if count <= 64 else None,
-                read_us=sum(hit) / layers * expert_bytes * seconds_per_byte * 1e6,
-                dense_us=timed(_dense),
-            )
+        yield MoERow(
+            tokens=count,
+            experts_hit=sum(hit) / layers,
+            layer_us=timed(lambda module, x: module(x)),
+            router_us=timed(_routed),
+            xla_us=timed(_in_jnp) if with_xla else None,
+            read_us=sum(hit) / layers * expert_bytes * seconds_per_byte * 1e6,
+            dense_us=timed(_dense),
         )
-        report(found[-1])
-    return found
 
 
-_COPY_BYTES = 1 << 28
+_COPY_BYTES = 1 << 30
 
 
 def _copy_us() -> float:
-    return jax_us(jax.jit(lambda x: x + 1), (jnp.zeros(_COPY_BYTES, jnp.uint8),), calls=1)
+    # Words: XLA's elementwise loops are slower over bytes than the memory is.
+    words = jnp.zeros(_COPY_BYTES // 4, jnp.float32)
+    return jax_us(jax.jit(lambda x: x + 1), (words,), calls=1)
 
 
-def _summed(module: SparseMLP, x: jax.Array, routed: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def _routed(module: SparseMLP, x: jax.Array) -> jax.Array:
     weights, experts = module.route(x)
-    return jnp.einsum("tk,tkh->th", weights.astype(x.dtype), routed(x, experts))
+    return x + (weights + experts).sum(-1, keepdims=True).astype(x.dtype)
+
+
+def _in_jnp(module: SparseMLP, x: jax.Array) -> jax.Array:
+    return module.routed(x, *module.route(x), implementation="xla").astype(x.dtype)
 
 
 def _dense(module: SparseMLP, x: jax.Array) -> jax.Array:

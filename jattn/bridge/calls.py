@@ -12,9 +12,11 @@ import numpy as np
 
 from torch_core.calls import (
     Call,
+    ChoiceCall,
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
@@ -91,6 +93,8 @@ for _call_class in (
     CopyCall,
     MergeCall,
     IndexerCall,
+    ChoiceCall,
+    ExpertsCall,
     SharedPrefix,
 ):
     _register(_call_class)

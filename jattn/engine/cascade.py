@@ -10,6 +10,7 @@ from flax import nnx
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.program import Bucket
+from jattn.models.attention import Attention
 from jattn.nn import PagedAttention
 from torch_core.cache import LayerGroups
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout, prefix_groups, prefix_piece_tokens
@@ -57,7 +58,8 @@ class Cascade:
         )
         if len(groups.groups) > 1 and groups.groups[0].sliding_window is None:
             layers = [layer for layer in layers if layer.sliding_window is None]
-        if not wanted or not layers or any(hidden) or any(map(_sees_distances, layers)):
+        biased = any(isinstance(module, Attention) and module.sees_distances for _, module in nnx.iter_modules(model))
+        if not wanted or not layers or any(hidden) or biased or any(map(_sees_distances, layers)):
             return None
         first = layers[0]
         heads = {"num_query_heads": first.num_heads, "num_kv_heads": first.num_kv_heads}

@@ -21,7 +21,7 @@ class TokenDelta:
     Attributes:
         request_id: whose.
         token_ids: its new tokens, in order.
-        finish_reason: "length", "stop" or "cancelled"; None while it runs.
+        finish_reason: of `CompletionOutput`; None while it runs.
     """
 
     request_id: str

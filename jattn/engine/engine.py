@@ -188,6 +188,14 @@ class Engine(contextlib.AbstractContextManager):
         """Returns how guessing went since the engine was built; see `EngineConfig.speculative_config`."""
         return self._turns.run(lambda: self._owner.device.speculation.stats())
 
+    def prepare(self, params: SamplingParams | None) -> None:
+        """Compiles what a request brings, a grammar, so that `add` need not; may take long, and disturbs no step.
+
+        Raises:
+            InvalidInput, Unsupported: as `add`.
+        """
+        self._intake.grammar(params)
+
     def add(
         self,
         prompt_token_ids: Sequence[int],
@@ -226,6 +234,9 @@ class Engine(contextlib.AbstractContextManager):
         if self._owner.device.channel is not None and jax.process_index():
             raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
 
+        # Compiled before it is this thread's turn: it takes as long as its writer likes.
+        grammar = self._intake.grammar(params)
+
         def queue() -> Request:
             work = self._owner.begin()
             self._owner.num_added = max(self._owner.num_added, first_number)
@@ -233,6 +244,7 @@ class Engine(contextlib.AbstractContextManager):
                 samples = self._intake.requests(
                     prompt_token_ids,
                     params,
+                    grammar=grammar,
                     number=self._owner.num_added,
                     request_id=request_id,
                     taken=self._owner.requests,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["Grammar", "GrammarCompiler"]
 
+_MOST_KNOWN = 64
+
 
 class Grammar:
     """Where one request's text is in its grammar. Not thread-safe.
@@ -27,18 +30,25 @@ class Grammar:
     """
 
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_words: int) -> None:
-        self._matcher = matcher
-        self._end = mask_of(list(eos_token_ids), num_words)
+        self._matcher, self._eos_token_ids = matcher, list(eos_token_ids)
+        self._end = mask_of(self._eos_token_ids, num_words)
         self._num_read = 0
+
+    @property
+    def error(self) -> str | None:
+        """Why the library gave up on the text, as on a grammar that grew too large; None if it did not."""
+        return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else None
 
     def copy(self) -> Grammar:
         """Returns another one for the same grammar, at its start."""
-        twin = Grammar(self._matcher.deep_copy(), (), len(self._end))
-        twin._end, twin._num_read = self._end, -1
+        twin = Grammar(self._matcher.deep_copy(), self._eos_token_ids, len(self._end))
+        twin._num_read = -1
         return twin
 
     def mask(self, output_token_ids: Sequence[int], min_tokens: int) -> np.ndarray:
         """Returns int32[num_words], a bit for each token that may come next; ends only, where the text is complete.
+
+        Ends only, too, where there is an `error`.
 
         Args:
             output_token_ids: all tokens so far; those of earlier calls come first.
@@ -55,6 +65,8 @@ class Grammar:
             return self._end
         mask = np.zeros(len(self._end), np.int32)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        if self._matcher.is_error():
+            return self._end
         mask[: len(bits)] = bits[: len(mask)]
         if len(output_token_ids) < min_tokens and np.any(mask & ~self._end):
             mask &= ~self._end
@@ -62,7 +74,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Makes grammars over a model's tokens.
+    """Makes grammars over a model's tokens. Thread-safe.
 
     Args:
         tokenizer: of the model; None refuses every grammar.
@@ -75,6 +87,9 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokens: Any = None
+        # The last ones, at their start: many requests bring the same.
+        self._known: dict[tuple[str, str, bool], Grammar] = {}
+        self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Returns the grammar at its start.
@@ -92,16 +107,29 @@ class GrammarCompiler:
             raise Unsupported(
                 "structured_outputs needs llguidance, which is not installed; pip install 'jattn[structured]'."
             ) from None
-        if self._tokens is None:
-            self._tokens = library.LLTokenizer(
+        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
+        key = (name, value if isinstance(value, str) else json.dumps(value), params.disable_any_whitespace)
+        with self._lock:
+            found = self._known.pop(key, None)
+            self._tokens = self._tokens or library.LLTokenizer(
                 self._tokenizer.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
             )
-        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
+        if found is None:
+            found = self._compiled(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            return found.copy()
+
+    def _compiled(self, make_matcher: Any, name: str, value: Any, *, flexible: bool) -> Grammar:
         try:
-            source = _source(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
-            matcher = library.LLMatcher(self._tokens, source, log_level=0)
+            matcher = make_matcher(self._tokens, _source(make_matcher, name, value, flexible=flexible), log_level=0)
+            # Some grammars are too large for the first token already.
+            if not matcher.get_error():
+                matcher.compute_bitmask()
             if error := matcher.get_error():
-                raise ValueError(error.strip())
+                raise ValueError(error.partition("\n<state>")[0].strip())
         except ValueError as error:
             raise InvalidInput(f"{name} cannot be compiled: {error}") from None
         return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))

@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
-from jattn.engine.grammar import GrammarCompiler
+from jattn.engine.grammar import Grammar, GrammarCompiler
 from jattn.engine.params import LIMITS, SamplingParams
 from jattn.engine.request import Request, RequestMetrics
 from jattn.engine.sampler import Rows, is_plain, needs_slot
@@ -53,17 +53,31 @@ class Intake:
         self.max_model_len = longest if max_model_len is None else max_model_len
         self._vocab_size = model.vocab_size
         self._max_encoder_len = model.max_encoder_len
-        self._decoder_start = () if model.decoder_start_token_id is None else (model.decoder_start_token_id,)
+        starts = (model.decoder_start_token_id, model.forced_bos_token_id)
+        self._decoder_start = tuple(token for token in starts if token is not None)
         self._eos_token_ids = frozenset(model.eos_token_ids)
         self._config = config
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+
+    def grammar(self, params: SamplingParams | None) -> Grammar | None:
+        """Compiles the grammar of a request, if it has one; any thread may at any time.
+
+        Raises:
+            InvalidInput: params of another type, or a grammar that cannot be compiled.
+            Unsupported: an optional package is missing.
+        """
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidInput(f"params is a {type(params).__name__}; it must be SamplingParams, or None.")
+        structured = None if params is None else params.structured_outputs
+        return None if structured is None else self._grammars.compile(structured)
 
     def requests(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None,
         *,
+        grammar: Grammar | None,
         number: int,
         request_id: str | None,
         taken: Collection[str],
@@ -75,6 +89,7 @@ class Intake:
         """Makes the samples of a prompt, n of them; see `Engine.add` for the arguments.
 
         Args:
+            grammar: of the params.
             number: of the first sample: ids and seeds come from it where the caller brings none.
             taken: ids of unfinished requests.
             outbox: where their news go.
@@ -82,11 +97,9 @@ class Intake:
         Raises:
             InvalidInput: a bad argument.
             RequestTooLong: it does not fit the model.
-            Unsupported: an optional package is missing.
+            Unsupported: probabilities of a prompt that nothing predicts.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidInput(f"params is a {type(params).__name__}; it must be SamplingParams, or None.")
         if request_id is None:
             request_id = f"{AUTOMATIC}{number}"
         else:
@@ -118,8 +131,6 @@ class Intake:
             # What is read from the cache has no hidden states: nobody's prefix is read then.
             salt = f"{number} {time.monotonic_ns()}".encode()
         check_int("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
-        structured = params.structured_outputs
-        grammar = None if structured is None else self._grammars.compile(structured)
         bad_words = self._bad_words(params)
         samples = tuple(
             Request(

@@ -199,18 +199,16 @@ def jitted_step(
 
 @functools.lru_cache(maxsize=8)
 def jitted_prompt_logprobs(graph: Any, treedef: Any, placement: Placement, leaf_specs: tuple[Any, ...]) -> Any:
-    """Returns the jitted `f(leaves, hidden, rows int32[n], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
+    """Returns the jitted `f(leaves, hidden[n, hidden_size], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
 
-    def compute(
-        leaves: list[jax.Array], hidden: jax.Array, rows: jax.Array, token_ids: jax.Array, *, num_logprobs: int
-    ) -> Logprobs:
+    def compute(leaves: list[jax.Array], hidden: jax.Array, token_ids: jax.Array, *, num_logprobs: int) -> Logprobs:
         model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
-        logits, shards = _logits(model, hidden[rows])
+        logits, shards = _logits(model, hidden)
         return token_logprobs(logits if shards is None else shards.gathered(logits), token_ids, num_logprobs)
 
     def run(*operands: Any, num_logprobs: int) -> Logprobs:
         whole, compute_some = PartitionSpec(), functools.partial(compute, num_logprobs=num_logprobs)
-        return placement.mapped(compute_some, (list(leaf_specs), whole, whole, whole), whole)(*operands)
+        return placement.mapped(compute_some, (list(leaf_specs), whole, whole), whole)(*operands)
 
     return jax.jit(run, static_argnames="num_logprobs")
 
@@ -347,7 +345,7 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     sampled = Sampled(
         by_place(tokens),
         jax.tree.map(by_place, logprobs),
-        None if bucket.sampler.kind is SamplingKind.PLAIN else hidden,
+        hidden if bucket.sampler.kind is SamplingKind.FULL else None,
     )
     return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
 

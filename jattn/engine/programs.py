@@ -115,8 +115,8 @@ class Programs:
 
     def _lowered(self, bucket: Bucket) -> Any:
         buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
-        is_plain = bucket.sampler.kind is SamplingKind.PLAIN
-        state = SamplerState(None, None) if is_plain else self._state_of(bucket.num_seqs)
+        is_full = bucket.sampler.kind is SamplingKind.FULL
+        state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
         return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:

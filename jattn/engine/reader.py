@@ -64,7 +64,7 @@ class PromptReader:
         sample.finish_reason = delta.finish_reason
         if detokenizer is not None:
             # The token that ended the text is no part of it.
-            ended = delta.finish_reason == "stop" and not request.params.include_stop_str_in_output
+            ended = delta.finish_reason in ("stop", "error") and not request.params.include_stop_str_in_output
             before = detokenizer.num_tokens
             text = detokenizer.push(token_ids[:-1] if ended else token_ids, finished=delta.finish_reason is not None)
             if detokenizer.stopped:

@@ -113,6 +113,11 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         """Returns how guessing went, of all copies together."""
         return _total([engine.speculation_stats() for engine in self.engines])
 
+    def prepare(self, params: SamplingParams | None) -> None:
+        """Does what `Engine.prepare` does, for every copy."""
+        for engine in self.engines:
+            engine.prepare(params)
+
     def add(
         self,
         prompt_token_ids: Sequence[int],

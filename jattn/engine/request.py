@@ -63,7 +63,7 @@ class CompletionOutput:
     Attributes:
         text: the decoded tokens, cut before a stop string; empty without a tokenizer.
         token_ids: the generated tokens, a final stop token included.
-        finish_reason: "length", "stop" or "cancelled"; None while it runs.
+        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large; None while it runs.
         index: of the sample, below n.
         logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
         cumulative_logprob: the sum of the tokens' own.
@@ -208,9 +208,9 @@ class Request:
 
     @property
     def end_reason(self) -> str | None:
-        """Why the tokens that it has are its last: "stop" or "length"; None if there is more to come."""
+        """Why the tokens that it has are its last: "stop", "error" or "length"; None if there is more to come."""
         if self.output_token_ids and self.output_token_ids[-1] in self.eos_token_ids:
-            return "stop"
+            return "stop" if self.grammar is None or self.grammar.error is None else "error"
         return "length" if len(self.output_token_ids) >= self.max_tokens else None
 
     def restart(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -96,7 +97,11 @@ class ModelRunner:
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
         self._plain = Sampler(SamplingKind.PLAIN)
+        # On a CPU a plain program looks whether anybody draws. Elsewhere noise for a large vocabulary is most of what a
+        # decode step does outside its layers.
+        self._greedy = self._plain if jax.default_backend() == "cpu" else Sampler(SamplingKind.GREEDY)
         self._full = Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values()))
+        self._samplers = tuple(dict.fromkeys((self._greedy, self._plain, self._full)))
         self._slots = Slots(
             config.max_num_seqs,
             max_model_len=max_blocks * config.tokens_per_block,
@@ -140,7 +145,7 @@ class ModelRunner:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
         masks = state.masks if isinstance(state.masks, np.ndarray) else None
         sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
-        self._announce("step", sizes, bucket.sampler is self._full, buffer, masks)
+        self._announce("step", sizes, bucket.sampler.kind.value, buffer, masks)
         sampled = self._run(bucket, state, buffer)
         return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
 
@@ -148,10 +153,10 @@ class ModelRunner:
         """Does what the runner of the first process does, and announced: see `jattn.engine.processes`."""
         getattr(self, f"_follow_{what}")(*arguments)
 
-    def _follow_step(self, sizes: dict[str, Any], is_full: bool, buffer: np.ndarray, masks: np.ndarray | None) -> None:
-        bucket = Bucket(**sizes, sampler=self._full if is_full else self._plain)
+    def _follow_step(self, sizes: dict[str, Any], kind: str, buffer: np.ndarray, masks: np.ndarray | None) -> None:
+        bucket = Bucket(**sizes, sampler=next(each for each in self._samplers if each.kind.value == kind))
         state = SamplerState(None, None)
-        if is_full:
+        if bucket.sampler is self._full:
             state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
         self._hidden = self._run(bucket, state, buffer).hidden
 
@@ -159,7 +164,7 @@ class ModelRunner:
         self._slots.load(slot, SlotTables(*row))
 
     def _follow_prompt(self, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> None:
-        self._prompt_logprobs(self.weights.leaves, self._hidden, rows, token_ids, num_logprobs=num_logprobs)
+        self._predicted(self._hidden, rows, token_ids, num_logprobs)
 
     def _run(self, bucket: Bucket, state: SamplerState, buffer: np.ndarray) -> Sampled:
         # Compiled behind the pool's checks of JAX's settings.
@@ -191,6 +196,7 @@ class ModelRunner:
             buckets = tuple(self._all_buckets())
             self.programs.compile(buckets, report)
             self._slots.warmup({bucket.num_seqs for bucket in buckets})
+            self._warm_prompt_logprobs(buckets)
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
@@ -268,10 +274,27 @@ class ModelRunner:
                     token_ids = np.asarray(prompt, np.int32)[places + 1]
                     count = self._vocab_size if wanted < 0 else self._full.num_logprobs
                     self._announce("prompt", at, token_ids, count)
-                    found = self._prompt_logprobs(self.weights.leaves, hidden, at, token_ids, num_logprobs=count)
+                    found = self._predicted(hidden, at, token_ids, count)
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
         return parts
+
+    def _predicted(self, hidden: Any, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> Any:
+        # Cut out first: the logits' program is one for steps of all sizes then.
+        return self._prompt_logprobs(self.weights.leaves, _cut(hidden, rows), token_ids, num_logprobs=num_logprobs)
+
+    def _warm_prompt_logprobs(self, buckets: tuple[Bucket, ...]) -> None:
+        if self._num_encoder_blocks:
+            return
+        rows = np.zeros(_PROMPT_LOGPROBS, np.int32)
+        steps: list[Any] = [
+            self.programs(bucket) for bucket in buckets if bucket.sampler is self._full and bucket.num_steps == 1
+        ]
+        known = {spec.shape: spec for spec in (step.out_info[0][0].hidden for step in steps)}
+        for spec in known.values():
+            hidden = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
+            for count in (self._full.num_logprobs, self._vocab_size):
+                self._predicted(hidden, rows, rows, count)
 
     def _bucket(self, step: ScheduledStep) -> Bucket:
         if step.encodes:
@@ -281,6 +304,8 @@ class ModelRunner:
         asking = [row.request for row in step.rows if row.num_samples or row.request.params.prompt_logprobs is not None]
         sampler = self._plain if all(request.is_plain for request in asking) else self._full
         if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
+            if sampler is self._plain and all(request.params.temperature == 0 for request in asking):
+                sampler = self._greedy
             return self._decode_bucket(self._num_seqs.pad(len(step.rows)), sampler, step.num_decode_steps)
         longest = max(row.num_new_tokens for row in step.rows)
         return self._prefill_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest, sampler)
@@ -320,8 +345,8 @@ class ModelRunner:
         return replace(self._prefill_bucket(num_seqs, num_tokens, longest, self._plain), encodes=True)
 
     def _all_buckets(self) -> Iterator[Bucket]:
-        for sampler in (self._plain, self._full):
-            for bucket in self._prompt_buckets(sampler):
+        for sampler in self._samplers:
+            for bucket in () if sampler is self._greedy is not self._plain else self._prompt_buckets(sampler):
                 yield bucket
                 if self._num_encoder_blocks and sampler is self._plain:
                     yield replace(bucket, encodes=True)
@@ -338,6 +363,11 @@ class ModelRunner:
         if self._query_lens is not None and self._config.max_num_seqs > 1:
             for longest in self._query_lens.sizes:
                 yield from self._padded_buckets(longest, sampler)
+
+
+@jax.jit
+def _cut(hidden: jax.Array, rows: jax.Array) -> jax.Array:
+    return hidden[rows]
 
 
 def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:

@@ -35,8 +35,12 @@ LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Arra
 
 
 class SamplingKind(enum.Enum):
-    """How much of the sampler a batch needs; static, so that the many batches without filters do not pay for them."""
+    """How much of the sampler a batch needs; static, so that the many batches without filters do not pay for them.
 
+    A greedy batch draws no noise, a plain one for every token of the vocabulary, and a full one does all there is.
+    """
+
+    GREEDY = "greedy"
     PLAIN = "plain"
     FULL = "full"
 
@@ -135,6 +139,8 @@ class Sampler:
         shards: VocabShards | None = None,
     ) -> tuple[jax.Array, Logprobs | None, SamplerState]:
         """Returns int32[rows] tokens, their log-probabilities if the step is a full one, and the next state."""
+        if self.kind is SamplingKind.GREEDY:
+            return _largest_of(logits, shards), None, state
         if self.kind is SamplingKind.PLAIN or state.tables is None:
             return sample(logits, rows, sample_index, shards), None, state
         if shards is not None:
@@ -282,9 +288,6 @@ def _choose(
 ) -> jax.Array:
     vocab_size = logits.shape[1] if shards is None else shards.vocab_size
 
-    def largest(scores: jax.Array) -> jax.Array:
-        return _likeliest(scores) if shards is None else shards.argmax(scores)
-
     def draw() -> jax.Array:
         # By name: a user's default may be "rbg", whose draws under vmap depend on the whole batch.
         make_key = lambda seed, at: jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at)  # noqa: E731
@@ -292,12 +295,17 @@ def _choose(
         # The Gumbel-max trick: an argmax over perturbed logits is a draw from their softmax.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), logits.dtype))(keys)
         noise = noise if shards is None else shards.own(noise)
-        return largest(jnp.where(rows.temperature[:, None] > 0, tempered + noise, logits))
+        return _largest_of(jnp.where(rows.temperature[:, None] > 0, tempered + noise, logits), shards)
 
-    # The noise is a good part of a small model's step on a CPU. On a GPU it costs little, and XLA's conditional would
-    # make the host wait for the step.
-    if_any = lambda: jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: largest(logits))  # noqa: E731
+    # The noise is a good part of a small model's step on a CPU. On a GPU XLA's conditional would make the host wait for
+    # the step: there greedy batches are of a kind of their own.
+    greedily = lambda: _largest_of(logits, shards)  # noqa: E731
+    if_any = lambda: jax.lax.cond(jnp.any(rows.temperature > 0), draw, greedily)  # noqa: E731
     return jax.lax.platform_dependent(cpu=if_any, default=draw)
+
+
+def _largest_of(scores: jax.Array, shards: VocabShards | None) -> jax.Array:
+    return _likeliest(scores) if shards is None else shards.argmax(scores)
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:

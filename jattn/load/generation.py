@@ -27,6 +27,8 @@ class GenerationDefaults:
         max_tokens: new tokens at most.
         bos_token_id: the token that starts a document.
         eos_token_ids: the tokens that end a generation.
+        decoder_start_token_id: the token that a decoder behind an encoder starts with.
+        forced_bos_token_id: the one that always follows it.
 
     Raises:
         InvalidInput: a value out of range.
@@ -38,6 +40,8 @@ class GenerationDefaults:
     max_tokens: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (("temperature", 0.0, 1e3), ("top_p", 1e-9, 1.0)):
@@ -65,7 +69,8 @@ def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaul
         return GenerationDefaults()
     raw = read_object(path, _NAME)
     values: dict[str, Any] = {"temperature": 0.0} if raw.get("do_sample") is False else {}
-    keys = {"top_k": "top_k", "top_p": "top_p", "max_new_tokens": "max_tokens", "bos_token_id": "bos_token_id"}
+    same = ("top_k", "top_p", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
+    keys = {"max_new_tokens": "max_tokens"} | {name: name for name in same}
     if raw.get("do_sample") is not False:
         keys["temperature"] = "temperature"
     try:

@@ -154,7 +154,10 @@ def load_model(
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
     defaults = load_generation_defaults(folder)
-    named = {name: getattr(defaults, name) for name in ("bos_token_id", "eos_token_ids")}
+    names = ("bos_token_id", "eos_token_ids")
+    if config.encoder is not None:
+        names += ("decoder_start_token_id", "forced_bos_token_id")
+    named = {name: getattr(defaults, name) for name in names}
     try:
         return dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
     except InvalidInput as error:

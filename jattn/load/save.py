@@ -59,7 +59,9 @@ def save_model(
     values = dict(nnx.to_flat_state(nnx.state(model)))
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    _write_weights(path / "model.safetensors", plan_parameters(config), values, STORED_DTYPES[codes[dtype]])
+    _write_weights(
+        path / "model.safetensors", plan_parameters(config), values, STORED_DTYPES[codes[dtype]], _scales(values)
+    )
     _write_json(path / "config.json", rendered)
     end = list(config.eos_token_ids) or None
     _write_json(path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": end})
@@ -69,8 +71,23 @@ def save_model(
         _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
 
 
-def _write_weights(path: Path, plan: tuple[ParameterPlan, ...], values: dict[Any, Any], dtype: np.dtype) -> None:
-    """Writes the tensors of a plan one by one, at places that follow from it; in the library's order."""
+def _scales(values: dict[Any, Any]) -> dict[str, np.ndarray]:
+    """Returns the scales of 8-bit caches that the model carries, by the names that `load_model` reads."""
+    return {
+        f"model.layers.{path[1]}.self_attn.attn.{path[-1]}": np.asarray(value[...], np.float32)
+        for path, value in values.items()
+        if path[0] == "layers" and path[-2] == "kv_scales"
+    }
+
+
+def _write_weights(
+    path: Path,
+    plan: tuple[ParameterPlan, ...],
+    values: dict[Any, Any],
+    dtype: np.dtype,
+    scales: dict[str, np.ndarray],
+) -> None:
+    """Writes the tensors of a plan one by one, at places that follow from it, in the library's order; then scales."""
     wide = STORED_DTYPES["F32"]
     stored = {piece: wide if parameter.is_float32 else dtype for parameter in plan for piece in parameter.pieces}
     codes = {dtype: code for code, dtype in STORED_DTYPES.items()}
@@ -79,6 +96,9 @@ def _write_weights(path: Path, plan: tuple[ParameterPlan, ...], values: dict[Any
     for piece in sorted(stored, key=lambda piece: (-stored[piece].itemsize, piece.name)):
         start, end = end, end + math.prod(piece.shape) * stored[piece].itemsize
         header[piece.name] = {"dtype": codes[stored[piece]], "shape": piece.shape, "data_offsets": [start, end]}
+    for name, array in scales.items():
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": codes[wide], "shape": array.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with _replaced(path) as file:
@@ -88,6 +108,9 @@ def _write_weights(path: Path, plan: tuple[ParameterPlan, ...], values: dict[Any
                 file.seek(8 + len(text) + header[piece.name]["data_offsets"][0])
                 # A transposition runs on the device, and one tensor at a time lies on the host.
                 file.write(np.ascontiguousarray(np.asarray(data.astype(stored[piece]))).reshape(-1).view(np.uint8).data)
+        for name, array in scales.items():
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.write(array.tobytes())
 
 
 def _value(values: dict[Any, Any], parameter: ParameterPlan) -> Any:

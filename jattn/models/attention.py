@@ -83,6 +83,11 @@ class Attention(nnx.Module):
             implementation=implementation,
         )
 
+    @property
+    def sees_distances(self) -> bool:
+        """Whether a bias by distance goes in with each call."""
+        return self.config.position_embedding in ("alibi", "relative")
+
     def forward_paged(
         self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:

@@ -120,6 +120,7 @@ class ModelConfig:
         encoder: what cross attention behind the self-attention of each layer reads: an encoder with the same embedding.
             None for a model without.
         decoder_start_token_id: the token that every generation starts with, in a model with an encoder.
+        forced_bos_token_id: one that always follows it there; None for none.
         logits_bias: the logits have a bias.
         tie_word_embeddings: the output projection is the embedding.
         attention_bias: the query, key and value projections have a bias.
@@ -187,6 +188,7 @@ class ModelConfig:
     final_norm: bool = True
     encoder: ModelConfig | None = None
     decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
     logits_bias: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -289,6 +291,11 @@ class ModelConfig:
                     f"{self.window_of(layer)}. Layers that share keys and values keep the same part of the past."
                 )
 
+    @property
+    def index_head_dim(self) -> int | None:
+        """Elements of a token's index key, of attention over latents that an indexer chooses; None of all other."""
+        return None if self.latent is None else self.latent.index_head_dim
+
     def _check_latent(self) -> None:
         latent, scaling = self.latent, self.rope_scaling
         if latent is None:
@@ -336,7 +343,7 @@ class ModelConfig:
             )
 
     def _check_tokens(self) -> None:
-        single = ("bos_token_id", "decoder_start_token_id")
+        single = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
         named = [(name, getattr(self, name)) for name in single if getattr(self, name) is not None]
         named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
         for name, token in named:

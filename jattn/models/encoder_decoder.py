@@ -45,6 +45,7 @@ class EncoderDecoder(Decoder):
             super().paged_spec,
             max_encoder_len=self.encoder.config.max_position_embeddings,
             decoder_start_token_id=self.config.decoder_start_token_id,
+            forced_bos_token_id=self.config.forced_bos_token_id,
         )
 
     def encode(

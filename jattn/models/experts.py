@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jattn.models.config import ModelConfig
-from jattn.models.layers import INITIALIZER, MLP, gated, linear
+from jattn.models.layers import INITIALIZER, MLP, linear
 from jattn.models.tensor_parallel import TensorParallel
+from jattn.ops import fused_experts
+from jattn.ops.routed import ExpertKernels, ExpertProduct, routed_experts
 from torch_core.errors import InvalidInput
 
 __all__ = ["ExpertLinear", "SparseMLP"]
-
-_Routed = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExpertLinear(nnx.Module):
@@ -27,30 +27,12 @@ class ExpertLinear(nnx.Module):
         self.kernel = nnx.Param(INITIALIZER(rngs.params(), (num_experts, in_features, out_features), jnp.dtype(dtype)))
         self.bias = nnx.Param(jnp.zeros((num_experts, out_features), jnp.dtype(dtype))) if use_bias else None
 
-    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Maps rows `[rows, in]` that are sorted by expert, `group_sizes` of them for each: one ragged product."""
-        return self._biased(jax.lax.ragged_dot(x, self.kernel[...], group_sizes), experts)
-
-    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        """Maps rows `[rows, in]` one by one, each with its own expert: reads the experts that are hit, no others."""
-        kernel = self.kernel[...]
-
-        def one_row(arguments: tuple[jax.Array, jax.Array]) -> jax.Array:
-            row, expert = arguments
-            return row @ jax.lax.dynamic_index_in_dim(kernel, expert, keepdims=False)
-
-        return self._biased(jax.lax.map(one_row, (x, experts)), experts)
-
-    def _biased(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        return x if self.bias is None else x + self.bias[...][experts]
-
 
 class SparseMLP(nnx.Module):
     """Sends each token to its experts and adds up what they return, weighted (Shazeer et al. 2017, arXiv:1701.06538).
 
-    Rows are sorted by expert and multiplied in groups of their true sizes, so there is no capacity and no padding.
-    Where rows are fewer than experts, as in decoding, each row takes its expert by itself. Which of the two runs
-    follows from shapes alone.
+    There is no capacity: rows that share an expert are multiplied together, as many as they are, and an expert that no
+    row goes to is not read. See `jattn.ops.fused_experts`.
 
     Args:
         config: the model's, with `moe`.
@@ -85,15 +67,39 @@ class SparseMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
         rows = x.reshape(-1, x.shape[-1])
-        weights, experts = self.route(rows)
-        routed = self.gathered if experts.size < self.moe.num_experts else self.grouped
-        if self.num_local_experts < self.moe.num_experts:
-            weights, experts, routed = self._own(weights, experts, routed)
-        out = jnp.einsum("tk,tkh->th", weights, routed(rows, experts), preferred_element_type=jnp.float32)
+        out = self.routed(rows, *self._own(*self.route(rows)))
         if self.shared_expert is not None:
             shared, gate = self.shared_expert(rows), self.shared_expert_gate
             out = out + (shared if gate is None else jax.nn.sigmoid(gate(rows)) * shared)
         return out.astype(x.dtype).reshape(x.shape)
+
+    def routed(
+        self, rows: jax.Array, weights: jax.Array, experts: jax.Array, *, implementation: str | None = None
+    ) -> jax.Array:
+        """Returns the weighted sums `[rows, hidden]` of what the experts of each row make of it.
+
+        Args:
+            rows: `[rows, hidden]`.
+            weights, experts: as `route` returns them; ids that are none of this device's add nothing.
+            implementation: see `jattn.ops.fused_experts`.
+        """
+        gate_up, down, act = _product(self.gate_up_proj), _product(self.down_proj), self.hidden_act
+        if not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
+            # Kernels in fewer bits become numbers where jnp multiplies them.
+            return routed_experts(gate_up, down, act, rows, weights, experts, self.num_local_experts)
+        return fused_experts(
+            rows,
+            weights,
+            experts,
+            gate_up.kernel,
+            down.kernel,
+            gate_up_bias=gate_up.bias,
+            down_bias=down.bias,
+            activation=act,
+            # Something is added to it.
+            out_dtype=None if self.shared_expert is None else "float32",
+            implementation=implementation,
+        )
 
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the best expert first."""
@@ -108,17 +114,12 @@ class SparseMLP(nnx.Module):
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
         return weights * moe.routed_scaling_factor, experts
 
-    def _own(self, weights: jax.Array, experts: jax.Array, routed: _Routed) -> tuple[jax.Array, jax.Array, _Routed]:
-        """Returns the part of the routing that is this device's: other experts stand behind the last, and give 0."""
+    def _own(self, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the routing by this device's ids: experts of others are below 0 or behind the last."""
         count, parallel = self.num_local_experts, self.parallel
-        local = experts - (0 if parallel is None else parallel.first("experts", count))
-        is_own = (local >= 0) & (local < count)
-
-        def run(rows: jax.Array, experts: jax.Array) -> jax.Array:
-            # What stands there for experts of other devices may be anything.
-            return jnp.where(is_own[..., None], routed(rows, experts), 0)
-
-        return jnp.where(is_own, weights, 0), jnp.where(is_own, local, count), run
+        if count == self.moe.num_experts or parallel is None:
+            return weights, experts
+        return weights, experts - parallel.first("experts", count)
 
     def _within_groups(self, choice: jax.Array) -> jax.Array:
         """Returns [rows, num_experts] with -inf in all groups but the best `topk_group` of each row."""
@@ -131,20 +132,9 @@ class SparseMLP(nnx.Module):
         is_kept = (kept[..., None] == jnp.arange(moe.n_group)).any(-2)
         return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(choice.shape)
 
-    def grouped(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
-        """Returns what each row's experts make of it, [rows, num_experts_per_tok, hidden], by grouped products."""
-        flat = experts.reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        chosen = flat[order]
-        # Rows of other devices' experts are in no group.
-        sizes = jnp.bincount(flat, length=self.num_local_experts).astype(jnp.int32)
-        inner = self.gate_up_proj.grouped(rows[order // experts.shape[-1]], chosen, sizes)
-        out = self.down_proj.grouped(gated(self.hidden_act, inner), chosen, sizes)
-        # Taken back by the inverse order and summed along an axis: added up by scattering, bits would vary on a GPU.
-        return out[jnp.argsort(order)].reshape(*experts.shape, -1)
 
-    def gathered(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
-        """Returns the same as `grouped`, row by row."""
-        flat = experts.reshape(-1)
-        inner = self.gate_up_proj.gathered(jnp.repeat(rows, experts.shape[-1], axis=0), flat)
-        return self.down_proj.gathered(gated(self.hidden_act, inner), flat).reshape(*experts.shape, -1)
+def _product(linear: Any) -> ExpertProduct:
+    """Returns the linear maps of a module, which may have been exchanged for quantised ones."""
+    if not isinstance(linear, ExpertLinear):
+        return linear
+    return ExpertKernels(linear.kernel[...], None if linear.bias is None else linear.bias[...])

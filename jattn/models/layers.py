@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +10,9 @@ from flax import nnx
 
 from jattn.models.config import ModelConfig
 from jattn.models.tensor_parallel import TensorParallel
+from jattn.ops.activations import activated, gated
 
-__all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "gated", "linear", "norm"]
+__all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "linear", "norm"]
 
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
@@ -146,18 +146,8 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
         if not self.is_gated:
-            return self.down_proj(_ACTIVATIONS[self.hidden_act](self.up_proj(x)))
+            return self.down_proj(activated(self.hidden_act, self.up_proj(x)))
         return self.down_proj(gated(self.hidden_act, self.gate_up_proj(x)))
-
-
-def gated(hidden_act: str, gate_up: jax.Array) -> jax.Array:
-    """Returns `act(gate) * up` of `[..., gate | up]`."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    if hidden_act == "swigluoai":
-        # gpt-oss (arXiv:2508.10925): a clamped gate with the sigmoid's slope of GELU, and 1 added to what is gated.
-        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-    return _ACTIVATIONS[hidden_act](gate) * up
 
 
 def _mean(x: jax.Array, parallel: TensorParallel | None) -> jax.Array:
@@ -166,21 +156,3 @@ def _mean(x: jax.Array, parallel: TensorParallel | None) -> jax.Array:
         return mean
     # Devices have as many elements each, and key heads that several have count as often in the sum as in its number.
     return jax.lax.pmean(mean, parallel.axis)
-
-
-def _gelu_tanh(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": _gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}

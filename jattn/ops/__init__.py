@@ -9,10 +9,17 @@ from jattn.ops.attention import (
     paged_attention,
     paged_attention_with_lse,
 )
-from jattn.ops.cache import merge_states, rotate_and_write, write_kv_cache, write_kv_cache_per_token_head
+from jattn.ops.cache import (
+    CacheScales,
+    merge_states,
+    rotate_and_write,
+    write_kv_cache,
+    write_kv_cache_per_token_head,
+)
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
+from jattn.ops.experts import fused_experts
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
 from jattn.ops.masked import masked_attention
@@ -26,6 +33,7 @@ __all__ = [
     "MASK_OPTIONS",
     "POSITIONAL",
     "RESIDUAL_NAMES",
+    "CacheScales",
     "PagedOptions",
     "attention",
     "attention_with_lse",
@@ -33,6 +41,7 @@ __all__ = [
     "cascade_attention",
     "choose",
     "dropout_seeds",
+    "fused_experts",
     "indexer_topk",
     "launches_kernels",
     "masked_attention",

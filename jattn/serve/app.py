@@ -25,6 +25,7 @@ from jattn.engine.prompts import chat_prompt, encoded
 from jattn.load import ChatTemplate, TextTokenizer
 from jattn.serve.access import AccessLog
 from jattn.serve.async_llm import AsyncLLM, Submission
+from jattn.serve.embeddings import embeddings_body, parse_embeddings
 from jattn.serve.fields import RequestError, as_request_error
 from jattn.serve.keys import KeyRing
 from jattn.serve.metrics import Metrics
@@ -96,6 +97,7 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
     routes = [
         Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+        Route("/v1/embeddings", server.guarded(server.embeddings), methods=["POST"]),
         Route("/v1/models", server.guarded(server.models)),
         Route("/v1/models/{name:path}", server.guarded(server.models)),
         Route("/tokenize", server.guarded(server.tokenize), methods=["POST"]),
@@ -119,6 +121,7 @@ class _Server:
         self._metrics = Metrics(llm)
         self._started = int(time.time())
         self._keys = KeyRing(config.api_keys)
+        self._embeds, self._num_embedded = asyncio.Lock(), 0
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Wraps a route: the key is checked, and every error becomes OpenAI's."""
@@ -147,6 +150,26 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, parse_chat(await self._body(request), self._config.default_sampling))
+
+    async def embeddings(self, request: Request) -> Response:
+        asked = parse_embeddings(await self._body(request))
+        self._check_model(asked.model)
+        self._check_room("input", len(asked.prompts), self._num_embedded)
+        self._num_embedded += len(asked.prompts)
+        try:
+            # One after the other: each fills the device by itself.
+            async with self._embeds:
+                found = await asyncio.to_thread(
+                    self._llm.llm.embed, asked.prompts, pooling=asked.pooling, normalize=asked.normalize
+                )
+        except Exception as error:
+            raise as_request_error(error, default="input") from error
+        finally:
+            self._num_embedded -= len(asked.prompts)
+        num_tokens = sum(len(each.prompt_token_ids) for each in found)
+        request.state.log["prompt_tokens"] = num_tokens
+        vectors = [each.outputs.embedding for each in found]
+        return JSONResponse(embeddings_body(asked, vectors, self._config.model_name, num_tokens))
 
     async def models(self, request: Request) -> Response:
         model = {
@@ -198,16 +221,7 @@ class _Server:
         prompts = generation.prompts
         field = "prompt" if generation.messages is None else "messages"
         wanted = generation.params.n * max(len(prompts), 1)
-        most = self._config.max_unfinished
-        if wanted > most:
-            param = "n" if generation.params.n > most else field
-            raise RequestError(
-                400, f"{param} asks for {wanted} samples; this server takes {most} at once.", param=param
-            )
-        if self._llm.num_unfinished + wanted > most:
-            raise RequestError(
-                429, f"{self._llm.num_unfinished} samples wait or run; try again soon.", code="overloaded"
-            )
+        self._check_room("n" if generation.params.n > self._config.max_unfinished else field, wanted)
         try:
             if generation.messages is not None:
                 prompts = [await asyncio.to_thread(self._chat_prompt, generation)]
@@ -281,6 +295,16 @@ class _Server:
             if own is None:
                 raise
             raise RequestError(400, f"chat_template: {error}", param="chat_template") from None
+
+    def _check_room(self, param: str, wanted: int, num_unfinished: int | None = None) -> None:
+        most = self._config.max_unfinished
+        num_unfinished = self._llm.num_unfinished if num_unfinished is None else num_unfinished
+        if wanted > most:
+            raise RequestError(
+                400, f"{param} asks for {wanted} samples; this server takes {most} at once.", param=param
+            )
+        if num_unfinished + wanted > most:
+            raise RequestError(429, f"{num_unfinished} samples wait or run; try again soon.", code="overloaded")
 
     def _tokenizer(self) -> TextTokenizer:
         tokenizer = self._llm.llm.tokenizer

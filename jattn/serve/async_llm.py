@@ -110,6 +110,8 @@ class AsyncLLM(contextlib.AbstractContextManager):
             RequestTooLong: it can never fit.
         """
         token_ids, text = encoded(prompt, self.llm.tokenizer)
+        # Nobody's tokens wait for a grammar.
+        self.llm.engine.prepare(params)
         with self._lock:
             if self._closed:
                 raise InvalidInput("the AsyncLLM is closed; build another one.")

@@ -9,7 +9,7 @@ from typing import Any
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput, RequestTooLong
 
-__all__ = ["IGNORED", "SAMPLING", "Fields", "RequestError", "as_request_error", "is_tokens"]
+__all__ = ["IGNORED", "SAMPLING", "Fields", "RequestError", "as_request_error", "is_prompt", "is_tokens"]
 
 #: Fields that are SamplingParams' own, by name and meaning.
 SAMPLING = (
@@ -115,3 +115,12 @@ class Fields:
 def is_tokens(value: Any) -> bool:
     """Returns whether it is a list of whole numbers."""
     return isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+
+def is_prompt(value: Any) -> bool:
+    """Returns whether it is a text, token ids, or a list of either that is not empty."""
+    if isinstance(value, str):
+        return True
+    return bool(isinstance(value, list) and value) and (
+        is_tokens(value) or all(isinstance(each, str) or (is_tokens(each) and bool(each)) for each in value)
+    )

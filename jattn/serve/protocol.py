@@ -9,7 +9,7 @@ from typing import Any
 from jattn.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.engine.prompts import Prompt
 from jattn.load.folder import read_json
-from jattn.serve.fields import SAMPLING, Fields, RequestError, as_request_error, is_tokens
+from jattn.serve.fields import SAMPLING, Fields, RequestError, as_request_error, is_prompt, is_tokens
 from jattn.serve.keys import digest
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
@@ -87,7 +87,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None
         RequestError: a field is missing, unknown or wrong.
     """
     fields = Fields(body, defaults)
-    prompt = fields.take("prompt", _is_prompt, "a string, token ids, or a list of either")
+    prompt = fields.take("prompt", is_prompt, "a string, token ids, or a list of either")
     if prompt is None:
         raise RequestError(400, "prompt is missing.", param="prompt")
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
@@ -322,14 +322,6 @@ def _bias(bias: Mapping[str, Any] | None) -> dict[int, Any] | None:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise RequestError(400, f"logit_bias has {shown(token)}; its names must be token ids.", param="logit_bias")
     return {int(token): value for token, value in bias.items()}
-
-
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return True
-    return bool(isinstance(value, list) and value) and (
-        is_tokens(value) or all(isinstance(each, str) or (is_tokens(each) and bool(each)) for each in value)
-    )
 
 
 def _is_objects(value: Any) -> bool:

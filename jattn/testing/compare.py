@@ -17,11 +17,11 @@ from flax import nnx
 
 from jattn.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
 from jattn.load.folder import check_folder, read_object
-from jattn.models import Decoder, ModelConfig
+from jattn.models import Decoder, EncoderDecoder, ModelConfig
 from jattn.ops import IMPLEMENTATIONS, available_implementations
 from jattn.testing.layers import LayerRow, layer_rows
 from jattn.testing.measure import Truth, compare_tokens, measure
-from jattn.testing.paged import PagedRun, engine_tokens, with_implementation
+from jattn.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
 from jattn.testing.report import CrosscheckReport, CrosscheckRow
 from jattn.testing.torch_decoder import TorchDecoder
 from jattn.testing.torch_side import TorchSide, greedy_run, load_torch_side, suitable_threads
@@ -95,10 +95,9 @@ def compare_with_torch(
         subject = stack.enter_context(_subject(model, dtype))
         if subject.decoder.config.is_encoder:
             raise Unsupported(f"{subject.name} is an encoder; logits and greedy tokens are compared.")
-        if subject.decoder.config.encoder is not None:
-            raise Unsupported(f"{subject.name} has an encoder; decoders alone are compared.")
         tokens = _token_ids(prompts, subject, max_tokens)
-        subject = replace(subject, decoder=_as_long(subject.decoder, max(map(len, tokens)) + max_tokens))
+        if subject.decoder.config.encoder is None:
+            subject = replace(subject, decoder=_as_long(subject.decoder, max(map(len, tokens)) + max_tokens))
         torch_folder = subject.folder if torch_model is None else check_folder(torch_model)
         config = subject.decoder.config
         torch_config = parse_config(read_object(torch_folder, "config.json"))
@@ -112,13 +111,19 @@ def compare_with_torch(
         if layers or not TorchDecoder.serves(torch_config):
             exact_side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device="cpu", widened=True)
         stack.enter_context(suitable_threads(config.num_parameters))
-        torch_runs = [greedy_run(side, prompt, max_tokens) for prompt in tokens]
+        # With an encoder, prompts are its inputs, and what is generated begins with one token.
+        inputs = tokens if config.encoder is not None else []
+        prompts_fed = [(config.decoder_start_token_id or 0,) for _ in inputs] or tokens
+        torch_runs = [
+            greedy_run(each, prompt, max_tokens)
+            for each, prompt in zip(_reading(side, inputs, len(tokens)), prompts_fed, strict=True)
+        ]
         # The last new token is never fed, so a sequence has one position less than it has tokens.
-        sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(tokens, torch_runs, strict=True)]
-        exact, truth_name = _exact_logits(torch_folder, torch_config, config.dtype, sequences, exact_side)
-        states: list[list[list[np.ndarray]]] = []
+        sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(prompts_fed, torch_runs, strict=True)]
+        exact, truth_name = _exact_logits(torch_folder, torch_config, config.dtype, sequences, inputs, exact_side)
+        states: list[_States] = []
         if layers and exact_side is not None:
-            states = [_hidden_states(each, sequences) for each in (side, exact_side)]
+            states = [_states_of(each, sequences, inputs) for each in (side, exact_side)]
     eps = torch.finfo(getattr(torch, config.dtype)).eps
     truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps)
     expected = [new for new, _ in torch_runs]
@@ -129,11 +134,17 @@ def compare_with_torch(
             decoder = with_implementation(subject.decoder, implementation)
             if not rows:
                 # How requests are scheduled and blocks are allocated does not depend on the implementation.
-                rows.append(_engine_row(implementation, decoder, tokens, expected, truth))
-            rows += _logits_rows(implementation, decoder, tokens, sequences, expected, truth)
+                rows.append(_engine_row(implementation, decoder, tokens, prompts_fed, expected, truth))
+            run = PagedRun(decoder, sequences, inputs)
+            rows += _logits_rows(
+                implementation, run, [len(prompt) for prompt in prompts_fed], sequences, expected, truth
+            )
             if states:
-                found = PagedRun(decoder, sequences).hidden_states()
-                behind += layer_rows(implementation, found, *states, eps=eps)
+                if isinstance(decoder, EncoderDecoder):
+                    encoders = [each.encoder for each in states]
+                    found = encoder_states(decoder, inputs)
+                    behind += layer_rows(implementation, found, *encoders, eps=eps, prefix="encoder.")
+                behind += layer_rows(implementation, run.hidden_states(), *(each.decoder for each in states), eps=eps)
     return CrosscheckReport(
         model=subject.name,
         dtype=config.dtype,
@@ -172,7 +183,12 @@ def _as_long(decoder: Decoder, longest: int) -> Decoder:
 
 
 def _exact_logits(
-    folder: Path, config: ModelConfig, dtype: str, sequences: Sequence[Sequence[int]], side: TorchSide | None
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    sequences: Sequence[Sequence[int]],
+    inputs: Sequence[Sequence[int]],
+    side: TorchSide | None,
 ) -> tuple[list[np.ndarray], str]:
     """Returns float64 logits of every position, of our own decoder where it serves the model, and its name."""
     if TorchDecoder.serves(config):
@@ -180,13 +196,33 @@ def _exact_logits(
         return [decoder(sequence)[0].numpy() for sequence in sequences], "jattn.testing.TorchDecoder in float64"
     if side is None:
         raise Unsupported(f"{config.architecture} is compared with transformers, and no model of it is given.")
-    return [side.forward(sequence, None)[0].numpy() for sequence in sequences], "transformers in float64"
+    sides = _reading(side, inputs, len(sequences))
+    logits = [each.forward(sequence, None)[0].numpy() for each, sequence in zip(sides, sequences, strict=True)]
+    return logits, "transformers in float64"
 
 
-def _hidden_states(side: TorchSide, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-    if side.hidden_states is None:
-        raise Unsupported(f"layers are compared with transformers, and torch's side is {side.description}.")
-    return [side.hidden_states(sequence) for sequence in sequences]
+def _reading(side: TorchSide, inputs: Sequence[Sequence[int]], count: int) -> list[TorchSide]:
+    """Returns torch's side for each sequence: one that reads its input, or the same for all without an encoder."""
+    if not inputs or side.reading is None:
+        return [side] * count
+    return [side.reading(each) for each in inputs]
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Hidden states of each sequence, and those of the encoder for each input."""
+
+    decoder: list[list[np.ndarray]]
+    encoder: list[list[np.ndarray]]
+
+
+def _states_of(side: TorchSide, sequences: Sequence[Sequence[int]], inputs: Sequence[Sequence[int]]) -> _States:
+    found = []
+    for each, sequence in zip(_reading(side, inputs, len(sequences)), sequences, strict=True):
+        if each.hidden_states is None:
+            raise Unsupported(f"layers are compared with transformers, and torch's side is {side.description}.")
+        found.append(each.hidden_states(sequence))
+    return _States(found, [] if side.encoder_states is None else [side.encoder_states(each) for each in inputs])
 
 
 @contextlib.contextmanager
@@ -227,7 +263,8 @@ def _token_ids(
 ) -> list[tuple[int, ...]]:
     config, tokenizer = subject.decoder.config, subject.tokenizer
     if prompts is None:
-        room = config.max_position_embeddings - max_tokens
+        encoder = config.encoder
+        room = config.max_position_embeddings - max_tokens if encoder is None else encoder.max_position_embeddings
         if tokenizer is None:
             random = np.random.default_rng(0)
             prompts = [random.integers(config.vocab_size, size=length).tolist() for length in DEFAULT_PROMPT_LENS]
@@ -245,9 +282,16 @@ def _token_ids(
             raise InvalidInput(
                 f"prompts[{index}][{outside[0]}] is {prompt[outside[0]]}; token ids are 0 to {config.vocab_size - 1}."
             )
-        if len(prompt) + max_tokens > config.max_position_embeddings:
+        if config.encoder is not None and len(prompt) > config.encoder.max_position_embeddings:
             raise RequestTooLong(
-                f"prompts[{index}] needs {len(prompt) + max_tokens} tokens ({len(prompt)} + {max_tokens} new); the "
+                f"prompts[{index}] has {len(prompt)} tokens; the model's encoder was made for "
+                f"{config.encoder.max_position_embeddings}. Shorten it."
+            )
+        # The decoder of a model with an encoder starts with one token.
+        count = len(prompt) if config.encoder is None else 1
+        if count + max_tokens > config.max_position_embeddings:
+            raise RequestTooLong(
+                f"prompts[{index}] needs {count + max_tokens} tokens ({count} + {max_tokens} new); the "
                 f"model was made for {config.max_position_embeddings}. Shorten it or lower max_tokens."
             )
     return tokens
@@ -266,14 +310,12 @@ def _one_prompt(index: int, prompt: str | Sequence[int], tokenizer: TextTokenize
 
 def _logits_rows(
     implementation: str,
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
+    run: PagedRun,
+    prompt_lens: Sequence[int],
     sequences: Sequence[Sequence[int]],
     expected: Sequence[tuple[int, ...]],
     truth: Truth,
 ) -> Iterator[CrosscheckRow]:
-    prompt_lens = [len(prompt) for prompt in prompts]
-    run = PagedRun(decoder, sequences)
     for path, prefill_lens in (("prefill", [len(sequence) for sequence in sequences]), ("decode", prompt_lens)):
         logits = run.logits(prefill_lens)
         found = [each[length - 1 :].argmax(-1).tolist() for each, length in zip(logits, prompt_lens, strict=True)]
@@ -292,11 +334,13 @@ def _engine_row(
     implementation: str,
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
+    prompts_fed: Sequence[Sequence[int]],
     expected: Sequence[tuple[int, ...]],
     truth: Truth,
 ) -> CrosscheckRow:
     found = engine_tokens(decoder, prompts, len(expected[0]))
-    difference, ties = compare_tokens(expected, found, truth, [len(prompt) for prompt in prompts], free_running=True)
+    lengths = [len(prompt) for prompt in prompts_fed]
+    difference, ties = compare_tokens(expected, found, truth, lengths, free_running=True)
     return CrosscheckRow(
         implementation=implementation, path="engine", limit=truth.limit, first_difference=difference, ties=ties
     )

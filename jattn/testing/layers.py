@@ -16,7 +16,8 @@ class LayerRow:
 
     Attributes:
         implementation: "triton", "torch" or "xla".
-        layer: "embedding", "layers.0" and so on, or "norm", which is the last layer and the norm behind it.
+        layer: "embedding", "layers.0" and so on, or "norm", which is the last layer and the norm behind it; those of
+            an encoder begin with "encoder.".
         error: largest absolute difference to the truth, divided by the truth's largest absolute value there.
         limit: the error that is allowed: 2 x (torch's own + eps of the dtype).
         by_position: the error at each position of each prompt.
@@ -41,6 +42,7 @@ def layer_rows(
     exact: Sequence[Sequence[np.ndarray]],
     *,
     eps: float,
+    prefix: str = "",
 ) -> Iterator[LayerRow]:
     """Yields a row for each hidden state that transformers gives.
 
@@ -50,6 +52,7 @@ def layer_rows(
         torch_found: of each sequence, transformers' states in the dtype under test.
         exact: likewise in float64.
         eps: of the dtype.
+        prefix: of the names.
 
     Example:
         >>> truth = [[np.array([[1.0, -4.0]])] * 2]
@@ -68,7 +71,7 @@ def layer_rows(
         errors = [_errors(each[place], true) / scale for each, true in zip(found, truth, strict=True)]
         yield LayerRow(
             implementation=implementation,
-            layer=name,
+            layer=f"{prefix}{name}",
             error=float(np.max([each.max() for each in errors])),
             limit=float(2 * (theirs + eps)),
             by_position=tuple(tuple(each.tolist()) for each in errors),

@@ -13,11 +13,12 @@ from flax import nnx
 
 from jattn.engine import LLM, EngineConfig, SamplingParams
 from jattn.metadata import AttentionMetadata
-from jattn.models import Decoder
+from jattn.models import Decoder, EncoderDecoder
+from jattn.models.encoder_decoder import build_model
 from jattn.pool import KVPool
-from torch_core.metadata import Buckets, SequenceRow, build_common_metadata
+from torch_core.metadata import Buckets, EncoderRow, SequenceRow, build_common_metadata
 
-__all__ = ["PagedRun", "engine_tokens", "with_implementation"]
+__all__ = ["PagedRun", "encoder_states", "engine_tokens", "with_implementation"]
 
 _BLOCK_SIZE = 16
 _MAX_NEW_TOKENS = 512
@@ -25,13 +26,20 @@ _MAX_NEW_TOKENS = 512
 
 def with_implementation(model: Decoder, implementation: str) -> Decoder:
     """Returns a decoder over the same parameters whose attention runs with `implementation`."""
-    abstract = nnx.eval_shape(lambda: Decoder(model.config, rngs=nnx.Rngs(0), implementation=implementation))
+    abstract = nnx.eval_shape(lambda: build_model(model.config, rngs=nnx.Rngs(0), implementation=implementation))
     return nnx.merge(nnx.graphdef(abstract), nnx.state(model))
+
+
+def encoder_states(model: EncoderDecoder, inputs: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Returns the hidden states of an encoder for each input: float32[states, tokens, hidden_size]."""
+    split = nnx.split(model)
+    return [np.asarray(_encoder_states(*split, np.asarray([each], np.int32))) for each in inputs]
 
 
 def engine_tokens(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
     """Returns the greedy tokens that `jattn.engine.LLM` generates for all prompts at once, past any end of text."""
-    longest = max(map(len, prompts)) + max_tokens
+    # An encoder reads the prompt, and the decoder starts with one token.
+    longest = (max(map(len, prompts)) if model.config.encoder is None else 1) + max_tokens
     llm = LLM(model, config=EngineConfig(max_model_len=longest))
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate([list(prompt) for prompt in prompts], params)]
@@ -45,20 +53,31 @@ class PagedRun:
     Args:
         model: the decoder.
         sequences: token ids of each sequence, at least one.
+        encoder_inputs: what an encoder reads for each of them; none without one.
     """
 
-    def __init__(self, model: Decoder, sequences: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, model: Decoder, sequences: Sequence[Sequence[int]], encoder_inputs: Sequence[Sequence[int]] = ()
+    ) -> None:
         self._sequences = [np.asarray(sequence, np.int32) for sequence in sequences]
-        widths = [-(-len(sequence) // _BLOCK_SIZE) for sequence in sequences]
+        self._inputs = [np.asarray(each, np.int32) for each in encoder_inputs]
+        widths = [-(-len(tokens) // _BLOCK_SIZE) for tokens in (*self._sequences, *self._inputs)]
         order = 1 + np.random.default_rng(0).permutation(sum(widths)).astype(np.int32)
-        self._tables = [table.tolist() for table in np.split(order, np.cumsum(widths)[:-1])]
+        tables = [table.tolist() for table in np.split(order, np.cumsum(widths)[:-1])]
+        self._tables, cross = tables[: len(sequences)], tables[len(sequences) :]
+        self._cross = [EncoderRow(table, len(each)) for table, each in zip(cross, self._inputs, strict=True)]
         self._max_blocks = max(widths)
         self._num_seqs = Buckets.powers_of_two("sequences of a step", 1 << (len(sequences) - 1).bit_length())
         self._num_tokens = Buckets.powers_of_two("new tokens of a step", _MAX_NEW_TOKENS, smallest=_BLOCK_SIZE)
         paged = model.paged_spec
-        self._pool = KVPool(paged.cache_spec(_BLOCK_SIZE), num_layers=paged.num_layers, num_blocks=1 + sum(widths))
-        graph, self._state = nnx.split(model)
-        self._step = functools.partial(_step, graph=graph)
+        self._pool = KVPool(
+            paged.cache_spec(_BLOCK_SIZE),
+            num_layers=paged.num_layers,
+            num_blocks=1 + sum(widths),
+            further=paged.further_specs(_BLOCK_SIZE),
+        )
+        self._graph, self._state = nnx.split(model)
+        self._step = functools.partial(_step, graph=self._graph)
 
     def hidden_states(self) -> list[np.ndarray]:
         """Returns the hidden states of whole sequences, prefilled: float32[states, tokens, hidden_size] each.
@@ -85,6 +104,8 @@ class PagedRun:
 
     def _run(self, step: Callable[..., Any], prefill_lens: Sequence[int]) -> list[np.ndarray]:
         self._pool.run(_fill_with_nan)
+        for row, token_ids in zip(self._cross, self._inputs, strict=True):
+            self._encode(row, token_ids)
         lengths = [len(sequence) for sequence in self._sequences]
         done = [0] * len(lengths)
         pieces: list[list[np.ndarray]] = [[] for _ in lengths]
@@ -94,6 +115,23 @@ class PagedRun:
                 pieces[index].append(piece)
             done = [start + count for start, count in zip(done, counts, strict=True)]
         return [np.concatenate(each) for each in pieces]
+
+    def _encode(self, row: EncoderRow, token_ids: np.ndarray) -> None:
+        """Runs the encoder over one input, which leaves what cross attention reads in the blocks of `row`."""
+        num_tokens = max(_BLOCK_SIZE, 1 << (len(token_ids) - 1).bit_length())
+        common = build_common_metadata(
+            [SequenceRow(row.block_ids, 0, len(token_ids))],
+            block_size=_BLOCK_SIZE,
+            num_blocks=self._pool.num_blocks,
+            num_seqs=1,
+            num_tokens=num_tokens,
+            max_blocks=self._max_blocks,
+            max_query_len=num_tokens,
+        )
+        padded = np.zeros(num_tokens, np.int32)
+        padded[: len(token_ids)] = token_ids
+        encode = functools.partial(_encode, graph=self._graph)
+        self._pool.run(encode, self._state, padded, common.positions, AttentionMetadata.from_common(common))
 
     def _run_step(
         self, step: Callable[..., Any], starts: Sequence[int], counts: Sequence[int]
@@ -111,6 +149,7 @@ class PagedRun:
             num_tokens=num_tokens,
             max_blocks=self._max_blocks,
             max_query_len=1 if longest == 1 else num_tokens,
+            encoder_rows=[self._cross[index] for index in active] if self._cross else None,
         )
         metadata = AttentionMetadata.from_common(common)
         token_ids = np.zeros(num_tokens, np.int32)
@@ -154,6 +193,25 @@ def _step(
         return jnp.stack(hidden, axis=1).astype(jnp.float32), caches[-1]
     hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
     return model.logits(hidden), kv_caches
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="graph")
+def _encode(
+    kv_caches: tuple[jax.Array, ...],
+    state: nnx.State,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    metadata: AttentionMetadata,
+    *,
+    graph: nnx.GraphDef,
+) -> tuple[None, tuple[jax.Array, ...]]:
+    return None, nnx.merge(graph, state).encode(token_ids, positions, kv_caches, metadata)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encoder_states(graph: nnx.GraphDef, state: nnx.State, token_ids: jax.Array) -> jax.Array:
+    model = nnx.merge(graph, state)
+    return jnp.concatenate(list(model.encoder.hidden_states(model.embed_tokens(token_ids)))).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from jattn.testing.layers import LayerRow
 from jattn.testing.report import CrosscheckReport
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -14,6 +15,8 @@ __all__ = ["save_picture"]
 
 def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None:
     """Writes one panel for each implementation: layers from bottom to top, positions of all prompts from left to right.
+
+    An encoder, whose positions are others than the decoder's, has a panel of its own.
 
     Args:
         report: of `compare_with_torch(..., layers=True)`.
@@ -29,12 +32,13 @@ def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None
         from matplotlib.figure import Figure
     except ImportError:
         raise Unsupported("a picture needs matplotlib; pip install jattn[plot].") from None
-    names = list(dict.fromkeys(row.implementation for row in report.layers))
-    figure = Figure(figsize=(9, 1.5 + 2.5 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), 1, squeeze=False)[:, 0]
+    panels_of: dict[str, list[LayerRow]] = {}
+    for row in report.layers:
+        panels_of.setdefault(row.implementation + ", encoder" * row.layer.startswith("encoder."), []).append(row)
+    figure = Figure(figsize=(9, 1.5 + 2.5 * len(panels_of)), layout="constrained")
+    panels = figure.subplots(len(panels_of), 1, squeeze=False)[:, 0]
     figure.suptitle(f"{report.model}, {report.dtype}: log10 of the error against float64")
-    for panel, name in zip(panels, names, strict=True):
-        rows = [row for row in report.layers if row.implementation == name]
+    for panel, (name, rows) in zip(panels, panels_of.items(), strict=True):
         errors = np.array([[error for prompt in row.by_position for error in prompt] for row in rows])
         # An error of zero has no logarithm; a NaN stays one and is left blank.
         image = panel.imshow(np.log10(np.maximum(errors, 1e-20)), origin="lower", aspect="auto", vmin=-16, vmax=0)

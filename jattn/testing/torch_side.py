@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,16 @@ class TorchSide:
         forward: `(token_ids, past) -> (logits[tokens, vocab_size], past)`; past is None at the start.
         hidden_states: `token_ids -> [[tokens, hidden_size], ...]` behind the embedding, each layer but the last, and
             the last norm; None where the model does not give them.
+        reading: `encoder_token_ids -> TorchSide` whose decoder reads this input; None without an encoder.
+        encoder_states: `encoder_token_ids -> [[tokens, hidden_size], ...]`, likewise, of the encoder.
     """
 
     name: str
     description: str
     forward: Callable[[Sequence[int], Any], tuple[torch.Tensor, Any]]
     hidden_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
+    reading: Callable[[Sequence[int]], TorchSide] | None = None
+    encoder_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
 
 
 def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: str, widened: bool = False) -> TorchSide:
@@ -58,7 +62,7 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
     try:
         with _quiet():
             import transformers
-            from transformers import AutoModelForCausalLM
+            from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
             from transformers.utils import logging
     except (ImportError, RuntimeError) as error:
         reason = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
@@ -76,27 +80,53 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
     eager = {} if TorchDecoder.serves(config) else {"attn_implementation": attend}
     eager |= {} if config.moe is None else {"experts_implementation": "eager"}
     with _quiet(), _without_progress_bar(logging):
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        kind = AutoModelForCausalLM if config.encoder is None else AutoModelForSeq2SeqLM
+        model: Any = kind.from_pretrained(
             folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True, **eager
         )
         model.to(device).eval()
         if widened:
             model.double()
 
+    description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
+    return _of_transformers(model, f"{description} on {device}", device, has_encoder=config.encoder is not None)
+
+
+def _of_transformers(
+    model: Any, description: str, device: str, *, has_encoder: bool, encoder_token_ids: Sequence[int] = ()
+) -> TorchSide:
+    def ids(token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(token_ids)], device=device)
+
     @torch.no_grad()
-    def forward(token_ids: Sequence[int], past: Any) -> tuple[torch.Tensor, Any]:
+    def run(token_ids: Sequence[int], **options: Any) -> Any:
         with _quiet():
-            output = model(torch.tensor([list(token_ids)], device=device), past_key_values=past, use_cache=True)
+            if has_encoder:
+                return model(input_ids=ids(encoder_token_ids), decoder_input_ids=ids(token_ids), **options)
+            return model(ids(token_ids), **options)
+
+    def forward(token_ids: Sequence[int], past: Any) -> tuple[torch.Tensor, Any]:
+        output = run(token_ids, past_key_values=past, use_cache=True)
         return output.logits[0], output.past_key_values
 
-    @torch.no_grad()
     def hidden_states(token_ids: Sequence[int]) -> list[np.ndarray]:
-        with _quiet():
-            output = model(torch.tensor([list(token_ids)], device=device), use_cache=False, output_hidden_states=True)
-        return [state[0].double().cpu().numpy() for state in output.hidden_states]
+        output = run(token_ids, use_cache=False, output_hidden_states=True)
+        return _float64(output.decoder_hidden_states if has_encoder else output.hidden_states)
 
-    description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
-    return TorchSide("transformers", f"{description} on {device}", forward, hidden_states)
+    @torch.no_grad()
+    def encoder_states(token_ids: Sequence[int]) -> list[np.ndarray]:
+        with _quiet():
+            return _float64(model.get_encoder()(ids(token_ids), output_hidden_states=True).hidden_states)
+
+    def reading(token_ids: Sequence[int]) -> TorchSide:
+        return _of_transformers(model, description, device, has_encoder=True, encoder_token_ids=token_ids)
+
+    side = TorchSide("transformers", description, forward, hidden_states)
+    return replace(side, reading=reading, encoder_states=encoder_states) if has_encoder else side
+
+
+def _float64(states: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    return [state[0].double().cpu().numpy() for state in states]
 
 
 def greedy_run(side: TorchSide, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], np.ndarray]:

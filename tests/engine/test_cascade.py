@@ -53,8 +53,9 @@ def test_requests_that_share_nothing_run_the_plain_program(decoder, seed) -> Non
         (tiny_decoder(), {"enable_prefix_caching": False}),
         (tiny_decoder(), {"max_num_seqs": 1}),
         (tiny_decoder(sliding_window=8), {}),
+        (tiny_decoder(position_embedding="alibi"), {}),
     ],
-    ids=["off", "batch invariant", "no prefix cache", "one sequence", "window"],
+    ids=["off", "batch invariant", "no prefix cache", "one sequence", "window", "ALiBi"],
 )
 def test_where_it_cannot_serve_no_program_is_made_for_it(model, changes) -> None:
     config = EngineConfig(**(SIZES | {"enable_cascade_attention": True} | changes))

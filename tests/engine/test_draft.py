@@ -68,8 +68,14 @@ def engine() -> Engine:
     [
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
         SAMPLED,
-        SamplingParams(temperature=0.7, top_k=9, top_p=0.9, max_tokens=12, logprobs=2, ignore_eos=True, seed=3),
-        SamplingParams(temperature=0.7, frequency_penalty=1.0, max_tokens=9, ignore_eos=True, seed=3),
+        pytest.param(
+            SamplingParams(temperature=0.7, top_k=9, top_p=0.9, max_tokens=12, logprobs=2, ignore_eos=True, seed=3),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            SamplingParams(temperature=0.7, frequency_penalty=1.0, max_tokens=9, ignore_eos=True, seed=3),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["greedy", "sampled", "filtered", "penalized"],
 )
@@ -174,6 +180,7 @@ def test_new_weights_are_those_of_the_model_and_the_draft_stays(plain, seed) -> 
     assert engine.num_compilations == before
 
 
+@pytest.mark.nightly
 def test_a_draft_is_read_from_a_folder_and_may_have_another_shape_and_a_window(plain, tmp_path, seed) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 97,

@@ -97,6 +97,20 @@ def test_a_step_of_64_rows_multiplies_with_cublas() -> None:
     assert "gemm_fusion" not in program.as_text()
 
 
+def test_who_draws_changes_nothing_for_who_does_not(kernels, seed) -> None:
+    prompts = prompts_of(seed, 20, 9, 3)
+    engine = Engine(kernels, config_of())
+    alone = run(engine, prompts, GREEDY)
+    greedy = [engine.add(prompt, GREEDY) for prompt in prompts]
+    engine.add(prompts[0], SamplingParams(temperature=1.0, max_tokens=4))
+
+    while engine.num_unfinished:
+        engine.step()
+
+    assert [list(request.output_token_ids) for request in greedy] == alone
+    assert {name.rpartition(", ")[2] for name in engine.programs} >= {"greedy", "plain"}
+
+
 def test_weights_given_to_a_running_engine_are_used_from_the_next_request_on(kernels, seed) -> None:
     other = tiny_decoder(**SIZES)
     nnx.update(other, jax.tree.map(lambda leaf: leaf * 1.25, nnx.state(other)))

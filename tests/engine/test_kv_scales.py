@@ -19,13 +19,14 @@ from jattn.engine import (
     SamplingParams,
     calibrate_kv_cache,
 )
-from jattn.load import embedded_model_folder, load_model
+from jattn.load import embedded_model_folder, load_model, save_model
 from jattn.metadata import AttentionMetadata
 from jattn.models import Decoder
 from jattn.nn import PagedAttention
 from jattn.nn.kv_scales import KVScales, paged_layers
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
+from tests.support.tiny_models import write_tiny_model
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow
 
@@ -92,6 +93,7 @@ def test_a_layer_gives_what_it_gives_for_keys_and_values_that_were_rounded_befor
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(rounded[1]).max())
 
 
+@pytest.mark.nightly
 def test_the_likeliest_tokens_of_a_trained_model_are_nearly_always_those_of_a_plain_cache(tmp_path) -> None:
     model, _, tokenizer = load_model(embedded_model_folder(), implementation="torch")
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "batch_invariant": True}
@@ -174,6 +176,18 @@ def test_a_checkpoints_scales_are_honoured(model) -> None:
             float(weights.leaves[weights._places[f"{path}.kv_scales.{name}"]][0]) for name in ("k_scale", "v_scale")
         ]
         np.testing.assert_allclose(found, [0.25 * unit, 0.5 * unit], rtol=1e-6)
+
+
+def test_a_checkpoints_scales_are_saved_with_it(tmp_path) -> None:
+    carrying, config, tokenizer = load_model(write_tiny_model(tmp_path / "without", 0))
+    carrying.layers[0].self_attn.set_kv_scales(0.25, 0.5)
+
+    save_model(tmp_path / "with", carrying, config, tokenizer)
+
+    loaded: Any = load_model(tmp_path / "with")[0]
+    scales = loaded.layers[0].self_attn.paged_attention.kv_scales
+    assert scales is not None
+    assert (scales.k_scale[...].item(), scales.v_scale[...].item()) == (0.25, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn.engine.params import SamplingParams
-from jattn.engine.sampler import Rows, filtered, is_plain, processed, sample, sample_fully
-from jattn.engine.tables import SlotTables, mask_of
+from jattn.engine.sampler import Rows, Sampler, SamplingKind, filtered, is_plain, processed, sample, sample_fully
+from jattn.engine.tables import SamplerState, SlotTables, mask_of
 
 VOCAB, LENGTH, ROWS, DRAWS = 40, 24, 4, 4000
 NEUTRAL = SlotTables.neutral(max_model_len=LENGTH, vocab_size=VOCAB, num_processors=1)
@@ -286,6 +286,21 @@ def test_a_rows_draw_does_not_depend_on_its_batch_mates_nor_on_the_kind_of_step(
     assert np.array_equal(logprobs.top_ids, order[:, :3])
     assert np.allclose(logprobs.logprob, reference[np.arange(ROWS), together], atol=1e-5)
     assert [int(order[row, rank - 1]) for row, rank in enumerate(logprobs.rank)] == together
+
+
+def test_a_greedy_batch_says_what_a_plain_one_does_and_draws_nothing(seed) -> None:
+    logits = jnp.asarray(np.random.default_rng(seed).normal(size=(5, 40)).round(1), jnp.float32)
+    rows = Rows.unpack(jnp.asarray(np.stack([Rows.pack(SamplingParams(temperature=0.0), 1, 1)] * 5)))
+    index = jnp.zeros(5, jnp.int32)
+    greedy = Sampler(SamplingKind.GREEDY)
+    state = SamplerState(None, None)
+    choose = functools.partial(greedy, state=state, sample_index=index, num_tokens=index, slots=index)
+
+    tokens, logprobs, after = choose(logits, rows)
+
+    assert tokens.tolist() == run_plain(logits, rows, index).tolist()
+    assert (logprobs, after) == (None, state)
+    assert "threefry" not in jax.jit(lambda logits: choose(logits, rows)[0]).lower(logits).as_text()
 
 
 @pytest.mark.parametrize(

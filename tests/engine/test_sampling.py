@@ -6,13 +6,17 @@ import dataclasses
 import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import jattn
 from jattn.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
+from jattn.engine.grammar import GrammarCompiler
+from jattn.load import load_tokenizer
 from tests.support.tiny_models import dense_logits, write_tiny_model
 from torch_core.errors import InvalidInput
 
@@ -290,6 +294,40 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_and_nothing_starts(llm, st
 
     assert str(error.value).startswith(message)
     assert llm.engine.num_unfinished == 0
+
+
+def test_a_grammar_that_is_too_large_for_a_first_token_is_refused() -> None:
+    tokenizer = load_tokenizer(Path(jattn.__file__).parent / "assets")
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [0])
+
+    with pytest.raises(
+        InvalidInput, match=r"^regex cannot be compiled: lexer error: too many expressions constructed$"
+    ):
+        compiler.compile(StructuredOutputsParams(regex="(.{1,300}){1,300}x"))
+
+
+def test_a_grammar_that_comes_again_is_not_compiled_again(llm, monkeypatch) -> None:
+    params = SamplingParams(n=2, max_tokens=3, structured_outputs=StructuredOutputsParams(regex="[ab]{3}c"), seed=1)
+    first = llm.generate(["x"], params)
+    monkeypatch.setattr(GrammarCompiler, "_compiled", lambda *_, **__: pytest.fail("compiled"))
+
+    again = llm.generate(["x"], params)
+
+    texts = [[sample.text for sample in output.outputs] for output in (*first, *again)]
+    assert texts[0] == texts[1]
+    assert all(re.fullmatch("[ab]{3}", text) for text in texts[0])
+
+
+def test_a_grammar_that_outgrows_its_library_ends_with_an_error(llm) -> None:
+    letter = llm.tokenizer.encode("a", add_special_tokens=False)[0]
+    structured = StructuredOutputsParams(regex="((a{1,100}){1,100}){1,100}b")
+
+    params = SamplingParams(max_tokens=50, logit_bias={letter: 50.0}, structured_outputs=structured)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].finish_reason == "error"
+    assert set(output.outputs[0].text) == {"a"}
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,13 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
 from jattn.engine.progress import progress
+from jattn.load import TextTokenizer
+from jattn.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
+from tests.support.tiny_models import byte_tokenizer
 
 SIZES: dict[str, Any] = {
     "block_size": 4,
@@ -27,6 +30,9 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
     {"temperature": 1.0, "top_k": 5},
     {"top_p": 0.5, "presence_penalty": 0.5},
+    {"prompt_logprobs": 2, "logprobs": 1, "logit_bias": {3: 1.0}, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 4},
+    {"prompt_logprobs": -1, "n": 2, "min_tokens": 1, "allowed_token_ids": [1, 2, 3], "frequency_penalty": 0.1},
+    {"bad_words": ["ab"], "stop_token_ids": [5], "structured_outputs": StructuredOutputsParams(regex="[ab]+")},
 )
 
 
@@ -44,13 +50,18 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def speaker() -> Decoder:
+    """A decoder of bytes."""
+    return tiny_decoder(intermediate_size=48, vocab_size=257, eos_token_ids=(0,))
+
+
 def serve_anything(engine: Engine, seed: int) -> None:
     generator = random.Random(seed)
-    for round_ in range(12):
+    for round_ in range(7):
         prompts = prompts_of(seed + round_, *(generator.randrange(1, 40) for _ in range(generator.randrange(1, 7))))
         for prompt in prompts:
             count = generator.randrange(1, 9)
-            engine.add(prompt, SamplingParams(max_tokens=count, ignore_eos=True, **generator.choice(KINDS)))
+            engine.add(prompt, SamplingParams(**{"max_tokens": count, "ignore_eos": True} | generator.choice(KINDS)))
             for _ in range(generator.randrange(3)):
                 engine.step()
         while engine.num_unfinished:
@@ -58,7 +69,7 @@ def serve_anything(engine: Engine, seed: int) -> None:
 
 
 def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(compiled, seed) -> None:
-    engine = Engine(tiny_decoder(intermediate_size=48), EngineConfig(**SIZES))
+    engine = Engine(speaker(), EngineConfig(**SIZES), tokenizer=TextTokenizer(byte_tokenizer()))
     told: list[tuple[int, int]] = []
     engine.warmup(lambda done, total, name: told.append((done, total)))
     # The transfers and slices around the programs are compiled by their first use.
@@ -74,7 +85,7 @@ def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(co
     assert before == len(engine.programs) == 6
     engine.warmup(lambda *news: told.append(news[:2]))
     assert len(told) == 6
-    assert Engine(tiny_decoder(intermediate_size=48), EngineConfig(**SIZES)).num_compilations == 0
+    assert Engine(speaker(), EngineConfig(**SIZES)).num_compilations == 0
 
 
 def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:

@@ -15,12 +15,16 @@ import safetensors.numpy
 from flax import nnx
 
 from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import load_model, parse_config, save_model
+from jattn.engine.delivery import Outbox
+from jattn.engine.intake import Intake
+from jattn.load import load_model, parse_config
+from jattn.load.config import render_config
 from jattn.load.folder import read_object
 from jattn.metadata import AttentionMetadata
 from jattn.models import EncoderDecoder, ModelConfig, PagedSpec
 from jattn.models.relative import relative_buckets
 from tests.support.encoder_decoders import CASES, VARIANTS, reference_logits, write_checkpoint
+from tests.support.saved import assert_saved_as_it_was
 from tests.support.tiny_models import reference_bound, tiny_config, tiny_model
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 from torch_core.metadata import EncoderRow, SequenceRow
@@ -72,7 +76,7 @@ def decoded(graph, state, token_ids, positions, caches, metadata):
     return model.logits(hidden), caches
 
 
-@pytest.mark.parametrize(("architecture", "variant"), LAST)
+@pytest.mark.parametrize(("architecture", "variant"), [pytest.param(*LAST[0], marks=pytest.mark.nightly), LAST[1]])
 def test_logits_over_a_cross_cache_in_chunks_are_those_of_transformers(architecture, variant, tmp_path, seed):
     """Two inputs side by side, in blocks out of order; every slot that nobody wrote is NaN."""
     folder = write_checkpoint(tmp_path, architecture, variant, seed)
@@ -136,6 +140,7 @@ def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_p
         assert llm.engine.cache_stats().used == 0
 
 
+@pytest.mark.nightly
 def test_requests_that_were_preempted_are_encoded_again(tmp_path, seed):
     """The pool holds little more than one request's blocks; the samples of one prompt share its encoder's."""
     folder = write_checkpoint(tmp_path, "BartForConditionalGeneration", 0, seed)
@@ -173,16 +178,7 @@ def test_every_variant_in_two_sizes_decodes_what_transformers_would(architecture
 
 @pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
 def test_a_checkpoint_is_saved_as_the_tensors_that_it_was(architecture, variant, tmp_path, seed):
-    folder = write_checkpoint(tmp_path / "theirs", architecture, variant, seed)
-    model, config, _ = load_model(folder, with_tokenizer=False)
-    save_model(tmp_path / "ours", model, config)
-    theirs, ours = (
-        safetensors.numpy.load((tmp_path / name / "model.safetensors").read_bytes()) for name in ("theirs", "ours")
-    )
-    assert theirs.keys() == ours.keys()
-    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
-    again = parse_config(read_object(tmp_path / "ours", "config.json"))
-    assert (again, again.architecture) == (config, architecture)
+    assert_saved_as_it_was(write_checkpoint(tmp_path / "theirs", architecture, variant, seed), tmp_path / "ours")
 
 
 def test_version_1_1_of_t5_has_an_output_projection_of_its_own(tmp_path, seed):
@@ -243,6 +239,30 @@ def test_a_prompt_that_the_encoder_cannot_read_is_refused(tiny):
             llm.generate([[1]], SamplingParams(prompt_logprobs=1))
         with pytest.raises(RequestTooLong, match=r"needs 41 tokens \(1 prompt \+ 40 new\)"):
             llm.generate([[1] * 9], SamplingParams(max_tokens=40))
+
+
+def test_a_generation_starts_with_the_tokens_that_the_folder_forces(tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "BartForConditionalGeneration", 0, seed)
+    raw = read_object(folder, "config.json") | {"decoder_start_token_id": 2, "forced_bos_token_id": 5}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert started(folder) == (2, 5)
+    (folder / "generation_config.json").write_text('{"decoder_start_token_id": 3, "forced_bos_token_id": 7}')
+    assert started(folder) == (3, 7)
+    (folder / "generation_config.json").write_text('{"forced_bos_token_id": 99}')
+    with pytest.raises(
+        InvalidInput, match=r"^generation_config\.json: forced_bos_token_id is 99; it must be a token id"
+    ):
+        started(folder)
+
+
+def started(folder):
+    """What the decoder reads before its first new token."""
+    model, config, _ = load_model(folder, with_tokenizer=False)
+    assert parse_config(render_config(config, dtype="float32")) == config
+    intake = Intake(model.paged_spec, EngineConfig(), None)
+    return intake.requests(
+        [8], None, number=0, request_id=None, taken=(), prompt=None, salt=None, priority=0, outbox=Outbox()
+    )[0].prompt_token_ids
 
 
 def test_a_step_without_the_blocks_of_the_encoder_is_refused(tiny):

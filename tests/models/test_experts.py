@@ -12,6 +12,7 @@ from flax import nnx
 
 from jattn.models import MoEConfig
 from jattn.models.experts import SparseMLP
+from jattn.ops.routed import ExpertKernels, by_groups, by_rows
 from tests.support.tiny_models import tiny_config
 from torch_core.errors import InvalidInput
 
@@ -57,8 +58,9 @@ def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(count, seed):
 
 def test_gathered_and_grouped_experts_agree(seed):
     module, x = layer(seed), rows(seed, 6)
-    experts = module.route(x)[1]
-    gathered, grouped = module.gathered(x, experts), module.grouped(x, experts)
+    experts, gate_up, down = module.route(x)[1], module.gate_up_proj, module.down_proj
+    first, second = (ExpertKernels(linear.kernel[...], linear.bias[...]) for linear in (gate_up, down))
+    gathered, grouped = (routed(first, second, "silu", x, experts, 5) for routed in (by_rows, by_groups))
     np.testing.assert_allclose(gathered, grouped, rtol=0, atol=64 * 2.0**-23 * np.abs(gathered).max())
 
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.models.layers import LayerNorm, RMSNorm, gated
+from jattn.models.layers import LayerNorm, RMSNorm
+from jattn.ops.activations import gated
 
 
 @pytest.mark.parametrize(

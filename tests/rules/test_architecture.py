@@ -30,7 +30,14 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.device": set(),
     "torch_core.blocks": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.attention": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
-    "torch_core.planner": {"torch_core.plan", "torch_core.attention", "torch_core.blocks", "torch_core.calls"},
+    "torch_core.experts": {"torch_core.plan", "torch_core.calls"},
+    "torch_core.planner": {
+        "torch_core.plan",
+        "torch_core.attention",
+        "torch_core.blocks",
+        "torch_core.experts",
+        "torch_core.calls",
+    },
     "torch_core.variants": {"torch_core.plan", "torch_core.calls", "torch_core.planner"},
     "torch_core.cpu": {"torch_core.calls", "torch_core.packed"},
     "torch_core.run": {"torch_core.plan", "torch_core.planner", "torch_core.cpu", "torch_core.calls"},
@@ -64,7 +71,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "jattn.pool": {"jattn.bridge", "torch_core.calls"},
     "jattn.nn": {"jattn.ops", "jattn.pool", "jattn.metadata"},
-    "jattn.models": {"jattn.nn", "jattn.metadata", "jattn.parallel"},
+    "jattn.models": {"jattn.nn", "jattn.ops", "jattn.metadata", "jattn.parallel"},
     "jattn.load": {"jattn.models"},
     "jattn.engine": {
         "jattn.nn",
@@ -110,6 +117,7 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.device": {"triton"},
     "torch_core.blocks": {"triton"},
     "torch_core.attention": {"triton"},
+    "torch_core.experts": {"triton"},
 }
 NEVER = {"torch_core": {"jax", "jaxlib", "flax"}}
 FORBIDDEN_CALLS = {"eval", "exec"}

@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -61,6 +62,41 @@ def test_the_streamed_pieces_join_to_the_answer_and_end_with_the_usage(client, s
         assert "".join(choice.text for choice in choices) == by_the_engine(server, prompt)
         assert [choice.finish_reason for choice in choices[-1:]] == ["length"]
     assert events[-1].usage.completion_tokens == 16
+
+
+def test_embeddings_are_the_models_vectors(client, server) -> None:
+    texts = ["A list", "A tuple of numbers"]
+
+    # The client asks for base64 by itself.
+    coded, numbers = (
+        client.embeddings.create(model=MODEL, input=texts, **each) for each in ({}, {"encoding_format": "float"})
+    )
+
+    expected = [each.outputs.embedding for each in server.llm.llm.embed(texts)]
+    for answer in (coded, numbers):
+        assert [each.index for each in answer.data] == [0, 1]
+        np.testing.assert_array_equal(np.array([each.embedding for each in answer.data], np.float32), expected)
+    assert coded.usage.prompt_tokens == sum(len(server.llm.llm.tokenizer.encode(text)) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [""]}, "input"),
+        ({"input": [[10**9]]}, "input"),
+        ({"input": ["a"] * 25}, "input"),
+        ({"dimensions": 5}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"extra_body": {"pooling": "max"}}, "pooling"),
+    ],
+    ids=str,
+)
+def test_embeddings_that_cannot_be_are_refused_by_the_fields_name(changes, param, client) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.embeddings.create(**{"model": MODEL, "input": "x"} | changes)
+
+    assert error.value.param == param
 
 
 def test_samples_differ_and_are_the_seeds(client) -> None:

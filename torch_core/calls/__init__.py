@@ -11,21 +11,25 @@ from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, cascade_clash, shared_prefix
 from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
+from torch_core.calls.experts import ACTIVATIONS, ExpertsCall
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.rotary import RotaryWriteCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
-from torch_core.calls.sparse import IndexerCall, check_chosen_values, chosen_latents
+from torch_core.calls.sparse import ChoiceCall, IndexerCall, check_chosen_values, choice_of, chosen_latents
 from torch_core.calls.values import check_values
 
 __all__ = [
+    "ACTIVATIONS",
     "IMPLEMENTATIONS",
     "SERVES",
     "AttentionCall",
     "Call",
+    "ChoiceCall",
     "CopyCall",
     "DenseBackwardCall",
     "DenseCall",
+    "ExpertsCall",
     "IndexerCall",
     "LatentCall",
     "LatentWriteCall",
@@ -44,6 +48,7 @@ __all__ = [
     "cascade_clash",
     "check_chosen_values",
     "check_values",
+    "choice_of",
     "chosen_latents",
     "dropout_limit",
     "dtype_name",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch_core.calls.attention import AttentionCall, PagedCall, TableCall
 from torch_core.calls.backward import DenseBackwardCall
 from torch_core.calls.call import Call, dtype_name
+from torch_core.calls.experts import ExpertsCall
 from torch_core.calls.latent import LatentCall
 from torch_core.calls.merge import MergeCall
 from torch_core.errors import Unsupported
@@ -26,7 +27,7 @@ _LATENT_BIASES = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range",
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
     "alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "relative_bias", "seq_causal", "slot_mapping",
-    "block_mapping", "dropout_seeds",
+    "block_mapping", "dropout_seeds", "topk_weights", "topk_ids", "gate_up_bias", "down_bias",
 )  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
@@ -75,6 +76,8 @@ def _query_dtype(call: Call[Any], implementation: str) -> str | None:
         served = (*QUERY_DTYPES, *(FP8_DTYPES if isinstance(call, TableCall) else ()))
     elif isinstance(call, MergeCall):
         name, found, served = "out_a", dtype_name(call.out_a), QUERY_DTYPES
+    elif isinstance(call, ExpertsCall):
+        name, found, served = "hidden_states", dtype_name(call.hidden_states), QUERY_DTYPES
     else:
         return None
     if found in served or (found == "float64" and implementation == "xla"):
@@ -188,6 +191,7 @@ SERVES: tuple[Served, ...] = (
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", _ALL),
     Served("biases by distance (ALiBi, its root form, relative_bias) and between new tokens (qq_bias)", _ALL),
     Served("logits_soft_cap, sinks, together too", _ALL),
+    Served("layers of experts (fused_experts): every activation of ACTIVATIONS, biases, ids of other devices", _ALL),
     Served("dropout of dense attention, forward and backward, the same weights in all", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),

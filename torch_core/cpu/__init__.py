@@ -14,9 +14,11 @@ from torch import Tensor
 
 from torch_core.calls import (
     Call,
+    ChoiceCall,
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
@@ -27,7 +29,9 @@ from torch_core.calls import (
 )
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
+from torch_core.cpu.choice import chosen_slots
 from torch_core.cpu.dense import attention
+from torch_core.cpu.experts import fused_experts
 from torch_core.cpu.indexer import indexer_logits
 from torch_core.cpu.latent import mla_attention, write_latent_cache
 from torch_core.cpu.merge import merge_states
@@ -48,6 +52,8 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     CopyCall: copy_blocks,
     MergeCall: merge_states,
     IndexerCall: indexer_logits,
+    ChoiceCall: chosen_slots,
+    ExpertsCall: fused_experts,
 }
 
 

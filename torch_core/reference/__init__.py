@@ -8,6 +8,7 @@ gives the "same-dtype torch reference" whose error bounds the error that a kerne
 from torch_core.reference.attention import attention, paged_attention
 from torch_core.reference.backward import attention_backward
 from torch_core.reference.cache import copy_blocks, write_kv_cache
+from torch_core.reference.experts import fused_experts
 from torch_core.reference.latent import mla_attention, write_latent_cache
 from torch_core.reference.merge import merge_states
 from torch_core.reference.rotary import rotate_and_write
@@ -17,6 +18,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "copy_blocks",
+    "fused_experts",
     "indexer_logits",
     "merge_states",
     "mla_attention",

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch_core.calls import (
     Call,
+    ChoiceCall,
     CopyCall,
     DenseBackwardCall,
     DenseCall,
+    ExpertsCall,
     IndexerCall,
     LatentCall,
     LatentWriteCall,
@@ -104,6 +106,17 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
             scale=128**-0.5,
             max_query_len=1,
         ),
+        "chosen slots": ChoiceCall(
+            topk_indices=ArraySpec((64, 2048), "int32"),
+            block_tables=ArraySpec((64, 64), "int32"),
+            query_start_loc=ArraySpec((65,), "int32"),
+            block_size=64,
+        ),
+        "experts": _experts(32),
+        "experts few": _experts(1),
+        "experts some": _experts(1024),
+        "experts many": _experts(4096),
+        "experts float32": _experts(4096, dtype="float32"),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
@@ -167,7 +180,8 @@ def variants_in_use(arch: int = 90) -> dict[str, tuple[KernelVariant, bool]]:
             variant = kernel_variant(launch, plan.specs)
             if variant not in seen:
                 seen.add(variant)
-                variants[f"{label}: {launch.name}"] = (variant, launch.hot)
+                name = f"{label}: {launch.name}"
+                variants[f"{name} again" if name in variants else name] = (variant, launch.hot)
     return variants
 
 
@@ -220,6 +234,17 @@ def _latent_decode(
         query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
         spec=AttentionSpec(scale=192**-0.5),
         max_query_len=1,
+    )
+
+
+def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySpec]:
+    """Qwen3-30B-A3B's: 8 of 128 experts of 768 columns."""
+    return ExpertsCall(
+        hidden_states=ArraySpec((num_tokens, 2048), dtype),
+        topk_weights=ArraySpec((num_tokens, 8), "float32"),
+        topk_ids=ArraySpec((num_tokens, 8), "int32"),
+        gate_up_kernel=ArraySpec((128, 2048, 1536), dtype),
+        down_kernel=ArraySpec((128, 768, 2048), dtype),
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import Family, Key
+from jattn.load.families.family import Family, Key, attention_names, stack_names
 
 __all__ = ["BART"]
 
-
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _BIASES = ("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias", "logits_bias")
 #: What only its descendants have.
 _OFF = ("normalize_before", "add_final_layer_norm", "static_position_embeddings")
@@ -32,14 +32,16 @@ BART = Family(
         "decoder_attention_heads": "num_attention_heads",
         "activation_function": "hidden_act",
         "scale_embedding": Key("embedding_multiplier", write=lambda scale: scale != 1),
-        "decoder_start_token_id": "decoder_start_token_id",
+        **{name: name for name in ("decoder_start_token_id", "forced_bos_token_id")},
     },
     defaults={
         "max_position_embeddings": 1024,
         "activation_function": "gelu",
         "tie_word_embeddings": True,
-    }
-    | {"bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+    },
     options={
         "rms_norm_eps": 1e-5,
         "norm_type": "layer_norm",
@@ -56,25 +58,22 @@ BART = Family(
     inert={"is_encoder_decoder": True, "normalize_embedding": True} | dict.fromkeys(_OFF, False),
     names={
         "embed_tokens": "model.shared",
-        "self_attn.o_proj": "self_attn.out_proj",
         "attention_output_norm": "self_attn_layer_norm",
-        "cross_attn.q_proj": "encoder_attn.q_proj",
-        "cross_attn.kv_proj": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
-        "cross_attn.o_proj": "encoder_attn.out_proj",
         "cross_attention_norm": "encoder_attn_layer_norm",
         "mlp.up_proj": "fc1",
         "mlp.down_proj": "fc2",
         "mlp_output_norm": "final_layer_norm",
     }
-    | {
-        f"{prefix}{module}": f"model.{stack}.{name}"
-        for prefix, stack in (("", "decoder"), ("encoder.", "encoder"))
-        for module, name in (
-            ("layer", "layers.{layer}."),
-            ("position_embedding", "embed_positions"),
-            ("embedding_norm", "layernorm_embedding"),
-        )
-    },
+    | attention_names("self_attn", "self_attn", _PROJECTIONS)
+    | attention_names("cross_attn", "encoder_attn", _PROJECTIONS)
+    | stack_names(
+        {
+            "layer": "layers.{layer}.",
+            "position_embedding": "embed_positions",
+            "embedding_norm": "layernorm_embedding",
+        },
+        "model.",
+    ),
     # The embedding again.
     unread=r"model\.(en|de)coder\.embed_tokens\.weight",
 )

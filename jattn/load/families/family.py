@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jattn.models.config import SIZE_LIMITS, ModelConfig
 
-__all__ = ["BOTH_BIASES", "INVERSE", "INVERSE_SQUARE", "Family", "Key", "every"]
+__all__ = ["BOTH_BIASES", "INVERSE", "INVERSE_SQUARE", "Family", "Key", "attention_names", "every", "stack_names"]
 
 
 def _same(value: Any) -> Any:
@@ -84,6 +84,7 @@ class Family:
         inert: keys with the one value that is computed here.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window where no layer_types does.
+        layer_types: what files call layers that see all, besides "full_attention".
         rope_keys: what the file calls rope_theta, partial_rotary_factor and rope_local_base_freq, where it is another
             name; partial_rotary_factor and rope_local_base_freq are read by families that name them.
         names: of tensors by module of the decoder, where they are not those of `_NAMES`; a tuple for joined pieces.
@@ -109,6 +110,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
     windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
+    layer_types: tuple[str, ...] = ()
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
@@ -131,6 +133,33 @@ class Family:
         names = {**_NAMES, **self.names, **self.names_of(config)}
         own = names.get(module, module)
         return names.get(f"encoder.{module}", own) if config.is_encoder else own
+
+
+def attention_names(module: str, where: str, pieces: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
+    """Returns the names of an attention layer's tensors: of queries, keys, values and the output.
+
+    Example:
+        >>> attention_names("cross_attn", "attn", "qkvo")["cross_attn.kv_proj"]
+        ('attn.k', 'attn.v')
+    """
+    query, key, value, output = (f"{where}.{piece}" for piece in pieces)
+    if module == "self_attn":
+        return {"self_attn.qkv_proj": (query, key, value), "self_attn.o_proj": output}
+    return {f"{module}.q_proj": query, f"{module}.kv_proj": (key, value), f"{module}.o_proj": output}
+
+
+def stack_names(names: Mapping[str, str], prefix: str = "") -> dict[str, str]:
+    """Returns the names of what decoder and encoder both have, behind `decoder.` and `encoder.` in the file.
+
+    Example:
+        >>> stack_names({"norm": "final_layer_norm"})
+        {'norm': 'decoder.final_layer_norm', 'encoder.norm': 'encoder.final_layer_norm'}
+    """
+    return {
+        f"{part}{module}": f"{prefix}{part or 'decoder.'}{name}"
+        for part in ("", "encoder.")
+        for module, name in names.items()
+    }
 
 
 def every(count: int) -> Callable[[int, Mapping[str, Any]], bool]:

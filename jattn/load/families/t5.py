@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import Family, Key
+from jattn.load.families.family import Family, Key, attention_names, stack_names
 
 __all__ = ["T5"]
 
 _DISTANCES = ("relative_attention_num_buckets", "relative_attention_max_distance")
+_BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias"
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gelu_new", "gated-silu": "silu"}
 _FEED_FORWARDS = {activation: name for name, activation in _ACTIVATIONS.items()}
 
@@ -49,7 +50,7 @@ T5 = Family(
         "feed_forward_proj": Key("hidden_act", lambda name: _ACTIVATIONS.get(str(name), name), _FEED_FORWARDS.get),
         "scale_decoder_outputs": Key("logits_scale", write=lambda scale: scale != 1),
     }
-    | {name: name for name in ("decoder_start_token_id", *_DISTANCES)},
+    | {name: name for name in ("decoder_start_token_id", "forced_bos_token_id", *_DISTANCES)},
     defaults={
         "num_decoder_layers": lambda raw: raw["num_layers"],
         "n_positions": 512,
@@ -64,24 +65,14 @@ T5 = Family(
     inert={"is_encoder_decoder": True},
     names={
         "embed_tokens": "shared",
-        "norm": "decoder.final_layer_norm",
-        "relative_attention_bias": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
-        "layer": "decoder.block.{layer}.",
         "input_layernorm": "layer.0.layer_norm",
-        "self_attn.qkv_proj": tuple(f"layer.0.SelfAttention.{name}" for name in "qkv"),
-        "self_attn.o_proj": "layer.0.SelfAttention.o",
         "cross_attention_norm": "layer.1.layer_norm",
-        "cross_attn.q_proj": "layer.1.EncDecAttention.q",
-        "cross_attn.kv_proj": ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"),
-        "cross_attn.o_proj": "layer.1.EncDecAttention.o",
     }
+    | attention_names("self_attn", "layer.0.SelfAttention", "qkvo")
+    | attention_names("cross_attn", "layer.1.EncDecAttention", "qkvo")
     | _feed_forward("", 2)
     | _feed_forward("encoder.", 1)
-    | {
-        "encoder.norm": "encoder.final_layer_norm",
-        "encoder.relative_attention_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
-        "encoder.layer": "encoder.block.{layer}.",
-    },
+    | stack_names({"norm": "final_layer_norm", "relative_attention_bias": _BIASES, "layer": "block.{layer}."}),
     # The embedding again, and a bias of cross attention that was never used.
     unread=r"(en|de)coder\.embed_tokens\.weight|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
 )

@@ -1,0 +1,64 @@
+"""A feed-forward layer of experts on JAX arrays."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.run import run
+from torch_core.calls import ExpertsCall
+
+__all__ = ["fused_experts"]
+
+
+def fused_experts(
+    hidden_states: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    gate_up_kernel: jax.Array,
+    down_kernel: jax.Array,
+    *,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: str = "silu",
+    out_dtype: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Sends each token to the experts that a router chose, and adds up what they return, weighted.
+
+    `out[t] = sum over k of topk_weights[t, k] * down(act(gate(x[t])) * up(x[t]))` (Shazeer et al. 2017,
+    arXiv:1701.06538). No token is dropped, however many go to one expert, and an expert that nobody goes to is not
+    read. Differentiable with implementation None or "xla", by jnp.
+
+    Args:
+        hidden_states: float[num_tokens, hidden_size].
+        topk_weights: float[num_tokens, top_k], taken as float32.
+        topk_ids: int32[num_tokens, top_k]. An id outside the experts adds nothing: another device's, or padding.
+        gate_up_kernel: float[num_experts, hidden_size, 2 * intermediate_size], the columns gate and then up.
+        down_kernel: float[num_experts, intermediate_size, hidden_size].
+        gate_up_bias: float[num_experts, 2 * intermediate_size], or None.
+        down_bias: float[num_experts, hidden_size], or None.
+        activation: of the gate; one of `torch_core.calls.ACTIVATIONS`.
+        out_dtype: that of `hidden_states` when None, or "float32".
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        [num_tokens, hidden_size].
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here.
+    """
+    wide = jnp.float64 if hidden_states.dtype == jnp.float64 else jnp.float32
+    call = ExpertsCall(
+        hidden_states=hidden_states,
+        topk_weights=topk_weights.astype(wide),
+        topk_ids=topk_ids,
+        gate_up_kernel=gate_up_kernel,
+        down_kernel=down_kernel,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        out_dtype=out_dtype,
+    )
+    return run(call, implementation)["out"]

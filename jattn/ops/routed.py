@@ -1,0 +1,112 @@
+"""A layer of experts in plain jnp: grouped products, or row by row where rows are fewer than experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.activations import gated
+from torch_core.calls import ExpertsCall
+
+__all__ = ["ExpertKernels", "ExpertProduct", "by_groups", "by_rows", "fused_experts", "routed_experts"]
+
+
+class ExpertProduct(Protocol):
+    """One linear map for each expert, computed in two ways."""
+
+    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Maps rows `[rows, in]` that are sorted by expert, `group_sizes` of them for each."""
+        ...
+
+    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        """Maps rows `[rows, in]` one by one, each with its own expert."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKernels:
+    """`x @ kernel[expert] + bias[expert]`.
+
+    Attributes:
+        kernel: float[experts, in, out].
+        bias: float[experts, out], or None.
+    """
+
+    kernel: jax.Array
+    bias: jax.Array | None
+
+    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """One ragged product."""
+        return self._biased(jax.lax.ragged_dot(x, self.kernel, group_sizes), experts)
+
+    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        """Reads the experts that are hit, no others."""
+
+        def one_row(arguments: tuple[jax.Array, jax.Array]) -> jax.Array:
+            row, expert = arguments
+            return row @ jax.lax.dynamic_index_in_dim(self.kernel, expert, keepdims=False)
+
+        return self._biased(jax.lax.map(one_row, (x, experts)), experts)
+
+    def _biased(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        return x if self.bias is None else x + self.bias[experts]
+
+
+def fused_experts(call: ExpertsCall[jax.Array]) -> dict[str, jax.Array]:
+    """Computes a checked call."""
+    gate_up = ExpertKernels(call.gate_up_kernel, call.gate_up_bias)
+    down = ExpertKernels(call.down_kernel, call.down_bias)
+    out = routed_experts(
+        gate_up, down, call.activation, call.hidden_states, call.topk_weights, call.topk_ids, call.num_experts
+    )
+    return {"out": out.astype(call.result_dtype)}
+
+
+def routed_experts(
+    gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, weights: jax.Array,
+    experts: jax.Array, num_experts: int,
+) -> jax.Array:  # fmt: skip
+    """Returns the weighted sums of what each row's experts return, `[rows, hidden]` in the dtype of the weights.
+
+    Args:
+        gate_up, down: the experts.
+        activation: of the gate.
+        rows: `[rows, hidden]`.
+        weights: `[rows, top_k]`.
+        experts: int32 `[rows, top_k]`; what is none of the experts adds nothing.
+        num_experts: how many there are.
+    """
+    is_expert = (experts >= 0) & (experts < num_experts)
+    # Behind the last expert nobody's group begins.
+    experts = jnp.where(is_expert, experts, num_experts)
+    routed = by_rows if experts.size < num_experts else by_groups
+    found = routed(gate_up, down, activation, rows, experts, num_experts)
+    # What stands there for no expert may be anything.
+    found, weights = jnp.where(is_expert[..., None], found, 0), jnp.where(is_expert, weights, 0)
+    return jnp.einsum("tk,tkh->th", weights, found, preferred_element_type=weights.dtype)
+
+
+def by_groups(
+    gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, experts: jax.Array, num_experts: int
+) -> jax.Array:
+    """Returns what each row's experts make of it, `[rows, top_k, hidden]`, by grouped products."""
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    chosen = flat[order]
+    sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+    inner = gate_up.grouped(rows[order // experts.shape[-1]], chosen, sizes)
+    out = down.grouped(gated(activation, inner), chosen, sizes)
+    # Taken back by the inverse order and summed along an axis: added up by scattering, bits would vary on a GPU.
+    return out[jnp.argsort(order)].reshape(*experts.shape, -1)
+
+
+def by_rows(
+    gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, experts: jax.Array, num_experts: int
+) -> jax.Array:
+    """Returns the same as `by_groups`, row by row."""
+    flat = experts.reshape(-1)
+    inner = gate_up.gathered(jnp.repeat(rows, experts.shape[-1], axis=0), flat)
+    return down.gathered(gated(activation, inner), flat).reshape(*experts.shape, -1)

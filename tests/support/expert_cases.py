@@ -1,0 +1,46 @@
+"""Seeded problems of a layer of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_core import reference
+from torch_core.calls import ExpertsCall
+
+__all__ = ["assert_as_exact_as_torch", "experts_call"]
+
+
+def experts_call(
+    seed: int, num_tokens: int, *, num_experts: int = 8, top_k: int = 2, hidden: int = 48, inner: int = 40,
+    dtype: str = "float32", activation: str = "silu", bias: bool = False, unused: float = 0.0, **options: Any,
+) -> ExpertsCall[torch.Tensor]:  # fmt: skip
+    """Draws a call; `unused` is the share of ids that are no expert's, on both sides of those that are."""
+    torch.manual_seed(seed)
+    kind = getattr(torch, dtype)
+    topk_ids = torch.rand(num_tokens, num_experts).topk(top_k).indices.int()
+    nobody = torch.where(torch.rand(topk_ids.shape) < 0.5, -1, num_experts).int()
+    biases = {
+        "gate_up_bias": torch.randn(num_experts, 2 * inner, dtype=kind),
+        "down_bias": torch.randn(num_experts, hidden, dtype=kind),
+    }
+    return ExpertsCall(
+        hidden_states=torch.randn(num_tokens, hidden, dtype=kind),
+        topk_weights=torch.rand(num_tokens, top_k),
+        topk_ids=torch.where(torch.rand(topk_ids.shape) < unused, nobody, topk_ids),
+        gate_up_kernel=(torch.randn(num_experts, hidden, 2 * inner) / hidden**0.5).to(kind),
+        down_kernel=(torch.randn(num_experts, inner, hidden) / inner**0.5).to(kind),
+        activation=activation,
+        **(biases if bias else {}),
+        **options,
+    )
+
+
+def assert_as_exact_as_torch(call: ExpertsCall[torch.Tensor], out: torch.Tensor) -> None:
+    """The error is at most twice that of the reference in the call's own type, and some roundings of the largest."""
+    exact = reference.fused_experts(call)
+    kind = call.hidden_states.dtype
+    allowed = (reference.fused_experts(call, compute_dtype=kind).double() - exact).abs().max()
+    allowed = 2 * (allowed + torch.finfo(kind).eps * exact.abs().max())
+    assert (out.double() - exact).abs().max() <= allowed

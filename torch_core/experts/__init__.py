@@ -1,0 +1,1 @@
+"""A feed-forward layer of experts: kernels and plan."""

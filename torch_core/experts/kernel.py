@@ -1,0 +1,171 @@
+"""The product of token rows with their experts' matrices: rows that share an expert are a tile of one product."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["expert_product_kernel"]
+
+
+@triton.jit
+def expert_product_kernel(
+    x,
+    kernel,
+    bias,
+    topk_ids,
+    sorted_ids,
+    tile_experts,
+    out,
+    num_pairs,
+    num_tiles,
+    x_stride,
+    kernel_expert_stride,
+    kernel_row_stride,
+    NUM_EXPERTS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Row `pair` of out is row `pair // PAIRS_PER_ROW` of x times the kernel of the pair's expert.
+
+    Grid: tiles of rows times tiles of BLOCK_N columns. With `topk_ids` a program has all rows of one expert, which it
+    looks up among at most BLOCK_P pairs; with `sorted_ids` and `tile_experts` a tile of rows was made before. With an
+    ACTIVATION the kernel's columns are gate and up, and the result is `act(gate) * up`.
+    """
+    COLUMN_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_M)
+    if topk_ids is not None:
+        place = program // COLUMN_TILES
+        columns = (program % COLUMN_TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
+        pairs = tl.arange(0, BLOCK_P)
+        ids = tl.load(topk_ids + pairs, mask=pairs < num_pairs, other=-1)
+        if BLOCK_P <= NUM_EXPERTS:
+            # A program for each pair: the first pair of an expert has all of its rows.
+            expert = tl.load(topk_ids + place)
+            own = ids == expert
+            is_first = tl.min(tl.where(own, pairs, BLOCK_P), 0) == place
+            own = own & is_first & (expert >= 0) & (expert < NUM_EXPERTS)
+        else:
+            expert = place
+            own = ids == expert
+        found = own.to(tl.int32)
+        ranks = tl.cumsum(found, 0) - 1
+        count = tl.sum(found, 0)
+        for first in range(0, count, BLOCK_M):
+            rows = first + lanes
+            is_row = own[None, :] & (ranks[None, :] == rows[:, None])
+            _product_tile(
+                x, kernel, bias, out, tl.sum(tl.where(is_row, pairs[None, :], 0), 1), rows < count, expert, columns,
+                x_stride, kernel_expert_stride, kernel_row_stride,
+                PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    else:
+        # Programs that run together share rows and columns: GROUP_M tiles of rows for each tile of columns.
+        group = program // (GROUP_M * COLUMN_TILES)
+        size = tl.minimum(num_tiles - group * GROUP_M, GROUP_M)
+        tile = group * GROUP_M + (program % (GROUP_M * COLUMN_TILES)) % size
+        columns = ((program % (GROUP_M * COLUMN_TILES)) // size) * BLOCK_N + tl.arange(0, BLOCK_N)
+        expert = tl.load(tile_experts + tile)
+        if expert >= 0:
+            ids = tl.load(sorted_ids + tile * BLOCK_M + lanes)
+            if HALVES and tl.load(sorted_ids + tile * BLOCK_M + BLOCK_M // 2) < 0:
+                # The last tile of an expert has half its rows on average: half the product will do for it then.
+                upper = tl.load(sorted_ids + tile * BLOCK_M + tl.arange(0, BLOCK_M // 2))
+                _product_tile(
+                    x, kernel, bias, out, tl.maximum(upper, 0), upper >= 0, expert, columns,
+                    x_stride, kernel_expert_stride, kernel_row_stride,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            else:
+                _product_tile(
+                    x, kernel, bias, out, tl.maximum(ids, 0), ids >= 0, expert, columns,
+                    x_stride, kernel_expert_stride, kernel_row_stride,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+
+
+@triton.jit
+def _product_tile(
+    x,
+    kernel,
+    bias,
+    out,
+    pairs,
+    live,
+    expert,
+    columns,
+    x_stride,
+    kernel_expert_stride,
+    kernel_row_stride,
+    PAIRS_PER_ROW: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # A row that is not live reads pair 0's: no row of a product depends on another, and this one is not stored.
+    steps = tl.arange(0, BLOCK_K)
+    rows = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * x_stride + steps[None, :]
+    inside = columns < OUT
+    # Columns behind the last one would belong to another row: they read the first one and are not stored.
+    read = tl.where(inside, columns, 0) if OUT % BLOCK_N else columns
+    weights = kernel + expert.to(tl.int64) * kernel_expert_stride
+    weights = weights + steps[:, None].to(tl.int64) * kernel_row_stride + read[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, IN, BLOCK_K):
+        if IN % BLOCK_K == 0:
+            left = tl.load(rows)
+            right = tl.load(weights)
+        else:
+            left = tl.load(rows, mask=(start + steps < IN)[None, :], other=0.0)
+            right = tl.load(weights, mask=(start + steps < IN)[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        if ACTIVATION is not None:
+            if IN % BLOCK_K == 0:
+                right = tl.load(weights + OUT)
+            else:
+                right = tl.load(weights + OUT, mask=(start + steps < IN)[:, None], other=0.0)
+            total_up = tl.dot(left, right, total_up, input_precision="ieee")
+        rows += BLOCK_K
+        weights += BLOCK_K * kernel_row_stride
+    if bias is not None:
+        added = bias + expert.to(tl.int64) * (OUT if ACTIVATION is None else 2 * OUT) + read
+        total += tl.load(added).to(tl.float32)[None, :]
+        if ACTIVATION is not None:
+            total_up += tl.load(added + OUT).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        total = _gated(total, total_up, ACTIVATION)
+    target = out + pairs.to(tl.int64)[:, None] * OUT + columns[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu":
+        gate = gate * (0.5 + 0.5 * tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_new" or ACTIVATION == "gelu_pytorch_tanh":
+        # 0.5 + 0.5 * tanh(u) is sigmoid(2 * u).
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif ACTIVATION == "swigluoai":
+        gate = tl.minimum(gate, 7.0)
+        gate = gate * tl.sigmoid(1.702 * gate)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+    else:
+        gate = tl.maximum(gate, 0.0)
+        if ACTIVATION == "relu2":
+            gate = gate * gate
+    return gate * up
