@@ -67,6 +67,14 @@ def test_a_mixed_batch_keeps_its_shortest_queries_on_the_split_kernel():
     assert dict(plan.launches[0].constexprs)["MIN_QUERY"] == 16 // 4 + 1
 
 
+@pytest.mark.parametrize(("tokens", "launches"), [(4 * 512, 1), (4 * 512 - 1, 3)])
+def test_where_every_query_may_be_the_longest_one_nobody_looks_for_short_ones(tokens, launches):
+    query = ArraySpec((tokens, 64, 128), "bfloat16")
+    plan = _short(32, query=query, max_query_len=512, kv_chunk_size=None)
+    assert len(plan.launches) == launches
+    assert dict(plan.launches[0].constexprs)["MIN_QUERY"] == (1 if launches == 1 else 2)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
