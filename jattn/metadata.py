@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import jax
@@ -66,6 +66,8 @@ class AttentionMetadata:
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
         groups: sequences that share prefixes; None to attend each on its own.
         cross: what cross attention reads; None for a model without.
+        block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
+            static. None where that is not known.
     """
 
     block_tables: jax.Array
@@ -75,6 +77,7 @@ class AttentionMetadata:
     max_query_len: int = field(metadata={"static": True})
     groups: PrefixGroups | None = None
     cross: CrossMetadata | None = None
+    block_size: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def build(
@@ -110,18 +113,17 @@ class AttentionMetadata:
             >>> step.slot_mapping.tolist(), step.max_query_len
             ([20, 21, 22, 23, 8, 9, 39, -1], 6)
         """
-        return cls.from_common(
-            build_common_metadata(
-                rows,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                num_seqs=num_seqs,
-                num_tokens=num_tokens,
-                max_blocks=max_blocks,
-                max_query_len=max_query_len,
-                encoder_rows=encoder_rows,
-            )
+        common = build_common_metadata(
+            rows,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_blocks=max_blocks,
+            max_query_len=max_query_len,
+            encoder_rows=encoder_rows,
         )
+        return replace(cls.from_common(common), block_size=block_size)
 
     @classmethod
     def build_sharded(
@@ -191,7 +193,7 @@ class AttentionMetadata:
             arrays["block_tables"] = np.where(tables > 0, tables + shard, 0)
             arrays["slot_mapping"] = np.where(slots >= 0, slots + shard.repeat(rows_each) * block_size, slots)
             arrays["query_start_loc"] = np.arange(shard.size + 1, dtype=np.int32) * rows_each
-        return cls(**jax.device_put(arrays), max_query_len=rows_each)
+        return cls(**jax.device_put(arrays), max_query_len=rows_each, block_size=block_size)
 
     @classmethod
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
@@ -245,4 +247,5 @@ class GroupedMetadata:
 
 
 def _arrays() -> list[str]:
-    return [each.name for each in fields(AttentionMetadata) if each.name not in ("max_query_len", "groups", "cross")]
+    others = ("max_query_len", "groups", "cross", "block_size")
+    return [each.name for each in fields(AttentionMetadata) if each.name not in others]

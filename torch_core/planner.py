@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from torch_core.attention.choose import plan_attention, plan_attention_backward
-from torch_core.attention.indexer.plan import plan_indexer
+from torch_core.attention.indexer.plan import plan_choice, plan_indexer
 from torch_core.attention.merge.plan import plan_merge
 from torch_core.attention.mla.plan import plan_latent
 from torch_core.blocks.copy.plan import plan_copy
@@ -15,6 +15,7 @@ from torch_core.blocks.write.plan import plan_write
 from torch_core.calls import (
     AttentionCall,
     Call,
+    ChoiceCall,
     CopyCall,
     DenseBackwardCall,
     ExpertsCall,
@@ -73,6 +74,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_merge(call)
     if isinstance(call, IndexerCall):
         return plan_indexer(call)
+    if isinstance(call, ChoiceCall):
+        return plan_choice(call)
     if isinstance(call, ExpertsCall):
         return plan_experts(call, limits)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")

@@ -17,10 +17,8 @@ from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
 from torch_core.attention.backward.plan import backward_plan
-from torch_core.attention.backward_hopper.plan import hopper_backward_plan
-from torch_core.attention.backward_hopper.tiles import WIDE_TILE
 from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.errors import InvalidInput
 from torch_core.run import array_spec
 from torch_core.run.launch import device_limits, run_operation
 
@@ -65,8 +63,6 @@ def run(
             columns["FA2 SDPA dropout"] = lambda batches: step.sdpa("flash", batches[0], dropout)
     if passes != "forward":
         columns[f"{OURS} portable"] = in_graph(lambda batch: step.ours(dense_call(batch), _portable))
-        if (head_size, head_size) in WIDE_TILE.head_sizes:
-            columns[f"{OURS} wide"] = in_graph(lambda batch: step.ours(dense_call(batch), _wide))
     if others:
         columns["cuDNN in JAX"] = lambda batches: step.in_jax(batches[0], _cudnn)
         columns["FA2 SDPA"] = lambda batches: step.sdpa("flash", batches[0])
@@ -180,14 +176,6 @@ class _Step:
 def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs the backward kernels for every GPU, whatever the plan of the call would be."""
     plan = backward_plan(call.map(array_spec), device_limits(call.query.device))
-    return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
-
-
-def _wide(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Runs the Hopper kernel in its tile of wide heads."""
-    plan = hopper_backward_plan(call.map(array_spec), device_limits(call.query.device), tile=WIDE_TILE)
-    if plan is None:
-        raise Unsupported("the Hopper backward kernel does not serve this call on this device.")
     return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
 
 

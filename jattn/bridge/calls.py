@@ -12,6 +12,7 @@ import numpy as np
 
 from torch_core.calls import (
     Call,
+    ChoiceCall,
     CopyCall,
     DenseBackwardCall,
     DenseCall,
@@ -92,6 +93,7 @@ for _call_class in (
     CopyCall,
     MergeCall,
     IndexerCall,
+    ChoiceCall,
     ExpertsCall,
     SharedPrefix,
 ):

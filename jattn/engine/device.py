@@ -150,7 +150,9 @@ def open_device(
     spec = shape.cache_spec(config.block_size)
     max_blocks = -(-max_model_len // config.tokens_per_block)
     draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
-    further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
+    further: list[CacheSpec] = [*shape.further_specs(config.block_size)]
+    if draft is not None:
+        further += [draft.cache_spec(config.block_size)] * draft.num_layers + draft.further_specs(config.block_size)
     parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
     num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
     longest = max_model_len + num_encoder_blocks * config.block_size

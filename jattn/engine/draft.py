@@ -57,7 +57,7 @@ class WithDraft(nnx.Module):
 
     def split(self, kv_caches: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Returns the base's caches and the draft's."""
-        count = self.base.paged_spec.num_layers
+        count = self.base.paged_spec.num_arrays
         return kv_caches[:count], kv_caches[count:]
 
 

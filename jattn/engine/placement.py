@@ -131,7 +131,16 @@ def _check_places(model: PagedModel, mesh: Mesh) -> None:
     for path, leaf in nnx.to_flat_state(nnx.state(cast(nnx.Module, model))):
         sharding = getattr(nnx.as_pure(leaf), "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            wanted = _devices_of(NamedSharding(mesh, PartitionSpec()))
             raise InvalidInput(
-                f"{'.'.join(map(str, path))} lies on {sharding}; the engine's mesh is {mesh}. Shard the whole model "
-                "over the engine's mesh, or give it as it is."
+                f"{'.'.join(map(str, path))} lies on {_devices_of(sharding)}; the engine's mesh has {wanted}. Shard "
+                "the whole model over the engine's mesh, or give it as it is."
             )
+
+
+def _devices_of(sharding: Any) -> str:
+    """Returns the devices of a sharding in the mesh's order, in which parts lie on them."""
+    found: Any = getattr(sharding, "device_set", ())
+    if isinstance(sharding, NamedSharding):
+        found = cast(Mesh, sharding.mesh).devices.ravel()
+    return f"devices {', '.join(str(device.id) for device in found)}" if len(found) else str(sharding)

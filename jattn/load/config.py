@@ -184,7 +184,7 @@ def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if types is not None and (
         not isinstance(types, list)
         or len(types) != count
-        or any(kind not in ("sliding_attention", "full_attention") for kind in types)
+        or any(kind not in ("sliding_attention", "full_attention", *family.layer_types) for kind in types)
     ):
         raise InvalidInput(
             f"layer_types is {shown(types)}; it must have 'full_attention' or 'sliding_attention' for each of the "

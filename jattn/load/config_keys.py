@@ -41,7 +41,7 @@ _STRUCTURE = (
     "quantization_config",
 )
 #: What is read by the functions of a family.
-_DERIVED = ("decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval")
+_DERIVED = ("decoder_sparse_step", "mlp_layer_types", "no_rope_layers", "no_rope_layer_interval")
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 #: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
 _IGNORED = (
@@ -161,8 +161,8 @@ def family_of_file(raw: dict[str, Any]) -> Family:
         raise InvalidInput(f"{FILE}: architectures is {shown(named)}; it must be a list of one name.")
     known = known_families()
     if not isinstance(named[0], str) or named[0] not in known:
-        nearest = nearest_family(str(named[0])[:200])
-        unread = sorted(set(raw) - _allowed(nearest) - set(_IGNORED) - {*_INERT, *nearest.inert})
+        nearest = nearest_family(str(named[0])[:200], lambda family: len(_unread(raw, family)))
+        unread = sorted(_unread(raw, nearest))
         missing = f", which has no {', '.join(map(shown, unread[:8]))}" if unread else ""
         raise Unsupported(
             f"{FILE}: architectures[0] is {shown(named[0])}; the nearest that this build has is "
@@ -222,6 +222,10 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
             given.setdefault(key, default)
     _check_derived(given, family)
     return given
+
+
+def _unread(raw: dict[str, Any], family: Family) -> set[str]:
+    return set(raw) - _allowed(family) - set(_IGNORED) - {*_INERT, *family.inert}
 
 
 def _check_quantization(given: Any) -> None:

@@ -30,8 +30,11 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
     if not isinstance(folder, (str, os.PathLike)):
         raise InvalidInput(f"folder is a {type(folder).__name__}; it must be a path.")
     path = Path(folder)
-    if path.is_dir():
-        return path.resolve()
+    try:
+        if path.is_dir():
+            return path.resolve()
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"folder {str(path)[:100]!r} cannot be read: {error.args[-1]}.") from None
     cached, reason = _cached_snapshot(folder) if isinstance(folder, str) else (None, "")
     if cached is None:
         raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder{reason}.")

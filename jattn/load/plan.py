@@ -48,7 +48,7 @@ class ParameterPlan:
     @property
     def is_float32(self) -> bool:
         """Whether the parameter is float32 in models of every dtype."""
-        return self.path[-1] == "e_score_correction_bias"
+        return self.path[-1] == "e_score_correction_bias" or "weights_proj" in self.path
 
     @property
     def num_stacked(self) -> int:

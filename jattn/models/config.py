@@ -291,6 +291,11 @@ class ModelConfig:
                     f"{self.window_of(layer)}. Layers that share keys and values keep the same part of the past."
                 )
 
+    @property
+    def index_head_dim(self) -> int | None:
+        """Elements of a token's index key, of attention over latents that an indexer chooses; None of all other."""
+        return None if self.latent is None else self.latent.index_head_dim
+
     def _check_latent(self) -> None:
         latent, scaling = self.latent, self.rope_scaling
         if latent is None:

@@ -15,7 +15,7 @@ from jattn.models.attention import Angles, Attention, KeysValues
 from jattn.models.config import ModelConfig
 from jattn.models.cross_attention import CrossAttention
 from jattn.models.experts import SparseMLP
-from jattn.models.latent import LatentAttention
+from jattn.models.latent import LatentAttention, SparseAttention
 from jattn.models.layers import INITIALIZER, MLP, linear, norm
 from jattn.models.paged_model import PagedSpec
 from jattn.models.relative import relative_bias
@@ -48,7 +48,7 @@ class DecoderLayer(nnx.Module):
         self.config, self.parallel = config, parallel
         before, after = config.norms_before_and_after
         self.input_layernorm = norm(config) if before else None
-        attention = Attention if config.latent is None else LatentAttention
+        attention = _attention(config)
         self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation, parallel=parallel)
         self.attention_output_norm = norm(config) if after else None
         has_encoder = config.encoder is not None
@@ -63,9 +63,9 @@ class DecoderLayer(nnx.Module):
         self.mlp_output_norm = norm(config) if after else None
 
     def __call__(
-        self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        """Maps packed tokens `[tokens, hidden]` and this layer's cache to the next ones."""
+        self, x: jax.Array, angles: Angles | None, kv_cache: Any, metadata: AttentionMetadata
+    ) -> tuple[jax.Array, Any]:
+        """Maps packed tokens `[tokens, hidden]` and this layer's cache, or pair of caches, to the next ones."""
         normed = _through(self.input_layernorm, x)
         attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
         cross = None
@@ -196,6 +196,7 @@ class Decoder(nnx.Module):
             num_kv_heads=kv_heads if config.latent is None else 1,
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
+            index_head_dim=config.index_head_dim,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
             layer_windows=tuple(config.window_of(layer) for layer in config.cache_layers)
@@ -247,7 +248,11 @@ class Decoder(nnx.Module):
         yield x, tuple(caches)
         for index, layer in enumerate(self.layers):
             own, array = metadata.of_layer(self.config.cache_of(index))
-            x, caches[array] = layer(x, angles, caches[array], own)
+            if self.config.index_head_dim is None:
+                x, caches[array] = layer(x, angles, caches[array], own)
+            else:
+                second = len(self.layers) + array
+                x, (caches[array], caches[second]) = layer(x, angles, (caches[array], caches[second]), own)
             yield x, tuple(caches)
         yield _through(self.norm, x), tuple(caches)
 
@@ -402,3 +407,9 @@ def _through(module: Any, x: jax.Array) -> jax.Array:
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
     # A Python number is rounded to the array's dtype first, as Gemma was trained.
     return x if scale == 1 else x * scale
+
+
+def _attention(config: ModelConfig) -> Any:
+    if config.latent is None:
+        return Attention
+    return LatentAttention if config.index_head_dim is None else SparseAttention

@@ -1,8 +1,8 @@
-"""LatentAttention: one layer's attention over latents with a model's options, called as `Attention` is."""
+"""LatentAttention and SparseAttention: a layer over latents with a model's options, called as `Attention` is."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,33 @@ from jattn.models.attention import Angles, KeysValues
 from jattn.models.config import ModelConfig
 from jattn.models.layers import INITIALIZER
 from jattn.models.tensor_parallel import TensorParallel
-from jattn.nn import DeepSeekRoPE, MultiHeadLatentAttention
+from jattn.nn import DeepSeekRoPE, LatentIndexer, MultiHeadLatentAttention, SparseLatentAttention
 from torch_core.errors import InvalidInput
 
-__all__ = ["LatentAttention"]
+__all__ = ["LatentAttention", "SparseAttention"]
 
 
-class LatentAttention(MultiHeadLatentAttention):
+class _Layer:
+    """How a decoder calls its layers; over the layers of `jattn.nn`."""
+
+    def forward_paged(
+        self, x: jax.Array, angles: Angles | None, kv_cache: Any, metadata: AttentionMetadata
+    ) -> tuple[jax.Array, Any]:
+        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
+        return self(x, cache=kv_cache, metadata=metadata)  # type: ignore[operator]
+
+    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        """Does what `Attention` does; keys and values are one latent, of one scale."""
+        self.k_scale = k_scale
+
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
+    ) -> jax.Array:
+        """Attends within each row of `[batch, tokens, hidden]`; what lies past a row's length is behind its tokens."""
+        return self(x)  # type: ignore[operator]
+
+
+class LatentAttention(_Layer, MultiHeadLatentAttention):
     """Multi-head latent attention of one layer.
 
     Args:
@@ -42,40 +62,80 @@ class LatentAttention(MultiHeadLatentAttention):
         implementation: str | None = None,
         parallel: TensorParallel | None = None,
     ) -> None:
-        if config.latent is None:
-            raise InvalidInput("config.latent is None; a LatentAttention needs a LatentConfig.")
-        # The norms of latents have epsilon 1e-6 whatever rms_norm_eps is, as in transformers.
         super().__init__(
             config.num_attention_heads,
             config.hidden_size,
-            **dataclasses.asdict(config.latent),
-            rope=_rope(config),
-            use_bias=config.attention_bias,
+            **_options(config),
+            implementation=implementation,
+            rngs=rngs,
+        )
+
+
+class SparseAttention(_Layer, SparseLatentAttention):
+    """Latent attention of one layer to the tokens that an indexer chooses; its cache is a pair.
+
+    Args:
+        config, layer, rngs, implementation, parallel: see `LatentAttention`.
+
+    Raises:
+        InvalidInput: the config has no latents, or no indexer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        options, latent = _options(config), config.latent
+        if latent is None or not (
+            latent.q_lora_rank and latent.index_n_heads and latent.index_head_dim and latent.index_topk
+        ):
+            raise InvalidInput("config.latent has no index_n_heads; a SparseAttention needs an indexer.")
+        indexer = LatentIndexer(
+            config.hidden_size,
+            latent.q_lora_rank,
+            num_heads=latent.index_n_heads,
+            head_dim=latent.index_head_dim,
+            topk=latent.index_topk,
+            rope=_rope(config, interleaved=False),
+            rope_dim=latent.qk_rope_head_dim,
             param_dtype=jnp.dtype(config.dtype),
             kernel_init=INITIALIZER,
             implementation=implementation,
             rngs=rngs,
         )
-
-    def forward_paged(
-        self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
-        return self(x, cache=kv_cache, metadata=metadata)
-
-    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
-        """Does what `Attention` does; keys and values are one latent, of one scale."""
-        self.k_scale = k_scale
-
-    def forward_dense(
-        self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
-    ) -> jax.Array:
-        """Attends within each row of `[batch, tokens, hidden]`; what lies past a row's length is behind its tokens."""
-        return self(x)
+        super().__init__(
+            config.num_attention_heads,
+            config.hidden_size,
+            indexer=indexer,
+            **options,
+            implementation=implementation,
+            rngs=rngs,
+        )
 
 
-def _rope(config: ModelConfig) -> DeepSeekRoPE:
-    scaling, options = config.rope_scaling, {"dim": config.rotary_dim, "theta": config.rope_theta}
+def _options(config: ModelConfig) -> dict[str, Any]:
+    """Returns what both layers take."""
+    latent = config.latent
+    if latent is None:
+        raise InvalidInput("config.latent is None; a LatentAttention needs a LatentConfig.")
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+    return {
+        **{name: getattr(latent, name) for name in sizes},
+        "rope": _rope(config),
+        "use_bias": config.attention_bias,
+        # The norms of latents have epsilon 1e-6 whatever rms_norm_eps is, as in transformers.
+        "param_dtype": jnp.dtype(config.dtype),
+        "kernel_init": INITIALIZER,
+    }
+
+
+def _rope(config: ModelConfig, **options: Any) -> DeepSeekRoPE:
+    scaling, options = config.rope_scaling, {"dim": config.rotary_dim, "theta": config.rope_theta, **options}
     if scaling is None:
         return DeepSeekRoPE(**options)
     return DeepSeekRoPE(

@@ -29,6 +29,8 @@ class PagedSpec:
         head_dim: elements of one head.
         kv_lora_rank: elements of a latent, of layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads is
             1 and head_dim that of the rotary key behind a latent. None for keys and values.
+        index_head_dim: elements of an indexer's key, of layers of `jattn.nn.SparseLatentAttention`: each layer has a
+            second cache for them, and these come after the caches of all layers. None without.
         dtype: of the keys and values that the layers write, by name.
         sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
             back. None if a layer sees all.
@@ -55,6 +57,7 @@ class PagedSpec:
     num_kv_heads: int
     head_dim: int
     kv_lora_rank: int | None = None
+    index_head_dim: int | None = None
     dtype: str = "float32"
     sliding_window: int | None = None
     layer_windows: tuple[int | None, ...] = ()
@@ -87,7 +90,18 @@ class PagedSpec:
             raise InvalidInput(
                 f"num_kv_heads is {self.num_kv_heads}; with kv_lora_rank it is 1: all heads share a latent."
             )
+        if self.index_head_dim is not None and (self.kv_lora_rank is None or any(self.windows)):
+            raise InvalidInput(
+                f"index_head_dim is {self.index_head_dim}; an indexer needs kv_lora_rank, and layers that see "
+                "all: leave windows out."
+            )
         self.cache_spec(block_size=1)
+        self.further_specs(block_size=1)
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of all caches, where no layers share one."""
+        return self.num_layers + len(self.further_specs(block_size=1))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -103,6 +117,14 @@ class PagedSpec:
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads, head_size=self.head_dim, block_size=block_size, dtype=self.dtype
         )
+
+    def further_specs(self, block_size: int) -> list[LatentCacheSpec]:
+        """Returns the layouts of what layers cache besides; see `index_head_dim`."""
+        if self.index_head_dim is None:
+            return []
+        rest = self.index_head_dim - self.head_dim
+        spec = LatentCacheSpec(kv_lora_rank=self.head_dim, rope_dim=rest, block_size=block_size, dtype=self.dtype)
+        return [spec] * self.num_layers
 
     def _check_layer_windows(self) -> None:
         windows = self.layer_windows
@@ -142,7 +164,8 @@ class PagedModel(Protocol):
             token_ids: int32[tokens]. Padding may be any token below vocab_size.
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
             kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
-                `(num_blocks, block_size, kv_lora_rank + head_dim)`; donated.
+                `(num_blocks, block_size, kv_lora_rank + head_dim)`, and behind all of them with `index_head_dim` one
+                `(num_blocks, block_size, index_head_dim)` per layer; donated.
             metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model with
                 `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index is
                 that of the layer's array; several layers may share one, so each passes on what it wrote. It may be a

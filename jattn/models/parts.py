@@ -108,9 +108,12 @@ class LatentConfig:
         qk_rope_head_dim: those that are; of a key they are the same in all heads, and cached behind the latent.
         v_head_dim: elements of a value head.
         q_lora_rank: width of the compressed query; None for a query that is projected at once.
+        index_n_heads: heads of the indexer that chooses the tokens of a query (DeepSeek-V3.2); None without one.
+        index_head_dim: elements of each; a token's index key, which all share, is cached too.
+        index_topk: tokens that a query attends to, at most.
 
     Raises:
-        InvalidInput: a value of the wrong type or outside its limits.
+        InvalidInput: a value of the wrong type or outside its limits; a part of an indexer, or one without q_lora_rank.
     """
 
     kv_lora_rank: int
@@ -118,6 +121,9 @@ class LatentConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    index_topk: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -125,6 +131,21 @@ class LatentConfig:
         check_int("kv_lora_rank", self.kv_lora_rank, 1, 1 << 16)
         if self.q_lora_rank is not None:
             check_int("q_lora_rank", self.q_lora_rank, 1, 1 << 16, also=", or None")
+        self._check_indexer()
+
+    def _check_indexer(self) -> None:
+        names = ("index_n_heads", "index_head_dim", "index_topk")
+        given = [name for name in names if getattr(self, name) is not None]
+        if not given:
+            return
+        if len(given) < len(names):
+            raise InvalidInput(f"{', '.join(given)} of {', '.join(names)} given; an indexer has all three.")
+        if self.q_lora_rank is None:
+            raise InvalidInput("q_lora_rank is None; an indexer's queries come from the compressed query.")
+        check_int("index_n_heads", self.index_n_heads, 1, 1 << 16)
+        # The rest of a key is not rotated.
+        check_int("index_head_dim", self.index_head_dim, self.qk_rope_head_dim + 1, MAX_HEAD_DIM)
+        check_int("index_topk", self.index_topk, 1, 1 << 24)
 
     @property
     def qk_head_dim(self) -> int:

@@ -104,7 +104,14 @@ def _latent_attention(config: ModelConfig, latent: LatentConfig) -> _Shapes:
     shapes |= _linear("kv_a_proj_with_mqa", hidden, rank + latent.qk_rope_head_dim, use_bias)
     shapes["kv_a_layernorm", "scale"] = (rank,)
     shapes |= _linear("kv_b_proj", rank, heads * (latent.qk_nope_head_dim + latent.v_head_dim), False)
-    return shapes | _linear("o_proj", heads * latent.v_head_dim, hidden, use_bias)
+    shapes |= _linear("o_proj", heads * latent.v_head_dim, hidden, use_bias)
+    if latent.q_lora_rank and latent.index_n_heads and latent.index_head_dim:
+        heads, size = latent.index_n_heads, latent.index_head_dim
+        parts = _linear("wq_b", latent.q_lora_rank, heads * size, False)
+        parts |= _linear("wk", hidden, size, False) | _linear("weights_proj", hidden, heads, False)
+        parts |= {("k_norm", leaf): (size,) for leaf in ("scale", "bias")}
+        shapes |= {("indexer", *path): shape for path, shape in parts.items()}
+    return shapes
 
 
 def _experts(config: ModelConfig) -> _Shapes:

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import attention_fn as own_attention_fn
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KV_CACHE_DTYPES
 
 __all__ = [
     "POSITIONS_WITHOUT_ROPE",
@@ -60,8 +62,16 @@ def check_attention_type(attention_type: str, rope: Any) -> None:
 
 
 def check_cache_dtype(dtype: Any, k_scale: float | None, v_scale: float | None) -> None:
-    """Refuses int8 without scales."""
-    if dtype is not None and jnp.dtype(dtype) == jnp.int8 and None in (k_scale, v_scale):
+    """Refuses what no cache can hold, and int8 without scales."""
+    if dtype is None:
+        return
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in KV_CACHE_DTYPES:
+        raise InvalidInput(f"the cache's dtype is {name}; it must be one of {', '.join(KV_CACHE_DTYPES)}.")
+    if name == "int8" and None in (k_scale, v_scale):
         raise InvalidInput("kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing.")
 
 
@@ -71,10 +81,20 @@ def check_inputs(
     """Refuses inputs that do not fit a module or each other."""
     if input_positions is not None and module.rope is None:
         raise InvalidInput(POSITIONS_WITHOUT_ROPE)
+    arrays = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
+    for name, array in arrays.items():
+        if not hasattr(array, "shape") and (array is not None or name == "inputs_q"):
+            raise InvalidInput(f"{name} is a {type(array).__name__}; it must be an array (jnp.asarray).")
     if inputs_q.ndim < 2 or inputs_q.shape[-1] != module.in_features:
         raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {module.in_features}].")
     if inputs_k is None and inputs_v is not None:
         raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
+    new_keys = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
+    if cached and module.attention_type == "decoder" and new_keys != inputs_q.shape[-2]:
+        raise InvalidInput(
+            f"inputs_k has {new_keys} tokens and inputs_q {inputs_q.shape[-2]}; with a cache a decoder's are the same "
+            "tokens. For an encoder's build the layer with attention_type='encoder_decoder'."
+        )
     if module.kv_sharing and (inputs_k is not None or (shared_kv is not None and cached)):
         raise InvalidInput("a layer that shares keys and values takes shared_kv without a cache, and no inputs_k.")
     if shared_kv is not None and not module.kv_sharing:
@@ -87,6 +107,8 @@ def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any
         raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
     if cache is None:
         return
+    if not isinstance(metadata, AttentionMetadata):
+        raise InvalidInput(f"metadata is a {type(metadata).__name__}; use AttentionMetadata.build.")
     if module.attention_type == "encoder_only":
         raise Unsupported("a layer of type 'encoder_only' takes no cache; attend to the whole input at once.")
     refuse_donated("cache", cache, "use the one that the step returned.")

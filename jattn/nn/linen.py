@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from jattn import ops
-from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, checked_features, refuse_with_cache
+from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, check_cache_dtype, checked_features, refuse_with_cache
 from jattn.nn.dense import attention_fn, rotated
 from jattn.nn.held import HeldCache, check_held, decode_held, new_held_cache
 from jattn.nn.paged import CORE_OPTIONS, PagedAttention
@@ -171,6 +171,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     def _cache(self, batch_dims: tuple[int, ...], core: PagedAttention, dtype: Any) -> list[Any]:
         if self.max_length is None:
             raise InvalidInput("decode without max_length; the cache's size comes from there, not from the input.")
+        check_cache_dtype(self.kv_cache_dtype, None, None)
         make = functools.partial(
             new_held_cache, batch_dims, self.max_length, core, self.kv_cache_dtype or dtype, self.block_size
         )

@@ -246,12 +246,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             out_sharding: of a cache (num_blocks, block_size, num_kv_heads, head_dim) under a mesh.
 
         Raises:
-            InvalidInput: a size below 1.
+            InvalidInput: a size below 1, or a dtype that no cache can have.
             Unsupported: the module keeps no cache.
         """
         if self.kv_sharing or self.attention_type == "encoder_only":
             raise Unsupported("a layer that shares keys and values, or an encoder's, holds no cache.")
+        if len(input_shape) < 2:
+            raise InvalidInput(f"input_shape is {tuple(input_shape)}; it must be (batch..., max_length, features).")
         dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
+        check_cache_dtype(dtype, self.k_scale, self.v_scale)
         held = new_held_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
         sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
         self.cached_key, self.cached_value = PagedCache(held.key, **sharding), PagedCache(held.value, **sharding)

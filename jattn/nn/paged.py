@@ -151,7 +151,7 @@ class PagedAttention(nnx.Module):
             float[num_tokens, num_heads, value_head_dim] and the updated cache.
 
         Raises:
-            InvalidInput: shapes that do not fit the module or each other.
+            InvalidInput: shapes that do not fit the module or each other, or metadata for blocks of another size.
         """
         for name, array, heads, size in (
             ("query", query, self.num_heads, self.head_dim),
@@ -165,6 +165,12 @@ class PagedAttention(nnx.Module):
         if key is not None and self.causal and query.shape[0] != key.shape[0]:
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
+            )
+        block_size = jax.tree.leaves(kv_cache)[0].shape[-3]
+        if metadata.block_size not in (None, block_size):
+            raise InvalidInput(
+                f"metadata is for blocks of {metadata.block_size} tokens and kv_cache of {block_size}; build "
+                "it with the cache's block_size."
             )
         k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
@@ -191,19 +197,18 @@ class PagedAttention(nnx.Module):
         value: jax.Array,
         kv_cache: _Cache,
         slot_mapping: jax.Array,
-        *,
-        k_scale: float | jax.Array | None = None,
-        v_scale: float | jax.Array | None = None,
+        **scales: Unpack[ops.CacheScales],
     ) -> _Cache:
         """Returns the cache with these keys and values in it, and attends to nothing: what an encoder leaves behind.
 
         Args:
-            key, value, kv_cache, k_scale, v_scale: as in a call.
+            key, value, kv_cache: as in a call.
             slot_mapping: int32[num_tokens], where each token goes; -1 for nowhere.
+            **scales: k_scale and v_scale, as in a call.
         """
         if self.kv_range is not None:
             self.kv_range.see(key, value, slot_mapping)
-        k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
+        k_scale, v_scale = self.scales_of(kv_cache, scales.get("k_scale"), scales.get("v_scale"))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)
 

@@ -67,7 +67,7 @@ class LatentIndexer(nnx.Module):
         self.rope, self.rope_dim = rope, rope_dim
         self.implementation = implementation
 
-        def linear(inner: int, outer: int) -> nnx.Linear:
+        def linear(inner: int, outer: int, dtype: Any = dtype, param_dtype: Any = param_dtype) -> nnx.Linear:
             return nnx.Linear(
                 inner, outer, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
             )
@@ -75,7 +75,8 @@ class LatentIndexer(nnx.Module):
         self.wq_b = linear(q_lora_rank, num_heads * head_dim)
         self.wk = linear(in_features, head_dim)
         self.k_norm = nnx.LayerNorm(head_dim, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.weights_proj = linear(in_features, num_heads)
+        # In float32 in models of every dtype.
+        self.weights_proj = linear(in_features, num_heads, jnp.float32, jnp.float32)
 
     def cache_spec(self, block_size: int, dtype: str) -> LatentCacheSpec:
         """Returns the layout of the cache of keys: the rotated part, and after it the rest."""
@@ -96,7 +97,7 @@ class LatentIndexer(nnx.Module):
     ) -> jax.Array:
         """Returns the positions of the keys that each token attends to, int32[tokens, topk]."""
         query = self.wq_b(compressed_query).reshape(*inputs.shape[:-1], self.num_heads, self.head_dim)
-        weights = self.weights_proj(inputs).astype(jnp.float32) * self.num_heads**-0.5
+        weights = self.weights_proj(inputs) * self.num_heads**-0.5
         query = self._rotated(query, positions).reshape(-1, self.num_heads, self.head_dim)
         query = query.astype(key_cache.dtype) if key_cache.dtype.itemsize > 1 else query
         operands = (query, weights.reshape(-1, self.num_heads), key_cache)

@@ -9,7 +9,13 @@ from jattn.ops.attention import (
     paged_attention,
     paged_attention_with_lse,
 )
-from jattn.ops.cache import merge_states, rotate_and_write, write_kv_cache, write_kv_cache_per_token_head
+from jattn.ops.cache import (
+    CacheScales,
+    merge_states,
+    rotate_and_write,
+    write_kv_cache,
+    write_kv_cache_per_token_head,
+)
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
@@ -27,6 +33,7 @@ __all__ = [
     "MASK_OPTIONS",
     "POSITIONAL",
     "RESIDUAL_NAMES",
+    "CacheScales",
     "PagedOptions",
     "attention",
     "attention_with_lse",

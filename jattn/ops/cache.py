@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import jax
 
@@ -10,10 +10,17 @@ from jattn.ops.run import run
 from torch_core.calls import MergeCall, RotaryWriteCall, WriteCall, cache_fields
 from torch_core.errors import InvalidInput
 
-__all__ = ["merge_states", "rotate_and_write", "write_kv_cache", "write_kv_cache_per_token_head"]
+__all__ = ["CacheScales", "merge_states", "rotate_and_write", "write_kv_cache", "write_kv_cache_per_token_head"]
 
 #: One array, or a pair of a key cache and a value cache: what comes in comes out.
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
+
+
+class CacheScales(TypedDict, total=False):
+    """What a stored unit of a quantised cache is worth."""
+
+    k_scale: float | jax.Array | None
+    v_scale: float | jax.Array | None
 
 
 def write_kv_cache(

@@ -1,13 +1,13 @@
-"""Scores of DeepSeek's indexer in plain jnp."""
+"""Scores of DeepSeek's indexer, and slots of what was chosen by them, in plain jnp."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from torch_core.calls import IndexerCall
+from torch_core.calls import ChoiceCall, IndexerCall
 
-__all__ = ["indexer_logits"]
+__all__ = ["chosen_slots", "indexer_logits"]
 
 
 def indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:
@@ -31,3 +31,17 @@ def indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:
     logits = jax.lax.map(lambda x: of_token(*x), (call.query, call.weights, sequence))
     visible = real[:, None] & (places < seen[:, None])
     return {"logits": jnp.where(visible, logits, -jnp.inf)}
+
+
+def chosen_slots(call: ChoiceCall[jax.Array]) -> dict[str, jax.Array]:
+    """Looks up the slots of each query's keys."""
+    starts = jnp.arange(call.topk_indices.shape[0] + 1, dtype=jnp.int32)
+    seqs = (starts[:-1, None] >= call.query_start_loc[1:]).sum(1)
+    named = (call.topk_indices >= 0) & (seqs < call.block_tables.shape[0])[:, None]
+    positions = jnp.where(named, call.topk_indices, 0)
+    blocks = call.block_tables[seqs[:, None], positions // call.block_size]
+    slots = jnp.where(named, blocks * call.block_size + positions % call.block_size, 0)
+    # What is no key goes behind the keys, whose order stays.
+    order = jnp.argsort(~named, axis=1, stable=True)
+    counts = named.sum(1, dtype=jnp.int32)
+    return {"slots": jnp.take_along_axis(slots, order, axis=1), "counts": counts, "starts": starts}

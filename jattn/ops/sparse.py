@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jattn.ops.attention import Request, operation, output, output_and_lse
 from jattn.ops.latent import latent_request
 from jattn.ops.run import run
-from torch_core.calls import IndexerCall, LatentCall, check_chosen_values, chosen_latents
+from torch_core.calls import IndexerCall, LatentCall, check_chosen_values, choice_of, chosen_latents
 from torch_core.checks import check_int
 
 __all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse"]
@@ -85,8 +85,8 @@ def _sparse(
 
     Args:
         query, latent_cache, block_tables, seq_lens, query_start_loc: as in `mla_attention`.
-        topk_indices: int32[num_tokens, topk], positions in the query's own sequence, each once, in any order; a row
-            ends with its first negative entry. `indexer_topk` makes them; no other mask is applied.
+        topk_indices: int32[num_tokens, topk], positions in the query's own sequence, each once, in any order;
+            negative ones are skipped. `indexer_topk` makes them; no other mask is applied.
         **options: kv_lora_rank, max_query_len, scale, logits_soft_cap, sinks, q_scale, k_scale, out_dtype, out_scale,
             kv_chunk_size, implementation of `mla_attention`.
 
@@ -104,8 +104,8 @@ def _sparse(
     # What is being traced has no values.
     if not any(isinstance(array, Tracer) for array in (*lengths.values(), topk_indices)):
         check_chosen_values(call.with_arrays(jax.device_get(lengths)), jax.device_get(topk_indices))
-    tokens = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)
-    return chosen_latents(call, topk_indices, tokens, jnp.where, lambda x: x.astype(jnp.int32)), attend
+    chosen = run(choice_of(call, topk_indices), options.get("implementation"))
+    return chosen_latents(call, chosen), attend
 
 
 sparse_mla_attention = operation(_sparse, "sparse_mla_attention", with_lse=False, of=output)

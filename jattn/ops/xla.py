@@ -17,13 +17,14 @@ import jax.numpy as jnp
 
 from jattn.bridge.calls import empty_outputs
 from jattn.ops import latents, softmax
-from jattn.ops.indexer import indexer_logits
+from jattn.ops.indexer import chosen_slots, indexer_logits
 from jattn.ops.rotary import rotate
 from jattn.ops.routed import fused_experts
 from jattn.ops.softmax import compute_dtype
 from torch_core.calls import (
     AttentionCall,
     Call,
+    ChoiceCall,
     DenseBackwardCall,
     DenseCall,
     ExpertsCall,
@@ -67,6 +68,8 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
         return _merge_states(call)
     if isinstance(call, IndexerCall):
         return _one_program(indexer_logits)(call)
+    if isinstance(call, ChoiceCall):
+        return _one_program(chosen_slots)(call)
     if isinstance(call, ExpertsCall):
         return _one_program(fused_experts)(call)
     raise Unsupported(f"{call.name} has no implementation in jnp.")

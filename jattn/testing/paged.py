@@ -70,7 +70,12 @@ class PagedRun:
         self._num_seqs = Buckets.powers_of_two("sequences of a step", 1 << (len(sequences) - 1).bit_length())
         self._num_tokens = Buckets.powers_of_two("new tokens of a step", _MAX_NEW_TOKENS, smallest=_BLOCK_SIZE)
         paged = model.paged_spec
-        self._pool = KVPool(paged.cache_spec(_BLOCK_SIZE), num_layers=paged.num_layers, num_blocks=1 + sum(widths))
+        self._pool = KVPool(
+            paged.cache_spec(_BLOCK_SIZE),
+            num_layers=paged.num_layers,
+            num_blocks=1 + sum(widths),
+            further=paged.further_specs(_BLOCK_SIZE),
+        )
         self._graph, self._state = nnx.split(model)
         self._step = functools.partial(_step, graph=self._graph)
 

@@ -1,6 +1,8 @@
-"""The Hopper latent kernel's own source without a GPU: chunks, several rows, sequences without keys."""
+"""The Hopper latent kernels' own source without a GPU: chunks, several rows, sequences without keys."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -12,15 +14,24 @@ from torch_core.planner import plan_call
 from torch_core.run import array_spec
 
 
-@pytest.mark.parametrize(("heads", "query_len"), [(20, 1), (40, 2)])
-def test_deepseeks_shapes_are_as_exact_as_torch(heads: int, query_len: int, seed: int) -> None:
-    lengths = [300, 0, 65]
-    case = latent_case(
-        seed, seq_lens=lengths, query_lens=[min(n, query_len) for n in lengths], num_heads=heads, dtype="bfloat16",
-        padding_tokens=2, kv_lora_rank=512, rope_dim=64, block_size=64,
-    )  # fmt: skip
-    call = case.call("cpu", with_lse=True, kv_chunk_size=128)
+def _check(seed: int, kernel: str, **options: Any) -> None:
+    chunk = options.pop("kv_chunk_size", None)
+    case = latent_case(seed, dtype="bfloat16", kv_lora_rank=512, rope_dim=64, **options)
+    call = case.call("cpu", with_lse=True, kv_chunk_size=chunk)
     plan = plan_call(call.map(array_spec), DeviceLimits())
-    assert "hopper" in plan.launches[0].name
+    assert plan.launches[0].name == kernel
     found = run_emulated_operation(plan, call.arrays(), seed)
     assert_matches_reference(case, found["out"], found["lse"])
+
+
+def test_chunks_and_sequences_without_keys_are_as_exact_as_torch(seed: int) -> None:
+    _check(
+        seed, "hopper_latent_kernel", seq_lens=[300, 0, 65], query_lens=[1, 0, 1], num_heads=20, padding_tokens=2,
+        block_size=64, kv_chunk_size=128,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [129, 448])
+def test_blocks_of_eight_fill_the_ring_several_times(tokens: int, seed: int) -> None:
+    """A last tile that is zeroed in part, and one that is whole."""
+    _check(seed, "hopper_latent_kernel", seq_lens=[tokens], query_lens=[2], num_heads=9, block_size=8)

@@ -43,6 +43,11 @@ REFUSED = [
             f" It has {NAMES}, "
         ),
     ),
+    (
+        {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 4, "moe_intermediate_size": 8, "linear_heads": 4},
+        Unsupported,
+        "the nearest that this build has is Qwen3MoeForCausalLM, which has no 'linear_heads'. It has",
+    ),
     ({"model_type": "qwen2"}, InvalidInput, "model_type is 'qwen2'; LlamaForCausalLM needs 'llama'."),
     ({"auto_map": {}}, Unsupported, "config.json has auto_map; code from a model folder is never run."),
     ({"use_mrope": True}, Unsupported, "config.json: use_mrope is True; this build has false."),

@@ -13,7 +13,7 @@ import safetensors.numpy
 from jattn.load import load_model, parse_config, save_model
 from tests.support.family_models import reference_logits, write_checkpoint
 from tests.support.tiny_models import dense_logits, reference_bound
-from torch_core.errors import Unsupported
+from torch_core.errors import InvalidInput, Unsupported
 
 _COMMON: dict[str, Any] = {
     "attention_bias": False, "ep_size": 1, "hidden_act": "silu", "kv_lora_rank": 512, "max_position_embeddings": 163840,
@@ -43,6 +43,17 @@ V3 = _COMMON | {
 @pytest.mark.parametrize(("raw", "count"), [(V2_LITE, 15_706_484_224), (V3, 671_026_419_200)], ids=["V2-Lite", "V3"])
 def test_a_published_config_has_the_published_number_of_parameters(raw, count):
     assert parse_config(raw).num_parameters == count
+
+
+def test_an_indexer_is_what_v32_has_more_than_v3():
+    raw = V3 | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_n_heads": 64,
+                "index_head_dim": 128, "index_topk": 2048}  # fmt: skip
+    layer = 1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128
+    assert parse_config(raw).num_parameters == parse_config(V3).num_parameters + 61 * layer
+    with pytest.raises(Unsupported, match=r"mlp_layer_types is .'sparse'"):
+        parse_config(raw | {"mlp_layer_types": ["sparse"] * 61})
+    with pytest.raises(InvalidInput, match="q_lora_rank is None; an indexer's queries"):
+        parse_config(raw | {"q_lora_rank": None})
 
 
 def test_groups_mean_nothing_where_experts_are_chosen_greedily():

@@ -81,10 +81,10 @@ def assert_greedy_as_transformers(folder, seed, *, max_tokens):
     assert (rows.max(-1) - chosen <= 2 * reference_bound(exact, same_dtype)).all()
 
 
-@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "DeepseekV2ForCausalLM"])
-def test_the_engine_decodes_what_transformers_would(architecture, tmp_path, seed):
-    """With sinks, windows on some layers, experts and yarn, and over latents: what a cache could get wrong."""
-    folder = write_checkpoint(tmp_path, architecture, 0, seed)
+@pytest.mark.parametrize(("architecture", "variant"), [("GptOssForCausalLM", 0), ("DeepseekV32ForCausalLM", 1)])
+def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_path, seed):
+    """With sinks, windows on some layers, experts and yarn, over latents, with an indexer's second cache."""
+    folder = write_checkpoint(tmp_path, architecture, variant, seed)
     assert_greedy_as_transformers(folder, seed, max_tokens=16)
 
 

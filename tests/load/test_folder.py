@@ -110,6 +110,8 @@ def test_an_absent_file_is_none(tmp_path):
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match=r"^folder 'x{100}' cannot be read: File name too long\.$"):
+        check_folder("x" * 300)
     with pytest.raises(InvalidInput, match=r"^folder is '.*/nowhere'; it is not an existing folder\.$"):
         check_folder(tmp_path / "nowhere")
 

@@ -41,7 +41,7 @@ def test_a_layer_attends_to_the_keys_and_values_of_its_target(seed) -> None:
     query, keys = (
         np.asarray(apply_rotary(each, *angles)).astype(np.float64) for each in (projected(own, states[1]), keys)
     )
-    keys, values = (np.repeat(each, heads // kv_heads, axis=1).astype(np.float64) for each in (keys, values))
+    keys, values = (np.repeat(np.float64(each), heads // kv_heads, axis=1) for each in (keys, values))
     scores = np.einsum("qhd,khd->hqk", query, keys) * size**-0.5
     scores = np.where(np.tri(len(tokens), dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))

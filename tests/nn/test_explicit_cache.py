@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn import SequenceRow
 from jattn.metadata import AttentionMetadata
 from jattn.nn import MultiHeadAttention, PagedAttention, scan_layers
 from torch_core.errors import InvalidInput, Unsupported
@@ -167,6 +168,10 @@ def test_a_vmap_over_modules_serves_training_and_jnps_paged_attention(seed: int)
     [
         ({"lengths": jnp.array([6])}, "lengths are given beside metadata, which has them; leave them out."),
         ({"metadata": None}, "one of cache and metadata is None; an explicit cache needs both."),
+        (
+            {"metadata": AttentionMetadata.build([SequenceRow([1], 0, 6)], block_size=8, num_blocks=8)},
+            "metadata is for blocks of 8 tokens and kv_cache of 4; build it with the cache's block_size.",
+        ),
         ({"cache": jnp.zeros((8, 2, 4, 3, 4))}, "num_kv_heads = 2, that of key"),
         ({"cache": jnp.zeros((8, 2, 4, 2, 8))}, "head_size = 4, that of key"),
     ],

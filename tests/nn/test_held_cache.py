@@ -7,7 +7,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -370,6 +370,32 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
         "lengths is float32[2]; it must be int32[2], one for each row.",
     ),
     "int8 alone": (InvalidInput, lambda x: build(kv_cache_dtype="int8"), "int8 and k_scale or v_scale is None"),
+    "a dtype of no cache": (
+        InvalidInput,
+        lambda x: build(kv_cache_dtype="fp8"),
+        "the cache's dtype is fp8; it must be",
+    ),
+    "integers for a cache": (
+        InvalidInput,
+        lambda x: build().init_cache((2, 8, 16), jnp.int32),
+        "the cache's dtype is int32; it must be one of float32, ",
+    ),
+    "no batch": (InvalidInput, lambda x: build().init_cache((16,)), "input_shape is (16,); it must be (batch..., "),
+    "a list": (
+        InvalidInput,
+        lambda x: build()(cast("Any", [[1.0]])),
+        "inputs_q is a list; it must be an array (jnp.asarray).",
+    ),
+    "an encoder's keys for a decoder": (
+        InvalidInput,
+        lambda x: holding()(x, x[:, :4], decode=True),
+        "inputs_k has 4 tokens and inputs_q 7; with a cache a decoder's are the same tokens.",
+    ),
+    "no metadata": (
+        InvalidInput,
+        lambda x: build()(x, cache=jnp.zeros(1), metadata=cast("Any", {})),
+        "metadata is a dict; use AttentionMetadata.build.",
+    ),
     "no tokens": (InvalidInput, lambda x: holding(max_length=0), "max_length is 0; it must be an int of at least 1."),
 }
 

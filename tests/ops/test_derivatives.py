@@ -57,7 +57,7 @@ def _assert_close(found: Any, expected: Any, tolerance: float) -> None:
 
 
 # Cases of float32; padding rows hold NaN.
-@pytest.mark.parametrize("seed", [1, 9, 13])
+@pytest.mark.parametrize("seed", [1, 9])
 def test_the_gradient_by_torch_is_that_of_jnp(seed: int) -> None:
     case = random_backward_case(seed, 40)
     found, expected = (jit(jax.grad(_loss(case, implementation)))(_inputs(case)) for implementation in ("torch", "xla"))
@@ -75,16 +75,10 @@ def test_a_derivative_that_a_named_implementation_lacks_is_refused() -> None:
     )
 
 
+# Dense calls: tests/nn/test_attention_fn.py.
 @pytest.mark.usefixtures("torch_by_default")
-@pytest.mark.parametrize(
-    "case",
-    [
-        dense_case(0, key_lens=[5], query_lens=[5], qq_bias=BIAS),
-        paged_case(1, seq_lens=[9, 4], query_lens=[2, 4], head_size=8, block_size=4, poison=0.0, qq_bias=BIAS),
-    ],
-    ids=["a bias", "a bias and a paged cache"],
-)
-def test_the_default_takes_the_derivative_of_jnp_where_it_has_none(case: AttentionCase) -> None:
+def test_the_default_takes_the_derivative_of_jnp_where_it_has_none() -> None:
+    case = paged_case(1, seq_lens=[9, 4], query_lens=[2, 4], head_size=8, block_size=4, poison=0.0, qq_bias=BIAS)
     found, expected = (jit(jax.grad(_loss(case, implementation)))(_inputs(case)) for implementation in (None, "xla"))
     _assert_close(found, expected, 1e-5)
 
@@ -154,7 +148,7 @@ def _of_a_mapped_call(
 @pytest.mark.parametrize(
     ("name", "derive"),
     [
-        *(("attention", derive) for derive in (_slope, _linearized, _reverse_over_forward, _mapped_forward)),
+        *(("attention", derive) for derive in (_linearized, _reverse_over_forward, _mapped_forward)),
         *(("paged_attention", derive) for derive in (_slope, _forward_over_reverse, _of_a_mapped_call)),
     ],
 )

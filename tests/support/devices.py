@@ -28,11 +28,12 @@ _COLLECTIVES = r"= (?:\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collectiv
 def on_four_devices(test: Callable[..., None]) -> Callable[..., None]:
     """Makes a test run where `jax.devices()` are four; its arguments must be plain values."""
 
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        _process().submit(_call, test.__module__, test.__qualname__, args, kwargs).result()
+    return _on_devices(4, test)
 
-    return run
+
+def on_eight_devices(test: Callable[..., None]) -> Callable[..., None]:
+    """The same where they are eight."""
+    return _on_devices(8, test)
 
 
 def mesh(kind: str, **sizes: int) -> jax.sharding.Mesh:
@@ -57,14 +58,22 @@ def collectives(function: Any, *args: Any) -> list[str]:
     return re.findall(_COLLECTIVES, function.lower(*args).compile().as_text())
 
 
+def _on_devices(count: int, test: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        _process(count).submit(_call, test.__module__, test.__qualname__, args, kwargs).result()
+
+    return run
+
+
 @functools.cache
-def _process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
+def _process(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start, (count,))
 
 
-def _start() -> None:
+def _start(count: int) -> None:
     # Before anything asks for a device.
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 

@@ -43,6 +43,7 @@ _DEEPSEEK = {
     "n_group": 3,
     "topk_group": 2,
 }
+_INDEXER = {"num_key_value_heads": 4, "index_n_heads": 3, "index_head_dim": 8, "index_topk": 5}
 #: By family, the class of transformers and what its options are in each variant: off first, then on.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LlamaForCausalLM": (
@@ -168,6 +169,13 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
                 "attention_bias": True,
                 "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
             },
+        ],
+    ),
+    "DeepseekV32ForCausalLM": (
+        "DeepseekV32Config",
+        [
+            _DEEPSEEK | _INDEXER | {"first_k_dense_replace": 1, "rope_parameters": _YARN | {"mscale_all_dim": 1.0}},
+            _DEEPSEEK | _INDEXER | {"first_k_dense_replace": 0, "index_topk": 200, "norm_topk_prob": False},
         ],
     ),
 }

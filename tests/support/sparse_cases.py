@@ -35,7 +35,7 @@ def sparse_case(
 ) -> SparseCase:
     """Makes a problem; each query chooses up to `topk` of the keys that it may see, in random order.
 
-    What follows the first negative entry of a row is poison: positions beyond any sequence.
+    Between them and behind them stand negative entries; rows of padding are poison: positions beyond any sequence.
     """
     case = latent_case(seed, seq_lens=seq_lens, query_lens=query_lens, **options)
     rng = np.random.default_rng([seed, 32])
@@ -43,9 +43,8 @@ def sparse_case(
     for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
         for position in range(seq_len - query_len, seq_len):
             chosen = rng.permutation(position + 1)[: int(rng.integers(0, topk + 1))]
-            row = np.full(topk, 1 << 20)
-            row[: len(chosen)] = chosen
-            row[len(chosen) : len(chosen) + 1] = -1
+            row = np.full(topk, -1)
+            row[np.sort(rng.permutation(topk)[: len(chosen)])] = chosen
             rows.append(row)
     rows += [np.full(topk, 1 << 20)] * (len(case.operands["query"]) - len(rows))
     operands = {**case.operands, "topk_indices": np.array(rows, np.int32)}

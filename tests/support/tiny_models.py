@@ -127,8 +127,8 @@ class PagedRun:
         self.block_tables = (blocks if order is None else blocks[order]).reshape(num_seqs, width)
         self.lengths = np.zeros(num_seqs, np.int32)
         spec = model.paged_spec
-        shape = spec.cache_spec(block_size).shape(1 + num_seqs * width)
-        self.caches = tuple(jnp.full(shape, jnp.nan, spec.dtype) for _ in range(spec.num_layers))
+        specs = [spec.cache_spec(block_size)] * spec.num_layers + spec.further_specs(block_size)
+        self.caches = tuple(jnp.full(one.shape(1 + num_seqs * width), jnp.nan, one.dtype) for one in specs)
 
     def step(
         self, new_tokens: list[np.ndarray], num_tokens: int = 32, max_query_len: int | None = None

@@ -16,7 +16,7 @@ from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_wr
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.rotary import RotaryWriteCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
-from torch_core.calls.sparse import IndexerCall, check_chosen_values, chosen_latents
+from torch_core.calls.sparse import ChoiceCall, IndexerCall, check_chosen_values, choice_of, chosen_latents
 from torch_core.calls.values import check_values
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SERVES",
     "AttentionCall",
     "Call",
+    "ChoiceCall",
     "CopyCall",
     "DenseBackwardCall",
     "DenseCall",
@@ -47,6 +48,7 @@ __all__ = [
     "cascade_clash",
     "check_chosen_values",
     "check_values",
+    "choice_of",
     "chosen_latents",
     "dropout_limit",
     "dtype_name",

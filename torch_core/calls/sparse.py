@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,10 +12,11 @@ from jaxtyping import Float, Float32, Int32, Shaped
 from torch_core.calls.attention import check_static
 from torch_core.calls.call import A, Call, dtype_name
 from torch_core.calls.latent import LatentCall
+from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
 
-__all__ = ["IndexerCall", "check_chosen_values", "chosen_latents"]
+__all__ = ["ChoiceCall", "IndexerCall", "check_chosen_values", "choice_of", "chosen_latents"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,40 +102,72 @@ class IndexerCall(Call[A]):
         return {"logits": ArraySpec((self.num_tokens, self.table_tokens), "float32")}
 
 
-def chosen_latents(
-    call: LatentCall[A], topk_indices: A, tokens: A, where: Callable[..., Any], as_int32: Callable[[Any], Any]
-) -> LatentCall[A]:
-    """Returns a latent call's attention of each query to the keys that it chose.
+@dataclass(frozen=True, kw_only=True)
+class ChoiceCall(Call[A]):
+    """Where in the cache chosen keys lie: each query's slots side by side, in the order of their choice.
 
-    As a batch of sequences of one query each, over blocks of one token: a row of the table is the chosen slots.
+    Attributes:
+        topk_indices: positions of the keys in the query's sequence, each once; negative ones are no keys, and neither
+            are those of rows of padding.
+        block_tables, query_start_loc: as of attention.
+        block_size: tokens of a block.
+    """
 
-    Args:
-        call: the attention to all keys; its mask gives way to the choice.
-        topk_indices: int32 `[num_tokens, topk]`, the positions of the keys in the query's sequence, each once, in any
-            order; a row ends with its first negative entry.
-        tokens: int32, 0 to num_tokens.
-        where: that of the arrays' library.
-        as_int32: the cast of the arrays' library.
+    name: ClassVar[str] = "chosen_slots"
+
+    topk_indices: Int32[A, "num_tokens topk"]
+    block_tables: Int32[A, "num_seqs max_blocks"]
+    query_start_loc: Int32[A, "num_seqs+1"]
+    block_size: int
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no query."""
+        return self.topk_indices.shape[0] == 0
+
+    def check_statics(self) -> None:
+        """Checks that a block has a size."""
+        check_int("block_size", self.block_size, 1)
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns what attention takes: `slots`, 0 behind the last; how many, `counts`; `starts`, 0 to num_tokens."""
+        num_tokens, topk = self.topk_indices.shape
+        shapes = {"slots": (num_tokens, topk), "counts": (num_tokens,), "starts": (num_tokens + 1,)}
+        return {name: ArraySpec(shape, "int32") for name, shape in shapes.items()}
+
+
+def choice_of(call: LatentCall[A], topk_indices: A) -> ChoiceCall[A]:
+    """Returns the call whose results `chosen_latents` takes.
 
     Raises:
         InvalidInput: shapes or dtypes that do not fit.
         Unsupported: a window or chunked attention.
     """
     check_choice(call, topk_indices)
+    return ChoiceCall(
+        topk_indices=topk_indices,
+        block_tables=call.block_tables,
+        query_start_loc=call.query_start_loc,
+        block_size=call.block_size,
+    )
+
+
+def chosen_latents(call: LatentCall[A], chosen: Mapping[str, A]) -> LatentCall[A]:
+    """Returns a latent call's attention of each query to the keys that it chose.
+
+    As a batch of sequences of one query each, over blocks of one token: a row of the table is the chosen slots.
+
+    Args:
+        call: the attention to all keys; its mask gives way to the choice.
+        chosen: the results of `choice_of`'s call.
+    """
     cache = call.latent_cache
-    starts, rows = call.query_start_loc, tokens[:-1]
-    live = rows < starts[-1]
-    seqs = where(live, (rows[:, None] >= starts[None, 1:]).sum(1), 0)
-    named = ((topk_indices < 0).cumsum(1) == 0) & live[:, None]
-    positions = where(named, topk_indices, 0)
-    blocks = call.block_tables[seqs[:, None], positions // call.block_size]
-    slots = where(named, blocks * call.block_size + positions % call.block_size, 0)
     return replace(
         call,
         latent_cache=cache.reshape(cache.shape[0] * cache.shape[1], 1, cache.shape[2]),
-        block_tables=as_int32(slots),
-        seq_lens=as_int32(named.sum(1)),
-        query_start_loc=tokens,
+        block_tables=chosen["slots"],
+        seq_lens=chosen["counts"],
+        query_start_loc=chosen["starts"],
         spec=replace(call.spec, causal=False),
         max_query_len=1,
     )
@@ -144,7 +177,7 @@ def check_choice(call: LatentCall[A], topk_indices: A) -> None:
     """Checks what shapes and options tell of a choice of keys.
 
     Raises:
-        InvalidInput, Unsupported: see `chosen_latents`.
+        InvalidInput, Unsupported: see `choice_of`.
     """
     shape, spec = tuple(topk_indices.shape), call.spec
     if len(shape) != 2 or shape[0] != call.num_tokens or shape[1] < 1 or dtype_name(topk_indices) != "int32":
@@ -166,10 +199,10 @@ def check_chosen_values(call: LatentCall[Any], topk_indices: Any) -> None:
     indices, starts, lens = (np.asarray(x) for x in (topk_indices, call.query_start_loc, call.seq_lens))
     tokens = np.repeat(lens, np.diff(starts))
     rows = indices[: len(tokens)]
-    bad = (np.cumsum(rows < 0, axis=1) == 0) & (rows >= tokens[:, None])
+    bad = rows >= tokens[:, None]
     if bad.any():
         token, place = np.argwhere(bad)[0].tolist()
         raise InvalidInput(
             f"topk_indices[{token}, {place}] is {rows[token, place]}; the query's sequence has {tokens[token]} tokens. "
-            "End a row with -1."
+            "Where there is no key stands -1."
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_core.calls import (
     Call,
+    ChoiceCall,
     CopyCall,
     DenseBackwardCall,
     DenseCall,
@@ -28,6 +29,7 @@ from torch_core.calls import (
 )
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
+from torch_core.cpu.choice import chosen_slots
 from torch_core.cpu.dense import attention
 from torch_core.cpu.experts import fused_experts
 from torch_core.cpu.indexer import indexer_logits
@@ -50,6 +52,7 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     CopyCall: copy_blocks,
     MergeCall: merge_states,
     IndexerCall: indexer_logits,
+    ChoiceCall: chosen_slots,
     ExpertsCall: fused_experts,
 }
 

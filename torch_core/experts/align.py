@@ -5,36 +5,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["align_experts_kernel"]
+__all__ = ["align_experts_kernel", "count_experts_kernel"]
+
+
+@triton.jit
+def count_experts_kernel(topk_ids, counts, num_pairs, CHUNK: tl.constexpr):
+    """Grid: (experts,). Each program counts its own pairs, and not those of all again and again."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, CHUNK)
+    found = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, num_pairs, CHUNK):
+        ids = tl.load(topk_ids + first + lanes, mask=first + lanes < num_pairs, other=-1)
+        found += (ids == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, 0))
 
 
 @triton.jit
 def align_experts_kernel(
     topk_ids,
+    counts,
     sorted_ids,
     tile_experts,
     num_pairs,
     num_tiles,
     NUM_EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (experts,). Each program counts all pairs, so that it knows where its own begin, and writes those.
+    """Grid: (experts,). Each program finds where its own pairs begin by the counts of all, and writes them.
 
     `sorted_ids` gets the pairs of an expert in their own order, filled up to whole tiles of BLOCK_M with -1, and
     `tile_experts` the expert of each tile, -1 behind the last one.
     """
     own_expert = tl.program_id(0)
     lanes = tl.arange(0, CHUNK)
-    counts = tl.zeros([BINS], tl.int32)
-    for first in range(0, num_pairs, CHUNK):
-        ids = tl.load(topk_ids + first + lanes, mask=first + lanes < num_pairs, other=-1)
-        counts += tl.histogram(tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, NUM_EXPERTS), BINS)
-    bins = tl.arange(0, BINS)
-    tiles = tl.where(bins < NUM_EXPERTS, (counts + BLOCK_M - 1) // BLOCK_M, 0)
-    first_tile = tl.sum(tl.where(bins < own_expert, tiles, 0), 0)
-    last_tile = first_tile + tl.sum(tl.where(bins == own_expert, tiles, 0), 0)
+    experts = tl.arange(0, BLOCK_E)
+    tiles = (tl.load(counts + experts, mask=experts < NUM_EXPERTS, other=0) + BLOCK_M - 1) // BLOCK_M
+    first_tile = tl.sum(tl.where(experts < own_expert, tiles, 0), 0)
+    last_tile = first_tile + tl.sum(tl.where(experts == own_expert, tiles, 0), 0)
     place = first_tile * BLOCK_M
     for first in range(0, num_pairs, CHUNK):
         ids = tl.load(topk_ids + first + lanes, mask=first + lanes < num_pairs, other=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.calls import ExpertsCall
-from torch_core.experts.align import align_experts_kernel
+from torch_core.experts.align import align_experts_kernel, count_experts_kernel
 from torch_core.experts.combine import combine_experts_kernel
 from torch_core.experts.kernel import expert_product_kernel
 from torch_core.experts.tiles import MAX_LOOKED_UP, Tile, expert_tile
@@ -37,16 +37,17 @@ def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operatio
         "gated": ArraySpec((call.num_pairs, inner), dtype),
         "rows": ArraySpec((call.num_pairs, hidden), dtype),
     }
-    launches = []
+    launches: list[LaunchPlan] = []
     if call.num_pairs > MAX_LOOKED_UP:
         tile_rows = tiles[True].rows
         num_tiles = (call.num_pairs + min(num_experts, call.num_pairs) * (tile_rows - 1)) // tile_rows
         scratch = {
+            "counts": ArraySpec((num_experts,), "int32"),
             "sorted_ids": ArraySpec((num_tiles * tile_rows,), "int32"),
             "tile_experts": ArraySpec((num_tiles,), "int32"),
             **scratch,
         }
-        launches.append(_align(call, num_tiles, tile_rows))
+        launches += _align(call, num_tiles, tile_rows)
         row_tiles = num_tiles
     else:
         # As many programs as the kernel has expert by expert, or pair by pair where that is fewer.
@@ -76,8 +77,8 @@ def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operatio
     )
 
 
-def _align(call: ExpertsCall[ArraySpec], num_tiles: int, tile_rows: int) -> LaunchPlan:
-    names = ("topk_ids", "sorted_ids", "tile_experts")
+def _align(call: ExpertsCall[ArraySpec], num_tiles: int, tile_rows: int) -> tuple[LaunchPlan, LaunchPlan]:
+    names = ("topk_ids", "counts", "sorted_ids", "tile_experts")
     arguments: dict[str, Argument] = {
         **{name: Pointer(name) for name in names},
         "num_pairs": Scalar(call.num_pairs, "i32", specialize=False),
@@ -85,13 +86,15 @@ def _align(call: ExpertsCall[ArraySpec], num_tiles: int, tile_rows: int) -> Laun
     }
     constants = {
         "NUM_EXPERTS": call.num_experts,
-        # One more than the experts, for what is none of theirs.
-        "BINS": power_of_two(call.num_experts + 1),
+        "BLOCK_E": power_of_two(call.num_experts),
         "BLOCK_M": tile_rows,
         "CHUNK": _CHUNK,
     }
-    return named_launch(
-        align_experts_kernel, (call.num_experts,), arguments, constants, writes=names[1:], num_warps=8, num_stages=1
+    grid, options = (call.num_experts,), {"num_warps": 8, "num_stages": 1}
+    counting = {name: arguments[name] for name in ("topk_ids", "counts", "num_pairs")}
+    return (
+        named_launch(count_experts_kernel, grid, counting, {"CHUNK": _CHUNK}, writes=("counts",), **options),
+        named_launch(align_experts_kernel, grid, arguments, constants, writes=names[2:], **options),
     )
 
 

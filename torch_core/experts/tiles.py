@@ -46,8 +46,7 @@ def expert_tile(num_pairs: int, num_experts: int, in_size: int, dtype: str, *, g
         return Tile(min(rows, 32), 32, _steps(in_size, 32), 4, 2)
     if rows <= 32:
         # Rows of 128 bytes at least: with 64 reading takes a sixth longer.
-        columns, num_warps = (64, 4) if gated else (128, 8)
-        tile = Tile(rows, columns, _steps(in_size, 128), num_warps, 3)
+        tile = Tile(rows, 64, _steps(in_size, 128), 4, 4) if gated else Tile(rows, 128, _steps(in_size, 64), 8, 4)
     elif rows == 64:
         tile = Tile(rows, 64 if gated else 128, _steps(in_size, 64), 4, 4)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core.calls import IndexerCall, LatentCall, check_chosen_values, check_values, chosen_latents
+from torch_core.calls import IndexerCall, LatentCall, check_chosen_values, check_values, choice_of, chosen_latents
 from torch_core.checks import check_int
 from torch_core.errors import Unsupported
 from torch_core.ops.attention import output_and_lse_of, output_of
@@ -91,8 +91,8 @@ def sparse_mla_call(
     Args:
         query, latent_cache, block_tables, seq_lens, query_start_loc: as of `mla_attention`; blocks must follow one
             another without gaps.
-        topk_indices: int32 `[num_tokens, topk]`, positions in the query's own sequence, each once, in any order; a row
-            ends with its first negative entry. `indexer_topk` makes them; no other mask is applied.
+        topk_indices: int32 `[num_tokens, topk]`, positions in the query's own sequence, each once, in any order;
+            negative ones are skipped. `indexer_topk` makes them; no other mask is applied.
         **options: kv_lora_rank, spec, max_query_len, out, k_scale, q_scale, out_scale, sinks, kv_chunk_size of
             `mla_attention`; `spec.causal` has no meaning.
 
@@ -110,8 +110,7 @@ def sparse_mla_call(
     if query.device.type == "cpu":
         check_values(call)
         check_chosen_values(call, topk_indices)
-    tokens = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
-    return chosen_latents(call, topk_indices, tokens, torch.where, Tensor.int)
+    return chosen_latents(call, run(choice_of(call, topk_indices)))
 
 
 sparse_mla_attention = output_of(sparse_mla_call, "sparse_mla_attention")

@@ -41,7 +41,7 @@ def sparse_mla_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
 
-    A row of indices ends with its first negative entry.
+    Negative indices are skipped.
 
     Returns:
         The output and the lse, as `mla_attention` does.
@@ -49,8 +49,7 @@ def sparse_mla_attention(
     results = []
     for token in range(call.num_tokens):
         seq = int((call.query_start_loc[1:] <= token).sum())
-        chosen = topk_indices[token].tolist()
-        chosen = chosen[: next((at for at, index in enumerate(chosen) if index < 0), len(chosen))]
+        chosen = [index for index in topk_indices[token].tolist() if index >= 0]
         if seq == call.num_seqs:
             chosen = []
         rows = [

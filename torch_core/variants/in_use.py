@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_core.calls import (
     Call,
+    ChoiceCall,
     CopyCall,
     DenseBackwardCall,
     DenseCall,
@@ -104,6 +105,12 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
             k_scale=_SCALE,
             scale=128**-0.5,
             max_query_len=1,
+        ),
+        "chosen slots": ChoiceCall(
+            topk_indices=ArraySpec((64, 2048), "int32"),
+            block_tables=ArraySpec((64, 64), "int32"),
+            query_start_loc=ArraySpec((65,), "int32"),
+            block_size=64,
         ),
         "experts": _experts(32),
         "experts few": _experts(1),

@@ -84,6 +84,7 @@ class Family:
         inert: keys with the one value that is computed here.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window where no layer_types does.
+        layer_types: what files call layers that see all, besides "full_attention".
         rope_keys: what the file calls rope_theta, partial_rotary_factor and rope_local_base_freq, where it is another
             name; partial_rotary_factor and rope_local_base_freq are read by families that name them.
         names: of tensors by module of the decoder, where they are not those of `_NAMES`; a tuple for joined pieces.
@@ -109,6 +110,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
     windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
+    layer_types: tuple[str, ...] = ()
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Callable
 
 from jattn.load.families.bart import BART
 from jattn.load.families.bert import BERT
 from jattn.load.families.cohere import COHERE
 from jattn.load.families.deepseek_v2 import DEEPSEEK_V2
 from jattn.load.families.deepseek_v3 import DEEPSEEK_V3
+from jattn.load.families.deepseek_v32 import DEEPSEEK_V32
 from jattn.load.families.falcon import FALCON
 from jattn.load.families.family import Family
 from jattn.load.families.gemma import GEMMA, GEMMA2
@@ -55,11 +58,16 @@ _FAMILIES = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
         BERT,
         T5,
         BART,
     )
 }
+
+
+# Qwen3Next is a Qwen3 by name, and a Qwen3Moe by what its files have.
+_AS_LIKE = 0.1
 
 
 def known_families() -> dict[str, Family]:
@@ -88,7 +96,19 @@ def register_family(family: Family) -> None:
     _FAMILIES[family.architecture] = family
 
 
-def nearest_family(architecture: str) -> Family:
-    """Returns the family whose architecture is spelled most like this one."""
-    names = {name.lower(): family for name, family in _FAMILIES.items()}
-    return names[difflib.get_close_matches(architecture.lower(), names, n=1, cutoff=0.0)[0]]
+def nearest_family(architecture: str, unread: Callable[[Family], int]) -> Family:
+    """Returns the family that is spelled like this architecture; of several, the one that leaves fewest keys unread.
+
+    Args:
+        architecture: a name that is not known.
+        unread: how many keys of the file a family does not read.
+    """
+    stem = _stem(architecture)
+    likeness = {name: difflib.SequenceMatcher(None, stem, _stem(name)).ratio() for name in _FAMILIES}
+    least = max(likeness.values()) - _AS_LIKE
+    return min((_FAMILIES[name] for name, found in likeness.items() if found >= least), key=unread)
+
+
+def _stem(architecture: str) -> str:
+    """Returns what of the name is the family's: "qwen3" of "Qwen3ForCausalLM"."""
+    return re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", architecture).lower()

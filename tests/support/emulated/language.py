@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.emulated.assembly import emulated_assembly
 from tests.support.emulated.machine import Machine
-from tests.support.emulated.values import DTYPES, DType, Pointer, Shared, Tensor, plain
+from tests.support.emulated.values import DTYPES, DType, Pointer, PointerType, Shared, Tensor, plain
 
 __all__ = ["Language"]
 
@@ -40,6 +40,7 @@ class Language:
         }
 
     static_range = staticmethod(range)
+    pointer_type = PointerType
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
@@ -111,6 +112,10 @@ class Language:
 
     def convert_layout(self, x: Any, layout: Any = None) -> Any:
         return x
+
+    def thread_barrier(self) -> None:
+        # The warps of a role run as one.
+        pass
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
         return pointer.load(mask, other)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-__all__ = ["DTYPES", "DType", "Pointer", "Shared", "Tensor", "flat_memory", "plain"]
+__all__ = ["DTYPES", "DType", "Pointer", "PointerType", "Shared", "Tensor", "flat_memory", "plain"]
 
 
 class DType:
@@ -22,11 +22,18 @@ class DType:
         self.element_ty = self
 
 
+class PointerType:
+    """The type of pointers to elements of a type."""
+
+    def __init__(self, element: DType) -> None:
+        self.element = element
+
+
 #: By the language's names.
 DTYPES = {
     name: DType(name, numpy)
     for name, numpy in {
-        "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+        "int1": np.bool_, "int8": np.int8, "uint8": np.uint8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
         "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32,
         "float8e4nv": ml_dtypes.float8_e4m3fn,
     }.items()
@@ -119,9 +126,16 @@ class Pointer(Tensor):
         """Pointers into the same memory."""
         return Pointer(self.memory, array)
 
-    def to(self, dtype: DType, bitcast: bool = False) -> Pointer:
-        """An address as a number stays a pointer here."""
-        return self
+    def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
+        """An address as a number stays a pointer here; pointers of another type point to the same bytes."""
+        if not isinstance(dtype, PointerType):
+            return self
+        new, old = dtype.element.numpy, self.memory.dtype
+        size = self.memory.nbytes // new.itemsize * new.itemsize
+        bytes_ = self.array * old.itemsize
+        if (bytes_ % new.itemsize).any():
+            raise ValueError(f"pointers to {new} lie between its elements")
+        return Pointer(self.memory.view(np.uint8)[:size].view(new), bytes_ // new.itemsize)
 
     def load(self, mask: Any = None, other: Any = 0) -> Tensor:
         """What is pointed to, `other` where masked."""
@@ -186,6 +200,12 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         """The same memory in another shape."""
         return Shared(self.array.reshape(shape))
+
+    def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any = None) -> Shared:
+        """The same bytes as another type; where which byte lies is the layout's, so write before reading."""
+        return Shared(self.array.reshape(-1).view(dtype.numpy).reshape(shape))
+
+    _reinterpret = reinterpret
 
     def load(self, layout: Any = None) -> Tensor:
         """A copy of the values."""

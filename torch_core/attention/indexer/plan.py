@@ -1,20 +1,23 @@
-"""The plan of an indexer's scores: from shapes, dtypes and options alone."""
+"""The plans of an indexer's scores, and of the look-up of what they choose: from shapes, dtypes and options alone."""
 
 from __future__ import annotations
 
+from torch_core.attention.indexer.choice import chosen_slots_kernel
 from torch_core.attention.indexer.kernel import indexer_logits_kernel
 from torch_core.attention.operands import count, padded
 from torch_core.attention.rows.plan import block_seqs
-from torch_core.calls import IndexerCall
-from torch_core.plan.operands import ceil_div, named_launch, scale_number, scale_pointer
+from torch_core.calls import ChoiceCall, IndexerCall
+from torch_core.plan.operands import ceil_div, named_launch, power_of_two, scale_number, scale_pointer
 from torch_core.plan.plan import Argument, OperationPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
-__all__ = ["plan_indexer"]
+__all__ = ["plan_choice", "plan_indexer"]
 
 # Not tuned on a device yet.
 _BLOCK_N = 64
 _NUM_WARPS = 4
+# Chosen keys of one step, at most.
+_MAX_CHOICE_BLOCK = 2048
 
 
 def plan_indexer(call: IndexerCall[ArraySpec]) -> OperationPlan:
@@ -44,6 +47,36 @@ def plan_indexer(call: IndexerCall[ArraySpec]) -> OperationPlan:
     launch = named_launch(
         indexer_logits_kernel, grid, arguments, constexprs, writes=("logits",), num_warps=_NUM_WARPS, num_stages=1
     )
+    return OperationPlan(
+        name=call.name,
+        inputs=tuple(call.arrays().items()),
+        outputs=tuple(call.outputs().items()),
+        launches=(launch,),
+    )
+
+
+def plan_choice(call: ChoiceCall[ArraySpec]) -> OperationPlan:
+    """Plans a checked call that is not empty. Outputs: slots, counts, starts."""
+    num_tokens, topk = call.topk_indices.shape
+    num_seqs, max_blocks = call.block_tables.shape
+    arguments: dict[str, Argument] = {
+        **{name: Pointer(name) for name in (*call.arrays(), *call.outputs())},
+        "num_tokens": count(num_tokens),
+        "num_seqs": count(num_seqs),
+        "topk": count(topk),
+        "max_blocks": count(max_blocks),
+        "index_stride": count(call.topk_indices.element_strides[0]),
+        "table_stride": count(call.block_tables.element_strides[0]),
+    }
+    constexprs = {
+        "BLOCK_SEQS": block_seqs(num_seqs),
+        "BLOCK": min(_MAX_CHOICE_BLOCK, max(16, power_of_two(topk))),
+        "BLOCK_SIZE": call.block_size,
+    }
+    launch = named_launch(
+        chosen_slots_kernel, (num_tokens,), arguments, constexprs, writes=tuple(call.outputs()), num_warps=8,
+        num_stages=1,
+    )  # fmt: skip
     return OperationPlan(
         name=call.name,
         inputs=tuple(call.arrays().items()),

@@ -75,7 +75,13 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
     if hopper:
         given, sizes = {**arguments, **hopper[0]}, {**constexprs, **hopper[1]}
         launch = make_launch(
-            hopper_latent_kernel, call, grid, sizes, arguments=given, writes=chunks.buffers, num_warps=4
+            hopper_latent_kernel,
+            call,
+            grid,
+            sizes,
+            arguments=given,
+            writes=chunks.buffers,
+            num_warps=4,
         )
     else:
         launch = make_launch(

@@ -6,16 +6,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.attention.mla_hopper.loads import load_tiles
 from torch_core.attention.mla_hopper.warpgroups import make_weights, weigh_latents
 from torch_core.attention.mla_hopper.work import (
     BLOCK_N,
     HALF,
     ROPE,
+    ROPES,
     ROWS,
+    SLOTS,
     Results,
     Room,
     Sizes,
+    Source,
     find_work,
     zero_padding,
 )
@@ -23,8 +25,6 @@ from torch_core.device.hopper_rows import Output
 from torch_core.device.hopper_turns import make_ring, open_slot
 
 __all__ = ["hopper_latent_kernel"]
-
-_STAGES = gl.constexpr(2)
 
 
 @gluon.jit
@@ -60,15 +60,18 @@ def hopper_latent_kernel(
     OUT_STRIDES: gl.constexpr,
     SUM_REGISTERS: gl.constexpr,
     WEIGHT_REGISTERS: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
 ):
     """A program: one chunk of a sequence's latents, with 64 of its rows (query token, head).
 
     The sums of 64 rows of 512 elements fill the registers of two warpgroups, half a row each; a third one multiplies
-    queries and latents and takes the softmax of the next tile meanwhile, and one warp loads. A latent is copied into
-    shared memory once, as key and as value. Grid and results are those of mla.kernel.
+    queries and latents and takes the softmax of the next tile meanwhile. A latent is copied into shared memory once, as
+    key and as value, and by the warpgroup that is done with the latents whose place it takes: of twelve warps each
+    thread may have a third more registers than of thirteen. The first half of the query and its rotary part move on
+    into registers, which leaves their places to half a tile more, and products read less shared memory, whose
+    bandwidth is what limits them.
 
-    The copy engine sees the query as rows (token, head) and the cache as rows of BLOCK_ROWS from block to block.
+    Grid and results are those of mla.kernel. The copy engine sees the query as rows (token, head) and the cache as rows
+    of BLOCK_ROWS from block to block.
     """
     SHAPE: gl.constexpr = Sizes(NUM_HEADS, MAX_QUERY, CHUNK, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES)
     dtype: gl.constexpr = query.dtype
@@ -78,33 +81,37 @@ def hopper_latent_kernel(
     output = Output(sinks, out, lse, out_factor)
     if work.live:
         if work.first_row < work.query_len * NUM_HEADS:
-            q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], layout)
-            q_rope = gl.allocate_shared_memory(dtype, [ROWS, ROPE], layout)
-            k_tiles = gl.allocate_shared_memory(dtype, [2 * _STAGES, BLOCK_N, HALF], layout)
-            k_rope = gl.allocate_shared_memory(dtype, [_STAGES, BLOCK_N, ROPE], layout)
+            k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, HALF], layout)
+            k_rope = gl.allocate_shared_memory(dtype, [ROPES, BLOCK_N, ROPE], layout)
             p_tile = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], layout)
             factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
             query_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-            raw = gl.allocate_shared_memory(gl.int64, [1], barrier)
-            latents = make_ring(k_tiles, 2 * _STAGES)
+            query_read = gl.allocate_shared_memory(gl.int64, [1], barrier)
+            raw = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+            q_second = gl.allocate_shared_memory(dtype, [ROWS, HALF], layout)
+            latents = make_ring(k_tiles, SLOTS)
             weights = make_ring(p_tile, 1)
-            for i in gl.static_range(2 * _STAGES):
-                open_slot(latents, i, 2)
+            for i in gl.static_range(SLOTS):
+                open_slot(latents, i, 1)
             open_slot(weights, 0, 2)
             mbarrier.init(query_full, count=1)
-            mbarrier.init(raw, count=1)
-            room = Room(q_tiles, q_rope, query_full, latents, k_rope, raw, weights, factors)
+            mbarrier.init(query_read, count=1)
+            for i in gl.static_range(2):
+                mbarrier.init(raw.index(i), count=1)
+            # Until they have been read, where latents will lie.
+            rows = (k_tiles.index(SLOTS - 1), q_second, k_rope.index(ROPES - 1))
+            room = Room(latents, k_rope, rows, query_full, query_read, raw, weights, factors)
             results = Results(output, partial_out, partial_max, partial_sum, max_chunks)
             table = block_tables + work.seq.to(gl.int64) * table_stride
+            source = Source(query, query_rope, latent_cache, latent_rope, table)
             gl.warp_specialize(
                 [
-                    (weigh_latents, (0, work, room, results, SHAPE)),
-                    (weigh_latents, (1, work, room, results, SHAPE)),
+                    (weigh_latents, (0, work, source, room, results, SHAPE)),
+                    (weigh_latents, (1, work, source, room, results, SHAPE)),
                     (make_weights, (work, scale, window_right, room, results, SHAPE)),
-                    (load_tiles, (work, query, query_rope, latent_cache, latent_rope, table, room, SHAPE)),
                 ],
-                [4, 4, 1],
-                [SUM_REGISTERS, WEIGHT_REGISTERS, LOAD_REGISTERS],
+                [4, 4],
+                [SUM_REGISTERS, WEIGHT_REGISTERS],
             )
     else:
         zero_padding(work, output, query_start_loc, num_tokens, num_seqs, SHAPE)

@@ -15,9 +15,9 @@ __all__ = ["hopper_latent_operands"]
 
 _ARCH = 90
 _ARRAYS = frozenset(("query", "latent_cache", "block_tables", "seq_lens", "query_start_loc", "sinks", "out"))
-# Registers of a thread: of the second warpgroup that sums, the one that makes weights, and the warp that loads. What
-# the first one gets is what these leave.
-_REGISTERS = {"SUM_REGISTERS": 168, "WEIGHT_REGISTERS": 128, "LOAD_REGISTERS": 48}
+# Registers of a thread: of the second warpgroup that sums and of the one that makes weights. What the first one gets is
+# what these leave.
+_REGISTERS = {"SUM_REGISTERS": 168, "WEIGHT_REGISTERS": 168}
 
 
 def hopper_latent_operands(

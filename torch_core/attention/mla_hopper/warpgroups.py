@@ -1,4 +1,4 @@
-"""The warpgroups of the Hopper latent kernel that multiply: one makes weights, two weigh the halves of latents."""
+"""The warpgroups of the Hopper latent kernel: one makes weights, two weigh the halves of latents and load them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.attention.mla_hopper.work import BLOCK_N, HALF, ROWS
+from torch_core.attention.mla_hopper.loads import boxes_of, load_half, load_query, slot_of
+from torch_core.attention.mla_hopper.work import BLOCK_N, HALF, ROPES, ROWS, SLOTS, slots_of
 from torch_core.device.hopper_rows import finish_rows, mask_scores
-from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 from torch_core.device.softmax import LN2
 
 __all__ = ["make_weights", "weigh_latents"]
 
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
 
 @gluon.jit
 def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
     """One warpgroup: scores of every tile, and the softmax, whose weights it leaves for the other two."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    IN_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    dtype: gl.constexpr = room.query.dtype
+    IN_ROWS: gl.constexpr = gl.SliceLayout(1, _SCORES)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, _SCORES, 2)
     rows = work.first_row + gl.arange(0, ROWS, layout=IN_ROWS)
     tokens = rows // SHAPE.NUM_HEADS
     last = tokens * 0 + work.end - 1
@@ -37,33 +38,13 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
     row_max = gl.full([ROWS], float("-inf"), gl.float32, IN_ROWS)
     row_sum = gl.zeros([ROWS], gl.float32, IN_ROWS)
     mbarrier.wait(room.query_full, 0)
+    query = (room.query[0].load(OPERAND), room.query[1], room.query[2].load(OPERAND))
+    gl.thread_barrier()
+    mbarrier.arrive(room.query_read, count=1)
     position = work.start
     for step in range(work.tiles):
-        slot, phase = ring_slot(room.latents, 2 * step)
-        first = room.latents.tiles.index(slot).permute((1, 0))
-        second = room.latents.tiles.index(slot + 1).permute((1, 0))
-        s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-        mbarrier.wait(room.latents.full.index(slot), phase)
-        s = warpgroup_mma(room.query.index(0), first, s, use_acc=False, is_async=True)
-        mbarrier.wait(room.latents.full.index(slot + 1), phase)
-        s = warpgroup_mma(room.query.index(1), second, s, is_async=True)
-        s = warpgroup_mma(room.query_rope, room.rope.index(slot // 2).permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(room.latents.empty.index(slot), count=1)
-        mbarrier.arrive(room.latents.empty.index(slot + 1), count=1)
-        if position + BLOCK_N > full_end:
-            s = mask_scores(s, last, last - position, False)
-        new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = gl.exp2(s * factor - shift[:, None])
-        keep = gl.exp2(row_max - shift)
-        row_sum = row_sum * keep + gl.sum(weights, 1)
-        row_max = new_max
-        mbarrier.wait(room.weights.empty.index(0), (step & 1) ^ 1)
-        room.weights.tiles.store(weights.to(dtype))
-        room.factors.store(keep)
-        fence_async_shared()
-        mbarrier.arrive(room.weights.full.index(0), count=1)
+        s = _scores(step, query, room)
+        row_max, row_sum = _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, room)
         position += BLOCK_N
 
     live = tokens < work.query_len
@@ -78,7 +59,7 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
             pointers = results.output.lse + (work.query_start + tokens).to(gl.int64) * SHAPE.NUM_HEADS + heads
             gl.store(pointers, gl.where(empty, float("-inf"), (shift + gl.log2(total)) * LN2), mask=live)
     elif results.rows is not None:
-        slots = _slots(work, tokens, heads, results, SHAPE)
+        slots = slots_of(work, tokens, heads, results, SHAPE)
         gl.store(results.maxima + slots, row_max, mask=live)
         gl.store(results.sums + slots, row_sum, mask=live)
     mbarrier.wait(room.weights.empty.index(0), (work.tiles & 1) ^ 1)
@@ -87,21 +68,69 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def weigh_latents(OWN: gl.constexpr, work, room, results, SHAPE: gl.constexpr):
-    """One warpgroup: adds up the half OWN of weighted latents, and stores it."""
-    # Not HALF columns at a time: with so many warps the assembler has too few registers for such products.
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // 2, 16])
+def _scores(step, query, room):
+    """The products of the query and the tile number `step`, half by half as they come."""
+    slot, phase = slot_of(2 * step)
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, _SCORES)
+    mbarrier.wait(room.latents.full.index(slot), phase)
+    s = warpgroup_mma(query[0], room.latents.tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    slot, phase = slot_of(2 * step + 1)
+    mbarrier.wait(room.latents.full.index(slot), phase)
+    s = warpgroup_mma(query[1], room.latents.tiles.index(slot).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(query[2], room.rope.index(step % ROPES).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=(s,))
+
+
+@gluon.jit
+def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, room):
+    """A step of the softmax: leaves weights and factors for the other warpgroups. Returns the new maxima and sums."""
+    if position + BLOCK_N > full_end:
+        s = mask_scores(s, last, last - position, False)
+    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(s * factor - shift[:, None])
+    keep = gl.exp2(row_max - shift)
+    row_sum = row_sum * keep + gl.sum(weights, 1)
+    mbarrier.wait(room.weights.empty.index(0), (step & 1) ^ 1)
+    room.weights.tiles.store(weights.to(room.weights.tiles.dtype))
+    room.factors.store(keep)
+    fence_async_shared()
+    mbarrier.arrive(room.weights.full.index(0), count=1)
+    return new_max, row_sum
+
+
+@gluon.jit
+def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.constexpr):
+    """One warpgroup: adds up the half OWN of weighted latents, stores it, and loads what comes into free slots."""
+    # Half number 2 * i + OWN gives its slot to half PART of tile i + LEAD.
+    PART: gl.constexpr = (OWN + SLOTS) % 2
+    LEAD: gl.constexpr = (OWN + SLOTS) // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     IN_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    if OWN == 0:
+        load_query(work, source, room, SHAPE)
+    for step in gl.static_range(2):
+        if step < work.tiles:
+            load_half(OWN, step, boxes_of(work, source.table, step, SHAPE), work, source, room, SHAPE)
+    if OWN == 0:
+        mbarrier.wait(room.query_read, 0)
+        if work.tiles > 2:
+            load_half(0, 2, boxes_of(work, source.table, 2, SHAPE), work, source, room, SHAPE)
     acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
     for step in range(work.tiles):
-        slot, phase = ring_slot(room.latents, 2 * step + OWN)
+        boxes = boxes_of(work, source.table, step + LEAD, SHAPE)
+        slot, phase = slot_of(2 * step + OWN)
         mbarrier.wait(room.latents.full.index(slot), phase)
         mbarrier.wait(room.weights.full.index(0), step & 1)
-        acc = acc * room.factors.load(IN_ROWS)[:, None]
+        factors = room.factors.load(IN_ROWS)
+        acc = acc * factors[:, None]
         acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
+        # Every warp is done with the slot before it is filled again.
+        gl.thread_barrier()
         mbarrier.arrive(room.weights.empty.index(0), count=1)
-        mbarrier.arrive(room.latents.empty.index(slot), count=1)
+        if step + LEAD < work.tiles:
+            load_half(PART, step + LEAD, boxes, work, source, room, SHAPE)
     mbarrier.wait(room.weights.full.index(0), work.tiles & 1)
     acc = acc * room.factors.load(IN_ROWS)[:, None]
     rows = work.first_row + gl.arange(0, ROWS, layout=IN_ROWS)
@@ -114,12 +143,5 @@ def weigh_latents(OWN: gl.constexpr, work, room, results, SHAPE: gl.constexpr):
         finished = acc.to(results.output.out.dtype.element_ty)
         gl.store(results.output.out + offsets[:, None] + columns[None, :], finished, mask=live)
     elif results.rows is not None:
-        offsets = _slots(work, tokens, heads, results, SHAPE) * (2 * HALF)
+        offsets = slots_of(work, tokens, heads, results, SHAPE) * (2 * HALF)
         gl.store(results.rows + offsets[:, None] + columns[None, :], acc, mask=live)
-
-
-@gluon.jit
-def _slots(work, tokens, heads, results, SHAPE: gl.constexpr):
-    """Where attention_combine_kernel looks for the rows of a chunk."""
-    row = work.seq.to(gl.int64) * SHAPE.MAX_QUERY + tokens
-    return (row * results.max_chunks + work.index) * SHAPE.NUM_HEADS + heads

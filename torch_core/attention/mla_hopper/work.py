@@ -10,7 +10,22 @@ from triton.experimental.gluon import language as gl
 from torch_core.device.mask import Bounds
 from torch_core.device.work import chunk_span
 
-__all__ = ["BLOCK_N", "HALF", "ROPE", "ROWS", "Results", "Room", "Sizes", "Work", "find_work", "zero_padding"]
+__all__ = [
+    "BLOCK_N",
+    "HALF",
+    "ROPE",
+    "ROPES",
+    "ROWS",
+    "SLOTS",
+    "Results",
+    "Room",
+    "Sizes",
+    "Source",
+    "Work",
+    "find_work",
+    "slots_of",
+    "zero_padding",
+]
 
 #: Rows (query token, head) of a program, and tokens of one step.
 ROWS = gl.constexpr(64)
@@ -18,6 +33,9 @@ BLOCK_N = gl.constexpr(64)
 #: Elements of half a latent, which is what one warpgroup accumulates, and of a rotary key.
 HALF = gl.constexpr(256)
 ROPE = gl.constexpr(64)
+#: Halves of tiles, and rotary parts of tiles, that shared memory has room for.
+SLOTS = gl.constexpr(5)
+ROPES = gl.constexpr(3)
 _SEQS = gl.constexpr(32)
 
 
@@ -80,24 +98,42 @@ class Room(NamedTuple):
     """Shared memory.
 
     Attributes:
-        query, query_rope: the rows, halves of their latent part first; `query_full` completes when they are there.
-        query_full: see `query`.
-        latents: a ring whose slots are halves, so that scores start, and a next tile is copied, half by half: half h of
-            tile i in slot 2 * i + h.
-        rope: rotary keys, of every other slot; they come and go with the second halves.
-        raw: a barrier for latents that are zeroed in part before their slot counts as full.
+        latents: a ring whose slots are halves of tiles, so that scores start, and a next tile is copied, half by half:
+            half h of tile i is half number 2 * i + h of the ring.
+        rope: rotary keys, a slot for each tile; they come with its second half.
+        query: the halves of the rows, and their rotary part. The first and the last lie in the last slots of `latents`
+            and `rope` until they have been read.
+        query_full: a barrier: the query has come.
+        query_read: a barrier: what lies in the rings has been read.
+        raw: for each half a barrier for latents that are zeroed in part before their slot counts as full.
         weights: a ring of one slot: weights of a step.
         factors: what accumulated rows are multiplied with before the weights of the same slot are added.
     """
 
-    query: Any
-    query_rope: Any
-    query_full: Any
     latents: Any
     rope: Any
+    query: Any
+    query_full: Any
+    query_read: Any
     raw: Any
     weights: Any
     factors: Any
+
+
+class Source(NamedTuple):
+    """Where rows are copied from.
+
+    Attributes:
+        query, query_rope: rows (token, head), as seen for halves and for rotary parts.
+        latent_cache, latent_rope: rows of the cache, likewise.
+        table: the sequence's blocks.
+    """
+
+    query: Any
+    query_rope: Any
+    latent_cache: Any
+    latent_rope: Any
+    table: Any
 
 
 class Results(NamedTuple):
@@ -122,7 +158,10 @@ def _add(a, b):
 
 
 @gluon.jit
-def find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES: gl.constexpr, SHAPE: gl.constexpr):
+def find_work(
+    query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES: gl.constexpr, SHAPE: gl.constexpr,
+    TILE_ROWS: gl.constexpr = ROWS,
+):  # fmt: skip
     """The Work of this program: chunks in the order of sequences, the tiles of their rows side by side."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, _SEQS, layout=layout)
@@ -156,7 +195,7 @@ def find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES: gl.c
         seq,
         index,
         chunks,
-        gl.program_id(0) % ROW_TILES * ROWS,
+        gl.program_id(0) % ROW_TILES * TILE_ROWS,
         query_start,
         query_len,
         seq_len - query_len,
@@ -182,3 +221,10 @@ def zero_padding(work, output, query_start_loc, num_tokens, num_seqs, SHAPE: gl.
     if output.lse is not None:
         empty = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
         gl.store(output.lse + tokens.to(gl.int64) * SHAPE.NUM_HEADS + heads, empty, mask=live)
+
+
+@gluon.jit
+def slots_of(work, tokens, heads, results, SHAPE: gl.constexpr):
+    """Where attention_combine_kernel looks for the rows of a chunk."""
+    row = work.seq.to(gl.int64) * SHAPE.MAX_QUERY + tokens
+    return (row * results.max_chunks + work.index) * SHAPE.NUM_HEADS + heads
