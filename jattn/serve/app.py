@@ -121,7 +121,7 @@ class _Server:
         self._metrics = Metrics(llm)
         self._started = int(time.time())
         self._keys = KeyRing(config.api_keys)
-        self._embeds, self._num_embedded = asyncio.Lock(), 0
+        self._embeds, self._num_embedded, self._num_arriving = asyncio.Lock(), 0, 0
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Wraps a route: the key is checked, and every error becomes OpenAI's."""
@@ -222,6 +222,8 @@ class _Server:
         field = "prompt" if generation.messages is None else "messages"
         wanted = generation.params.n * max(len(prompts), 1)
         self._check_room("n" if generation.params.n > self._config.max_unfinished else field, wanted)
+        # Whoever comes before these are queued counts them.
+        self._num_arriving += wanted
         try:
             if generation.messages is not None:
                 prompts = [await asyncio.to_thread(self._chat_prompt, generation)]
@@ -230,6 +232,8 @@ class _Server:
             )
         except Exception as error:
             raise as_request_error(error, default=field, grammar=generation.grammar_field) from error
+        finally:
+            self._num_arriving -= wanted
         prefix = "cmpl" if generation.messages is None else "chatcmpl"
         answer = Answer(generation, f"{prefix}-{uuid.uuid4().hex}", self._config.model_name, int(time.time()))
         if generation.stream:
@@ -298,7 +302,8 @@ class _Server:
 
     def _check_room(self, param: str, wanted: int, num_unfinished: int | None = None) -> None:
         most = self._config.max_unfinished
-        num_unfinished = self._llm.num_unfinished if num_unfinished is None else num_unfinished
+        if num_unfinished is None:
+            num_unfinished = self._llm.num_unfinished + self._num_arriving
         if wanted > most:
             raise RequestError(
                 400, f"{param} asks for {wanted} samples; this server takes {most} at once.", param=param

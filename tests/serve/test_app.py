@@ -191,3 +191,21 @@ def test_beyond_the_limit_clients_are_asked_to_come_back(server, http_client) ->
 
     assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
     wait_until_idle(server)
+
+
+def test_requests_that_come_at_once_are_counted_before_they_are_queued(server, http_client, monkeypatch) -> None:
+    refused, add = threading.Event(), server.llm.add
+    # Nothing is queued before somebody was refused.
+    monkeypatch.setattr(server.llm, "add", lambda *args, **options: refused.wait(60) and add(*args, **options))
+
+    def ask(_: int) -> int:
+        status = http_client.post("/v1/completions", json={"prompt": "x", "n": MAX_UNFINISHED // 2}).status_code
+        if status == 429:
+            refused.set()
+        return status
+
+    with ThreadPoolExecutor(3) as threads:
+        statuses = sorted(threads.map(ask, range(3)))
+
+    assert statuses == [200, 200, 429]
+    wait_until_idle(server)
