@@ -11,6 +11,12 @@ __all__ = ["add_device_arguments", "device_settings", "join_processes"]
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `device_settings` reads."""
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that the model is cut over (1)")
+    parser.add_argument(
+        "--decode-context-parallel-size",
+        type=int,
+        default=1,
+        help="of these, neighbours that deal out each sequence's tokens where they would have copies of them (1)",
+    )
     parser.add_argument("--data-parallel-size", type=int, default=1, help="copies of the model (1)")
     parser.add_argument(
         "--coordinator",
@@ -35,4 +41,5 @@ def join_processes(arguments: argparse.Namespace) -> None:
 
 def device_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of `EngineConfig` that they mean."""
-    return {name: getattr(arguments, name) for name in ("tensor_parallel_size", "data_parallel_size")}
+    sizes = ("tensor_parallel_size", "decode_context_parallel_size", "data_parallel_size")
+    return {name: getattr(arguments, name) for name in sizes}

@@ -1,4 +1,4 @@
-"""A step of training through causal dense attention, backward or forward and backward, next to cuDNN and FA2."""
+"""A step of training through causal dense attention, its passes apart or together, next to cuDNN and FA2."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ from torch_core.attention.backward.plan import backward_plan
 from torch_core.attention.backward_hopper.plan import hopper_backward_plan
 from torch_core.attention.backward_hopper.tiles import WIDE_TILE
 from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
-from torch_core.errors import Unsupported
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.run import array_spec
 from torch_core.run.launch import device_limits, run_operation
 
-__all__ = ["main", "run"]
+__all__ = ["PASSES", "main", "run"]
+
+#: What of a training step is timed.
+PASSES = ("forward", "backward", "both")
+# Matrix products of each.
+_PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
 
 
 def run(
     *,
     lengths: Sequence[int] = LENGTHS,
     head_size: int = 128,
-    both: bool = False,
+    passes: str = "backward",
     others: bool = False,
     dropout: float = 0.0,
 ) -> BenchReport:
@@ -40,53 +45,136 @@ def run(
     Args:
         lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
         head_size: elements of a head.
-        both: forward and backward together, as a training step has them.
+        passes: one of `PASSES`; a training step has both.
         others: measure cuDNN and FlashAttention-2 too.
         dropout: measure what weights that go at this rate cost in torch too, if it is above 0.
 
     Raises:
+        InvalidInput: a length that does not divide `TOTAL_TOKENS`.
         Unsupported: torch or JAX has no CUDA device.
     """
+    for length in lengths:
+        if length < 1 or TOTAL_TOKENS % length:
+            raise InvalidInput(f"--lengths has {length}; each must divide {TOTAL_TOKENS}, the tokens of a row.")
     session = Session("backward")
-    columns: dict[str, Column] = {
-        OURS: in_graph(lambda batch: _ours(dense_call(batch), both, ops.run)),
-        f"{OURS} portable": in_graph(lambda batch: _ours(dense_call(batch), both, _portable)),
-        f"{OURS} in JAX": lambda batches: _in_jax(batches[0], both, _attend),
-    }
-    if (head_size, head_size) in WIDE_TILE.head_sizes:
-        columns[f"{OURS} wide"] = in_graph(lambda batch: _ours(dense_call(batch), both, _wide))
+    step = _Step(passes)
+    columns: dict[str, Column] = {OURS: in_graph(lambda batch: step.ours(dense_call(batch), ops.run))}
     if dropout:
-        columns[f"{OURS} dropout"] = in_graph(lambda batch: _ours(_dropping(batch, dropout), both, ops.run))
+        columns[f"{OURS} dropout"] = in_graph(lambda batch: step.ours(_dropping(batch, dropout), ops.run))
+        if others:
+            columns["FA2 SDPA dropout"] = lambda batches: step.sdpa("flash", batches[0], dropout)
+    if passes != "forward":
+        columns[f"{OURS} portable"] = in_graph(lambda batch: step.ours(dense_call(batch), _portable))
+        if (head_size, head_size) in WIDE_TILE.head_sizes:
+            columns[f"{OURS} wide"] = in_graph(lambda batch: step.ours(dense_call(batch), _wide))
     if others:
-        columns["cuDNN in JAX"] = lambda batches: _in_jax(batches[0], both, _cudnn)
-        columns["cuDNN SDPA"] = lambda batches: _sdpa("cudnn", batches[0], both)
-        columns["FA2 SDPA"] = lambda batches: _sdpa("flash", batches[0], both)
+        columns["cuDNN in JAX"] = lambda batches: step.in_jax(batches[0], _cudnn)
+        columns["FA2 SDPA"] = lambda batches: step.sdpa("flash", batches[0])
+        columns["cuDNN SDPA"] = lambda batches: step.sdpa("cudnn", batches[0])
+    columns[f"{OURS} in JAX"] = lambda batches: step.in_jax(batches[0], _attend)
     for length in lengths:
         # Half of the square is masked; two products forward and five backward, of 2 operations each.
-        operations = (7 if both else 5) * 1.0 * TOTAL_TOKENS * length * HEADS * head_size
+        operations = _PRODUCTS[passes] * 1.0 * TOTAL_TOKENS * length * HEADS * head_size
         batches = [random_batch(((TOTAL_TOKENS // length, length, 0),), head_size=head_size)]
         row = Row(str(length), operations / session.matmul * 1e6, {}, "TFLOP/s", operations)
         session.add(row, columns, batches, required=(OURS,))
-    return session.report(f"{'forward and ' if both else ''}backward, causal, heads of {head_size}, TFLOP/s")
+    name = "forward and backward" if passes == "both" else passes
+    return session.report(f"{name}, causal, heads of {head_size}, TFLOP/s")
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table; writes JSON and a picture where asked to. Returns 0."""
     parser = argparse.ArgumentParser(prog="jattn bench backward", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="cuDNN and FlashAttention-2 of JAX and torch too")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N", help="tokens of a sequence")
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
-    parser.add_argument("--both", action="store_true", help="forward and backward together")
+    parser.add_argument("--passes", choices=PASSES, default="backward", help="what is timed (backward)")
+    parser.add_argument("--both", action="store_const", const="both", dest="passes", help="the same as --passes both")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="with weights dropped too (0)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    report = run(head_size=options.head_size, both=options.both, others=options.peers, dropout=options.dropout)
+    report = run(
+        lengths=options.lengths,
+        head_size=options.head_size,
+        passes=options.passes,
+        others=options.peers,
+        dropout=options.dropout,
+    )
     print(report.table())
     for peer in report.columns:
         if not peer.startswith(OURS):
             print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
     report.write(json_path=options.json, png_path=options.png)
     return 0
+
+
+class _Step:
+    """What is timed of a training step: its forward pass, its backward pass, or both."""
+
+    def __init__(self, passes: str) -> None:
+        self._forward_only, self._both = passes == "forward", passes == "both"
+
+    def ours(
+        self, call: DenseCall[torch.Tensor], backward: Callable[[DenseBackwardCall[torch.Tensor]], Any]
+    ) -> Callable[[], Any]:
+        d_out = torch.randn_like(call.query)
+
+        def forward() -> tuple[torch.Tensor, torch.Tensor]:
+            results = ops.run(dataclasses.replace(call, with_lse=True))
+            return results["out"], results["lse"]
+
+        if self._forward_only:
+            return forward
+        kept = forward()
+
+        def step() -> Any:
+            out, lse = forward() if self._both else kept
+            return backward(backward_of(call, out=out, lse=lse, d_out=d_out))
+
+        return step
+
+    def sdpa(self, backend: str, batch: Any, dropout: float = 0.0) -> float:
+        attend = peers.sdpa(backend)
+        rows = [x.unflatten(0, (-1, batch.max_key_len)).transpose(1, 2) for x in (batch.query, *packed(batch))]
+        rows = [x.detach().requires_grad_() for x in rows]
+
+        def forward() -> torch.Tensor:
+            return attend(*rows, causal=True, dropout=dropout)
+
+        kept = forward()
+        d_out = torch.randn_like(kept)
+
+        def step() -> Any:
+            if self._forward_only:
+                return forward()
+            out = forward() if self._both else kept
+            return torch.autograd.grad(out, rows, d_out, retain_graph=not self._both)
+
+        step()
+        return measure.eager_us(step)
+
+    def in_jax(self, batch: Any, attend: Callable[..., Any]) -> float:
+        import jax
+
+        from jattn.bridge import to_jax
+
+        rows = [to_jax(x) for x in (batch.query, *packed(batch))]
+        d_out, starts = to_jax(torch.randn_like(batch.query)), to_jax(batch.starts)
+
+        def forward(*rows: Any) -> Any:
+            return attend(*rows, starts, batch.max_query_len)
+
+        def step(rows: Any, d_out: Any) -> Any:
+            out, pull = jax.vjp(forward, *rows)
+            return out, pull(d_out)
+
+        if self._forward_only:
+            return measure.jax_us(jax.jit(forward), rows, calls=1)
+        if self._both:
+            return measure.jax_us(jax.jit(step), (rows, d_out), calls=1)
+        _, pull = jax.vjp(jax.jit(forward), *rows)
+        return measure.jax_us(jax.jit(lambda pull, d_out: pull(d_out)), (pull, d_out), calls=1)
 
 
 def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -107,60 +195,6 @@ def _dropping(batch: Any, rate: float) -> DenseCall[torch.Tensor]:
     call = dense_call(batch)
     seeds = torch.randint(-(1 << 31), 1 << 31, (call.num_seqs, call.num_heads, 2), device="cuda", dtype=torch.int32)
     return dataclasses.replace(call, dropout_rate=rate, dropout_seeds=seeds)
-
-
-def _ours(
-    call: DenseCall[torch.Tensor], both: bool, backward: Callable[[DenseBackwardCall[torch.Tensor]], Any]
-) -> Callable[[], Any]:
-    d_out = torch.randn_like(call.query)
-
-    def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        results = ops.run(dataclasses.replace(call, with_lse=True))
-        return results["out"], results["lse"]
-
-    kept = forward()
-
-    def step() -> Any:
-        out, lse = forward() if both else kept
-        return backward(backward_of(call, out=out, lse=lse, d_out=d_out))
-
-    return step
-
-
-def _sdpa(backend: str, batch: Any, both: bool) -> float:
-    attend = peers.sdpa(backend)
-    rows = [x.unflatten(0, (-1, batch.max_key_len)).transpose(1, 2) for x in (batch.query, *packed(batch))]
-    rows = [x.detach().requires_grad_() for x in rows]
-    kept = attend(*rows, causal=True)
-    d_out = torch.randn_like(kept)
-
-    def step() -> Any:
-        out = attend(*rows, causal=True) if both else kept
-        return torch.autograd.grad(out, rows, d_out, retain_graph=not both)
-
-    step()
-    return measure.eager_us(step)
-
-
-def _in_jax(batch: Any, both: bool, attend: Callable[..., Any]) -> float:
-    import jax
-
-    from jattn.bridge import to_jax
-
-    rows = [to_jax(x) for x in (batch.query, *packed(batch))]
-    d_out, starts = to_jax(torch.randn_like(batch.query)), to_jax(batch.starts)
-
-    def forward(*rows: Any) -> Any:
-        return attend(*rows, starts, batch.max_query_len)
-
-    def step(rows: Any, d_out: Any) -> Any:
-        out, pull = jax.vjp(forward, *rows)
-        return out, pull(d_out)
-
-    if both:
-        return measure.jax_us(jax.jit(step), (rows, d_out), calls=1)
-    _, pull = jax.vjp(jax.jit(forward), *rows)
-    return measure.jax_us(jax.jit(lambda pull, d_out: pull(d_out)), (pull, d_out), calls=1)
 
 
 def _attend(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ __all__ = [
 # Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
 _COLD_BYTES = 512 << 20
 _CALLS_PER_GRAPH = 16
+# A graph of this length is long beside the resolution of events; one of 16 calls of 20 ms would only take time.
+_GRAPH_US = 5000.0
 _MAX_POOLS = 64
 _WARM_UP_RUNS = 5
 _RUNS_IN_FLIGHT = 8
@@ -61,7 +64,8 @@ def graph_us(calls: Sequence[Callable[[], Any]], *, rounds: int = 9) -> float:
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(side)
-    rotations = max(1, _CALLS_PER_GRAPH // len(calls))
+    once = eager_us(lambda: [call() for call in calls], rounds=1)
+    rotations = max(1, min(_CALLS_PER_GRAPH // len(calls), math.ceil(_GRAPH_US / once)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rotations):

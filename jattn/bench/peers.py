@@ -41,10 +41,12 @@ def sdpa(backend: str) -> Callable[..., torch.Tensor]:
 
     chosen = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
 
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    def call(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
+    ) -> torch.Tensor:
         with sdpa_kernel(chosen):
             return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=causal, enable_gqa=True
+                query, key, value, dropout_p=dropout, is_causal=causal, enable_gqa=True
             )
 
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,7 @@ class Session:
         """Times every column and returns the row with its times.
 
         A column that fails is a note under the name of `place` (the row's label when None), unless it is `required`.
+        Each time stands on stderr at once: whoever runs out of time has those before.
         `batches`, what the columns take, is emptied, so that their memory is free for the next row.
         """
         times: dict[str, float] = {}
@@ -68,6 +70,7 @@ class Session:
                     raise
                 times[name] = math.nan
                 self._notes.append(f"{name} at {place or row.label}: {str(error).splitlines()[0][:160]}")
+            print(f"{row.label}, {name}: {times[name]:.1f} us", file=sys.stderr, flush=True)
         batches.clear()
         gc.collect()
         torch.cuda.empty_cache()

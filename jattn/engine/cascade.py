@@ -51,6 +51,8 @@ class Cascade:
             not config.enable_prefix_caching,
             # A piece is made of sequences, and of as many queries only where each has one.
             config.num_speculative_tokens > 0,
+            # Nobody has a whole prefix.
+            config.decode_context_parallel_size > 1,
             config.max_num_seqs < _FEWEST_SEQUENCES,
         )
         if len(groups.groups) > 1 and groups.groups[0].sliding_window is None:

@@ -64,6 +64,10 @@ class EngineConfig:
             `SpeculativeConfig` or a mapping of its fields; None for no guesses. The tokens are those of no
             speculation. Guesses need what the step before brought: steps_in_flight and num_scheduler_steps become 1.
         tensor_parallel_size: devices over which the model and its cache are cut.
+        decode_context_parallel_size: of those devices, neighbours that share a cache and deal out the tokens of each
+            sequence, where key/value heads are fewer than devices and each device would have a copy: the pool then
+            holds so many times the tokens. It divides the copies (devices / key/value heads). Of a block each has
+            `block_size` tokens.
         data_parallel_size: copies of the model, each on devices and with a pool and a batch of its own; all sizes here
             are those of one. A request goes to the copy that has most of its prompt cached, unless that one has much
             more to do than another.
@@ -104,6 +108,7 @@ class EngineConfig:
     enable_cascade_attention: bool | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
     data_parallel_size: int = 1
     mesh: Mesh | None = None
     kv_cache_dtype: str = "auto"
@@ -177,7 +182,22 @@ class EngineConfig:
         speculative = SpeculativeConfig.of(self.speculative_config)
         return 0 if speculative is None else speculative.num_speculative_tokens
 
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of a block on all devices that share a sequence: what the allocator and block tables count in."""
+        return self.block_size * self.decode_context_parallel_size
+
     def _check_mesh(self) -> None:
+        self._check_sizes_of_mesh()
+        tensor, context = self.tensor_parallel_size, self.decode_context_parallel_size
+        check_int("decode_context_parallel_size", context, 1, _MOST_DEVICES)
+        if tensor % context:
+            raise InvalidInput(
+                f"decode_context_parallel_size is {context}; it must divide tensor_parallel_size ({tensor}), whose "
+                "devices share the sequences."
+            )
+
+    def _check_sizes_of_mesh(self) -> None:
         sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
         for name in sizes.values():
             check_int(name, getattr(self, name), 1, _MOST_DEVICES)

@@ -134,20 +134,21 @@ def open_device(
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
-    placement, model = Placement.of(model, mesh)
+    context = config.decode_context_parallel_size
+    placement, model = Placement.of(model, mesh, context)
     shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
     if shape.dtype != model.paged_spec.dtype:
         model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
     model = with_draft(model, config, max_model_len)
     if isinstance(model, WithDraft):
-        model = WithDraft(model.base, Placement.of(model.draft, mesh)[1])
+        model = WithDraft(model.base, Placement.of(model.draft, mesh, context)[1])
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     chosen = {choose(implementation) for implementation in asked - {""}}
     # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
     ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
-    max_blocks = -(-max_model_len // config.block_size)
+    max_blocks = -(-max_model_len // config.tokens_per_block)
     draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
     further = [] if draft is None else [draft.cache_spec(config.block_size)] * draft.num_layers
     parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
@@ -157,7 +158,7 @@ def open_device(
     plan = _plan(config, spec, layers, further, parts, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         enable_prefix_caching=config.enable_prefix_caching,
         groups=layers.groups,
         max_step_tokens=config.max_num_batched_tokens,
@@ -214,10 +215,10 @@ def _plan(
     *,
     max_model_len: int,
 ) -> PoolPlan:
-    most = MAX_SIZE // spec.block_size
+    most = MAX_SIZE // config.tokens_per_block
     if config.num_blocks is None:
         blocks_of_one = layers.most_blocks(
-            max_model_len, block_size=spec.block_size, max_step_tokens=config.max_num_batched_tokens
+            max_model_len, block_size=config.tokens_per_block, max_step_tokens=config.max_num_batched_tokens
         )
         plan = plan_pool(
             spec,
@@ -228,11 +229,16 @@ def _plan(
             further=further,
         )
         enough = config.max_num_seqs * blocks_of_one + 1
-        return replace(plan, num_blocks=min(plan.num_blocks, enough, most), num_groups=len(layers.groups))
+        return replace(
+            plan,
+            num_blocks=min(plan.num_blocks, enough, most),
+            num_groups=len(layers.groups),
+            context_parallel_size=config.decode_context_parallel_size,
+        )
     if config.num_blocks > most:
         raise InvalidInput(
-            f"num_blocks is {config.num_blocks}; with block_size {spec.block_size} it must be at most {most}, because "
-            "slots are int32."
+            f"num_blocks is {config.num_blocks}; with blocks of {config.tokens_per_block} tokens it must be at most "
+            f"{most}, because slots are int32."
         )
     return PoolPlan(
         spec=spec,
@@ -240,4 +246,5 @@ def _plan(
         num_blocks=config.num_blocks,
         further=tuple(further),
         num_groups=len(layers.groups),
+        context_parallel_size=config.decode_context_parallel_size,
     )

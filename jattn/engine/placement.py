@@ -60,8 +60,13 @@ class Placement:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     @classmethod
-    def of(cls, model: PagedModel, mesh: Mesh | None) -> tuple[Placement, PagedModel]:
+    def of(cls, model: PagedModel, mesh: Mesh | None, context_size: int = 1) -> tuple[Placement, PagedModel]:
         """Returns the placement of a model and the model there, cut if it was whole.
+
+        Args:
+            model: whole, or cut over the mesh.
+            mesh: with the axis "tp" alone; None for JAX's default device.
+            context_size: neighbours on that axis over which each sequence is spread.
 
         Raises:
             InvalidInput: sizes that do not divide, or a model that is cut otherwise.
@@ -76,7 +81,7 @@ class Placement:
             return cls(), model
         size = mesh.shape["tp"]
         if parallel is None and isinstance(model, Decoder) and size > 1:
-            model = cast(PagedModel, shard_model(model, mesh))
+            model = cast(PagedModel, shard_model(model, mesh, TensorParallel(size=size, context_size=context_size)))
         elif parallel is None and size == 1:
             graph, state = nnx.split(cast(nnx.Module, model))
             whole: Any = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
@@ -91,6 +96,11 @@ class Placement:
         if found.size != size or found.axis != "tp":
             raise InvalidInput(
                 f"model is cut over {found.size} devices of axis {found.axis!r}; the engine's mesh has {size} of 'tp'."
+            )
+        if found.context_size != context_size:
+            raise InvalidInput(
+                f"model is cut with context_size {found.context_size}; decode_context_parallel_size is {context_size}. "
+                f"Cut it for the engine: TensorParallel(size={size}, context_size={context_size})."
             )
         _check_places(model, mesh)
         return cls(mesh, found.parts("heads") > 1), model

@@ -56,7 +56,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
             )
             for mesh in replica_meshes(config)
         )
-        self._router = _Router(config.block_size, [engine.pool_plan.num_blocks for engine in self.engines])
+        self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])
         self._turns = Turns()
         self._outbox = Outbox()
         self._next = 0

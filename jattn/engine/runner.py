@@ -99,7 +99,7 @@ class ModelRunner:
         self._full = Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values()))
         self._slots = Slots(
             config.max_num_seqs,
-            max_model_len=max_blocks * config.block_size,
+            max_model_len=max_blocks * config.tokens_per_block,
             vocab_size=self._vocab_size,
             processors=tuple(processors),
             placement=placement,
@@ -225,7 +225,7 @@ class ModelRunner:
         )
         metadata = build_common_metadata(
             rows,
-            block_size=self._pool.spec.block_size,
+            block_size=self._config.tokens_per_block,
             num_blocks=self._pool.num_blocks,
             num_seqs=bucket.num_seqs,
             num_tokens=bucket.num_tokens,

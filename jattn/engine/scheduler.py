@@ -132,7 +132,7 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
         prompt = request.encoder_token_ids or request.prompt_token_ids
         # What an encoder makes of its input is shared as a whole or not at all.
-        shared = num_slots or len(prompt) // self._config.block_size * self._config.block_size
+        shared = num_slots or len(prompt) // self._config.tokens_per_block * self._config.tokens_per_block
         # The other samples of a prompt wait for the first one anyway.
         if self._config.enable_prefix_caching and shared >= _WORTH_WAITING and request.index == 0:
             # A hash will do: of two prompts that share one, the second waits for nothing.
@@ -203,7 +203,7 @@ class Scheduler:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
         places = self._config.max_num_seqs - len(self._running)
         stats = self._cache.stats()
-        room = (stats.free + stats.cached) // len(self._cache.config.layouts) * self._config.block_size
+        room = (stats.free + stats.cached) // len(self._cache.config.layouts) * self._config.tokens_per_block
         rows: list[ScheduledRow] = []
         longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):

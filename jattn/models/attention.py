@@ -16,6 +16,7 @@ from jattn.models.rotary import apply_rotary
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import PagedAttention, attention_fn
 from jattn.nn.kv_scales import KVScales
+from jattn.parallel import attend_spread
 
 __all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
 
@@ -86,13 +87,21 @@ class Attention(nnx.Module):
         self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
+        core, parallel, biases = self.paged_attention, self.parallel, self._biases(angles)
+        if parallel is not None and parallel.context_size > 1:
+            k_scale, v_scale = core.scales_of(kv_cache, None, None)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            options: dict[str, Any] = {**core.options, **biases, **scales, "group_size": parallel.context_size}
+            qkv = self._project(x, angles)
+            output, kv_cache = attend_spread(*qkv, kv_cache, metadata, parallel.axis, **options)
+            return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
         if self._turns_in_the_write(angles):
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
             qkv, key, value = self._heads(x), None, None
-            query, kv_cache = self.paged_attention.rotate_and_write(qkv, cos_sin, kv_cache, metadata.slot_mapping)
+            query, kv_cache = core.rotate_and_write(qkv, cos_sin, kv_cache, metadata.slot_mapping)
         else:
             query, key, value = self._project(x, angles)
-        output, kv_cache = self.paged_attention(query, key, value, kv_cache, metadata, **self._biases(angles))
+        output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
         return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
 
     def forward_dense(

@@ -28,6 +28,8 @@ class TensorParallel:
     Attributes:
         size: devices.
         axis: the mesh axis.
+        context_size: of the devices that have copies of the same key/value heads, so many neighbours share one cache,
+            in which each keeps its share of every sequence's tokens (decode context parallelism).
         rules: changes of `jattn.models.DEFAULT_RULES`: None keeps "vocab", "mlp", "experts" or "heads" (with them
             "kv_heads") whole on every device.
 
@@ -37,10 +39,12 @@ class TensorParallel:
 
     size: int
     axis: str = "tp"
+    context_size: int = 1
     rules: Mapping[str, str | None] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_int("tensor_parallel.size", self.size, 1)
+        check_int("tensor_parallel.context_size", self.context_size, 1)
         if not isinstance(self.axis, str) or not self.axis:
             raise InvalidInput(f"tensor_parallel.axis is {shown(self.axis)}; it must be the name of a mesh axis.")
         for name, to in self.rules.items():
@@ -79,6 +83,7 @@ class TensorParallel:
             raise InvalidInput(
                 f"num_key_value_heads is {heads} and tensor_parallel.size {parts}; one must be a multiple of the other."
             )
+        self._check_context(config)
         if config.moe is None or len(config.moe.dense_layers):
             self._check_divides(config, "intermediate_size", config.intermediate_size, "mlp")
         if config.moe is None:
@@ -106,6 +111,22 @@ class TensorParallel:
     def vocab(self, vocab_size: int) -> int:
         """Returns the rows of the vocabulary that one device has, the last of which may be padding."""
         return -(-vocab_size // self.parts("vocab"))
+
+    def _check_context(self, config: ModelConfig) -> None:
+        if self.context_size == 1:
+            return
+        if config.latent is not None:
+            raise Unsupported(
+                f"context_size is {self.context_size} and the model attends to latents, which are not spread over "
+                "devices; leave it at 1."
+            )
+        heads, parts = config.num_key_value_heads, self.parts("heads")
+        copies = max(parts // heads, 1)
+        if copies % self.context_size:
+            raise InvalidInput(
+                f"context_size is {self.context_size}; {heads} key/value heads on {parts} devices have {copies} copies "
+                "each, and it must divide them. Heads that are dealt out already take no more memory on more devices."
+            )
 
     def _check_divides(self, config: ModelConfig, name: str, size: int, axis: str) -> None:
         if size % self.parts(axis):

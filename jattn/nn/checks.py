@@ -13,6 +13,7 @@ from jattn.nn.dense import attention_fn as own_attention_fn
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = [
+    "POSITIONS_WITHOUT_ROPE",
     "check_attention_type",
     "check_cache_dtype",
     "check_explicit",
@@ -22,6 +23,7 @@ __all__ = [
     "refuse_with_cache",
 ]
 
+POSITIONS_WITHOUT_ROPE = "input_positions is given and the module has no rope; build it with one, or leave them out."
 # vLLM's names.
 _ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")
 
@@ -68,7 +70,7 @@ def check_inputs(
 ) -> None:
     """Refuses inputs that do not fit a module or each other."""
     if input_positions is not None and module.rope is None:
-        raise InvalidInput("input_positions is given and the module has no rope; build it with one, or leave them out.")
+        raise InvalidInput(POSITIONS_WITHOUT_ROPE)
     if inputs_q.ndim < 2 or inputs_q.shape[-1] != module.in_features:
         raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {module.in_features}].")
     if inputs_k is None and inputs_v is not None:

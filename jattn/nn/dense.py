@@ -113,6 +113,10 @@ def attention_fn(
     """
     if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
         raise Unsupported("an einsum of your own was given; jattn computes both products itself: leave it None.")
+    ops.refuse_leaked(
+        query=query, key=key, value=value, bias=bias, mask=mask, dropout_rng=dropout_rng,
+        input_positions=input_positions, lengths=lengths, key_lengths=key_lengths,
+    )  # fmt: skip
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     batch_dims = _check_shapes(query, key, value)
     if rope is not None:
@@ -219,10 +223,12 @@ def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, pos
     """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row unless they are given.
 
     Raises:
-        InvalidInput: positions of another shape.
+        InvalidInput: positions of another shape, or no integers.
     """
     if positions is None:
         positions = jnp.arange(x.shape[-3])
+    if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
+        raise InvalidInput(f"input_positions is {jnp.result_type(positions)}; positions are integers, such as int32.")
     shape, tokens = jnp.shape(positions), x.shape[:-2]
     if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
         raise InvalidInput(f"input_positions has shape {shape}; it must be {tokens}, or {tokens[-1:]} for all rows.")

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from jattn.nn.checks import checked_features, refuse_with_cache
+from jattn import ops
+from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, checked_features, refuse_with_cache
 from jattn.nn.dense import attention_fn, rotated
 from jattn.nn.held import HeldCache, check_held, decode_held, new_held_cache
 from jattn.nn.paged import CORE_OPTIONS, PagedAttention
@@ -73,6 +74,12 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         """Attends; arguments and errors as those of `jattn.nn.MultiHeadAttention`, `dropout_rng` as linen's."""
         if self.qk_attn_weights_einsum_cls is not None or self.attn_weights_value_einsum_cls is not None:
             raise Unsupported("an einsum of your own was given; jattn computes both products itself: leave it None.")
+        ops.refuse_leaked(
+            inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, mask=mask, input_positions=input_positions,
+            lengths=lengths, variables=self.variables,
+        )  # fmt: skip
+        if input_positions is not None and self.rope is None:
+            raise InvalidInput(POSITIONS_WITHOUT_ROPE)
         if inputs_k is None and inputs_v is not None:
             raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
         features = checked_features(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.module import first_from
 
+from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn import dense
 from jattn.nn.checks import (
@@ -160,6 +161,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             decode = False
         decode = first_from(decode, self.decode, error_msg="decode was given neither to the module nor to the call.")
         cached = decode or cache is not None
+        ops.refuse_leaked(
+            inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, mask=mask, input_positions=input_positions,
+            lengths=lengths, key_lengths=key_lengths, shared_kv=shared_kv, cache=cache, metadata=metadata,
+        )  # fmt: skip
         check_inputs(self, inputs_q, inputs_k, inputs_v, input_positions, shared_kv, cached=cached)
         check_explicit(self, cache, metadata, (lengths, key_lengths))
         drops = self._drops(deterministic)

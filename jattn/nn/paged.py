@@ -166,7 +166,7 @@ class PagedAttention(nnx.Module):
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
-        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
+        k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
         output = ops.paged_attention(
@@ -203,7 +203,7 @@ class PagedAttention(nnx.Module):
         """
         if self.kv_range is not None:
             self.kv_range.see(key, value, slot_mapping)
-        k_scale, v_scale = self._scales(kv_cache, k_scale, v_scale)
+        k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)
 
@@ -221,11 +221,11 @@ class PagedAttention(nnx.Module):
             qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_dim], of one projection, nothing rotated.
             cos_sin, kv_cache, slot_mapping: as in `jattn.ops.rotate_and_write`.
         """
-        k_scale, v_scale = self._scales(kv_cache, None, None)
+        k_scale, v_scale = self.scales_of(kv_cache, None, None)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return ops.rotate_and_write(qkv, kv_cache, slot_mapping, cos_sin, **scales, implementation=self.implementation)
 
-    def _scales(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+    def scales_of(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
         """Returns what a call or a write brings, or the layer's own for an 8-bit cache."""
         if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
             return self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]

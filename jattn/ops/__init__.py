@@ -14,6 +14,7 @@ from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
+from jattn.ops.leaks import refuse_leaked
 from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
 from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
@@ -40,6 +41,7 @@ __all__ = [
     "mla_attention_with_lse",
     "paged_attention",
     "paged_attention_with_lse",
+    "refuse_leaked",
     "rotate_and_write",
     "run",
     "shared_prefix",

@@ -28,6 +28,7 @@ __all__ = [
     "output_and_lse",
     "paged_attention",
     "paged_attention_with_lse",
+    "paged_call",
     "request_of",
 ]
 
@@ -242,6 +243,11 @@ def output_and_lse(results: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]
 def dense_call(*args: Any, **options: Any) -> DenseCall[jax.Array]:
     """Returns the call that `attention` would run."""
     return _dense(*args, **options)[0]  # type: ignore[return-value]
+
+
+def paged_call(*args: Any, **options: Any) -> PagedCall[jax.Array]:
+    """Returns the call that `paged_attention` would run."""
+    return _paged(*args, **options)[0]  # type: ignore[return-value]
 
 
 # One list of keywords for each operation: the functions differ in what they return.

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jattn import bridge
 from jattn.ops import transforms
 from jattn.ops.choose import choose, for_this_platform, runtime_of
+from jattn.ops.leaks import refuse_leaked
 from torch_core.calls import Call, check_values, refuse_unserved
 from torch_core.calls.call import array_fields
 from torch_core.errors import InvalidInput
@@ -39,6 +40,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     runtime, served_by = runtime_of(chosen)
     refuse_unserved(call, served_by)
     if any(isinstance(array, Tracer) for array in arrays.values()):
+        refuse_leaked(**arrays)
         runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
         call = call if implementation else for_this_platform(call)
     else:

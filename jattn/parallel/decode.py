@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jattn import ops
 from torch_core.calls import DenseCall, PagedCall, WriteCall
+from torch_core.checks import check_int
 from torch_core.context_parallel import context_call, local_call, merge_parts
 from torch_core.errors import InvalidInput
 from torch_core.metadata import get_dcp_local_slots
@@ -23,7 +24,12 @@ __all__ = ["merge_over_axis", "paged_attention", "write_kv_cache"]
 
 
 def write_kv_cache(
-    call: WriteCall[jax.Array], axis_name: str, *, interleave_size: int = 1, implementation: str | None = None
+    call: WriteCall[jax.Array],
+    axis_name: str,
+    *,
+    interleave_size: int = 1,
+    group_size: int | None = None,
+    implementation: str | None = None,
 ) -> dict[str, jax.Array]:
     """Writes those of a step's keys and values that live on this device; runs inside `jax.shard_map`.
 
@@ -31,15 +37,16 @@ def write_kv_cache(
         call: of all new tokens and this device's cache; slots of blocks as large as all devices' together.
         axis_name: the mesh axis over which sequences are spread.
         interleave_size: consecutive tokens that live on one device; it divides the block size.
+        group_size: neighbours on the axis that share a cache; the whole axis if None.
         implementation: as in `jattn.ops.run`.
 
     Returns:
         The new values of what the call writes, by name.
 
     Raises:
-        InvalidInput: the call does not hold together, or runs do not fill blocks.
+        InvalidInput: the call does not hold together, runs do not fill blocks, or groups not the axis.
     """
-    place = _place(axis_name, interleave_size)
+    place = _place(axis_name, interleave_size, group_size)
     slots = get_dcp_local_slots(jnp.asarray(call.slot_mapping), block_size=call.block_size, **place)
     return ops.run(replace(call, slot_mapping=slots), implementation)
 
@@ -51,6 +58,7 @@ def paged_attention(
     interleave_size: int = 1,
     new: tuple[jax.Array, jax.Array] | None = None,
     split_heads: bool = False,
+    group_size: int | None = None,
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
     """Attends to sequences whose tokens are spread over a mesh axis; runs inside `jax.shard_map`.
@@ -67,22 +75,26 @@ def paged_attention(
             sequence attend to each other from these, and to the cache as one row of queries: the way of prompts and
             chunks. None reads all from the cache, a token at a time: the way of decode and of few tokens.
         split_heads: the query has this device's heads, in the order of devices, and so has the output.
+        group_size: neighbours on the axis over which a sequence is spread, and their heads with it; the whole axis if
+            None. Every group has sequences of its own, or heads of its own of the same ones.
         implementation: as in `jattn.ops.run`.
 
     Returns:
         `out` and `lse`, of every head or of this device's; equal bit by bit on all devices where they are whole.
 
     Raises:
-        InvalidInput: the call does not hold together.
+        InvalidInput: the call does not hold together, or groups do not fill the axis.
         Unsupported: a mask that one device's share does not tell; see `torch_core.context_parallel`.
     """
-    place = _place(axis_name, interleave_size)
+    place = _place(axis_name, interleave_size, group_size)
+    groups = _groups(axis_name, group_size)
     whole = call
     if split_heads:
         names = ("query", "alibi_slopes")
         given = {name: jnp.asarray(x) for name in names if (x := getattr(call, name)) is not None}
         gathered = {
-            name: jax.lax.all_gather(x, axis_name, axis=min(1, x.ndim - 1), tiled=True) for name, x in given.items()
+            name: jax.lax.all_gather(x, axis_name, axis=min(1, x.ndim - 1), tiled=True, axis_index_groups=groups)
+            for name, x in given.items()
         }
         whole = replace(call, **gathered)
     if new is None:
@@ -93,15 +105,22 @@ def paged_attention(
     lse = found["lse"] if lse_more is None else found["lse"] + lse_more
     # The new tokens have the sinks, if they are apart.
     sinks = call.sinks if new is None else None
-    out, lse = merge_over_axis(found["out"], lse, axis_name, sinks=sinks, split_heads=split_heads)
+    merging: dict[str, Any] = {"sinks": sinks, "split_heads": split_heads, "group_size": group_size}
+    out, lse = merge_over_axis(found["out"], lse, axis_name, **merging)
     if new is not None:
-        among = ops.run(_among(call, new, axis_name, split_heads), implementation)
+        among = ops.run(_among(call, new, place if split_heads else None), implementation)
         out, lse = merge_parts(jnp.stack([out, among["out"]]), jnp.stack([lse, among["lse"]]), library=jnp)
     return {"out": out.astype(call.result_dtype), "lse": lse}
 
 
 def merge_over_axis(
-    out: jax.Array, lse: jax.Array, axis_name: str, *, sinks: jax.Array | None = None, split_heads: bool = False
+    out: jax.Array,
+    lse: jax.Array,
+    axis_name: str,
+    *,
+    sinks: jax.Array | None = None,
+    split_heads: bool = False,
+    group_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges attention to disjoint keys over a mesh axis by one collective, output and lse in one message.
 
@@ -111,6 +130,7 @@ def merge_over_axis(
         axis_name: the mesh axis.
         sinks: float[num_heads], of the heads that come out.
         split_heads: each device keeps its part of the heads (all-to-all) rather than all (all-gather).
+        group_size: as in `paged_attention`.
 
     Returns:
         float32 output and lse.
@@ -118,7 +138,8 @@ def merge_over_axis(
     Raises:
         InvalidInput: heads that the axis does not divide.
     """
-    size, world = out.shape[-1], jax.lax.axis_size(axis_name)
+    size, world = out.shape[-1], group_size or jax.lax.axis_size(axis_name)
+    groups = _groups(axis_name, group_size)
     # As integers: what is no number in between must not be tidied on the way.
     unit = f"uint{8 * out.dtype.itemsize}"
     bits = [jax.lax.bitcast_convert_type(x, unit).reshape(*x.shape[:2], -1) for x in (out, lse)]
@@ -127,9 +148,9 @@ def merge_over_axis(
         if out.shape[1] % world:
             raise InvalidInput(f"out has {out.shape[1]} heads; {world} devices split them, so it must be a multiple.")
         message = message.reshape(out.shape[0], world, -1, message.shape[-1])
-        message = jax.lax.all_to_all(message, axis_name, split_axis=1, concat_axis=0)
+        message = jax.lax.all_to_all(message, axis_name, split_axis=1, concat_axis=0, axis_index_groups=groups)
     else:
-        message = jax.lax.all_gather(message, axis_name)
+        message = jax.lax.all_gather(message, axis_name, axis_index_groups=groups)
     outs = jax.lax.bitcast_convert_type(message[..., :size], out.dtype)
     words = message[..., size:]
     lses = jax.lax.bitcast_convert_type(words[..., 0] if words.shape[-1] == 1 else words, lse.dtype)
@@ -137,18 +158,18 @@ def merge_over_axis(
 
 
 def _among(
-    call: PagedCall[jax.Array], new: tuple[jax.Array, jax.Array], axis_name: str, split_heads: bool
+    call: PagedCall[jax.Array], new: tuple[jax.Array, jax.Array], place: dict[str, Any] | None
 ) -> DenseCall[jax.Array]:
-    """Returns the attention of the new tokens to each other."""
-    if split_heads:
+    """Returns the attention of the new tokens to each other, of the heads at a place or of all."""
+    if place is not None:
         # The key/value heads of this device's query heads.
-        world, kv_heads = jax.lax.axis_size(axis_name), call.num_kv_heads
+        world, kv_heads = place["dcp_world_size"], call.num_kv_heads
         if kv_heads % world and world % kv_heads:
             raise InvalidInput(
                 f"new has {kv_heads} key/value heads and {world} devices split the query heads; one must be a multiple "
                 "of the other. Pass new=None, or whole heads."
             )
-        first, count = jax.lax.axis_index(axis_name) * kv_heads // world, max(1, kv_heads // world)
+        first, count = place["dcp_rank"] * kv_heads // world, max(1, kv_heads // world)
         new = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count, 1), new)
     return DenseCall(
         query=call.query,
@@ -165,9 +186,21 @@ def _among(
     )
 
 
-def _place(axis_name: str, interleave_size: int) -> dict[str, Any]:
-    return {
-        "dcp_world_size": jax.lax.axis_size(axis_name),
-        "dcp_rank": jax.lax.axis_index(axis_name),
-        "interleave_size": interleave_size,
-    }
+def _place(axis_name: str, interleave_size: int, group_size: int | None) -> dict[str, Any]:
+    rank, world = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    if group_size is None:
+        return {"dcp_world_size": world, "dcp_rank": rank, "interleave_size": interleave_size}
+    check_int("group_size", group_size, 1)
+    if world % group_size:
+        raise InvalidInput(
+            f"group_size is {group_size}; it must divide the {world} devices of axis {axis_name!r}, or be None for all."
+        )
+    return {"dcp_world_size": group_size, "dcp_rank": rank % group_size, "interleave_size": interleave_size}
+
+
+def _groups(axis_name: str, group_size: int | None) -> list[list[int]] | None:
+    """Returns the neighbours that talk to each other, as `jax.lax` takes them; None for all."""
+    world = jax.lax.axis_size(axis_name)
+    if group_size in (None, world):
+        return None
+    return [list(range(first, first + group_size)) for first in range(0, world, group_size)]

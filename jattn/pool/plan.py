@@ -28,6 +28,7 @@ class PoolPlan:
         num_blocks: blocks of each, the null block included.
         further: layouts of the layers behind those; see `KVPool`.
         num_groups: cache groups that draw on the blocks, each for layers of its own in the same arrays.
+        context_parallel_size: devices over which a block's tokens are dealt out, each of which has `spec.block_size`.
 
     Example:
         >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
@@ -40,11 +41,12 @@ class PoolPlan:
     num_blocks: int
     further: tuple[KVCacheSpec | LatentCacheSpec, ...] = ()
     num_groups: int = 1
+    context_parallel_size: int = 1
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the pool can hold in all groups; the null block holds none, and a window gives blocks back."""
-        return (self.num_blocks - 1) // self.num_groups * self.spec.block_size
+        return (self.num_blocks - 1) // self.num_groups * self.spec.block_size * self.context_parallel_size
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +57,8 @@ class PoolPlan:
         num_layers = self.num_layers + len(self.further)
         groups = f" of each of {self.num_groups} groups" if self.num_groups > 1 else ""
         return (
-            f"{self.num_blocks:,} blocks of {self.spec.block_size} tokens in {num_layers} layers{groups}: "
+            f"{self.num_blocks:,} blocks of {self.spec.block_size * self.context_parallel_size} tokens in {num_layers} "
+            f"layers{groups}: "
             f"room for {self.num_tokens:,} tokens, {self.num_bytes / 2**30:.3f} GiB"
         )
 

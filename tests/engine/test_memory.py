@@ -135,5 +135,5 @@ def test_more_slots_than_an_int32_counts_are_refused(decoder) -> None:
         Engine(decoder, EngineConfig(num_blocks=10**9))
 
     assert str(error.value) == (
-        "num_blocks is 1000000000; with block_size 16 it must be at most 134217727, because slots are int32."
+        "num_blocks is 1000000000; with blocks of 16 tokens it must be at most 134217727, because slots are int32."
     )

@@ -20,7 +20,7 @@ from tests.support.devices import mesh, on_four_devices
 from torch_core.errors import InvalidInput, Unsupported
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 64}
-_COLLECTIVE = re.compile(r"= (\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
+COLLECTIVE = re.compile(r"= (\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
 
 
 def prompts_of(seed: int, count: int) -> list[list[int]]:
@@ -92,7 +92,7 @@ def test_a_layer_sums_twice_and_no_weight_cache_or_vocabulary_is_gathered() -> N
     plain = {name: text for name, text in texts.items() if name.endswith("plain")}
     assert plain
     for name, text in plain.items():
-        found = _COLLECTIVE.findall(text)
+        found = COLLECTIVE.findall(text)
         kinds = Counter(kind for _, kind in found)
         # The embedding, two layers of two, and the largest logit, which a temperature is applied below.
         assert kinds["all-reduce"] == 6, name

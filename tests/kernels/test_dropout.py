@@ -23,10 +23,10 @@ from torch_core.errors import InvalidInput
 
 
 def test_the_generator_gives_the_words_of_its_authors() -> None:
-    # kat_vectors of Random123: philox4x32 10, counter and key 0.
+    # kat_vectors of Random123: philox4x32 7, counter and key 0.
     zero = np.zeros(1, np.uint32)
     words = [int(word[0]) for word in dropout._philox(zero, zero, zero, zero)]
-    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert words == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.97])

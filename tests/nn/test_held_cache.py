@@ -359,6 +359,11 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
         lambda x: build(rope=turned)(x, input_positions=jnp.arange(5)),
         "input_positions has shape (5,); it must be (2, 7), or (7,) for all rows.",
     ),
+    "positions that are no integers": (
+        InvalidInput,
+        lambda x: build(rope=turned)(x, input_positions=jnp.arange(7.0)),
+        "input_positions is float32; positions are integers, such as int32.",
+    ),
     "lengths in decode": (
         InvalidInput,
         lambda x: holding()(x, decode=True, lengths=jnp.ones(2)),

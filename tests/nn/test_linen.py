@@ -125,6 +125,12 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], dict[str, Any], str]] 
     "an attention_fn": (Unsupported, {"attention_fn": lambda q, k, v: v}, {}, "a function of your own"),
     "an einsum": (Unsupported, {"qk_attn_weights_einsum_cls": lambda: jnp.einsum}, {}, "an einsum of your own"),
     "features": (InvalidInput, {"qkv_features": 18}, {}, "qkv_features is 18; it must be a multiple of num_heads, 4."),
+    "positions without rope": (
+        InvalidInput,
+        {"decode": True, "max_length": 8},
+        {"input_positions": jnp.arange(1)},
+        "input_positions is given and the module has no rope",
+    ),
     "a value alone": (
         InvalidInput,
         {},

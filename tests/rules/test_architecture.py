@@ -55,10 +55,16 @@ ARROWS: dict[str, set[str]] = {
     "jattn.arguments": {"jattn.engine"},
     "jattn.metadata": {"torch_core.metadata"},
     "jattn.ops": {"jattn.bridge", "jattn.metadata", "torch_core.calls"},
-    "jattn.parallel": {"jattn.ops", "torch_core.calls", "torch_core.metadata", "torch_core.context_parallel"},
+    "jattn.parallel": {
+        "jattn.ops",
+        "jattn.metadata",
+        "torch_core.calls",
+        "torch_core.metadata",
+        "torch_core.context_parallel",
+    },
     "jattn.pool": {"jattn.bridge", "torch_core.calls"},
     "jattn.nn": {"jattn.ops", "jattn.pool", "jattn.metadata"},
-    "jattn.models": {"jattn.nn", "jattn.metadata"},
+    "jattn.models": {"jattn.nn", "jattn.metadata", "jattn.parallel"},
     "jattn.load": {"jattn.models"},
     "jattn.engine": {
         "jattn.nn",

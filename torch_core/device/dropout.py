@@ -39,7 +39,8 @@ def kept_weights(weights, first_key, dropout, TRANSPOSED: tl.constexpr = False):
     `first_key` is a multiple of the tile's keys, of which there are 16 or a multiple of 32.
 
     A draw serves the weights of four keys and two rows that are 8 apart: those the matrix units leave in one thread's
-    registers, so that no thread draws for another.
+    registers, so that no thread draws for another. Which word and half is a weight's is known of each register when
+    compiling, and costs nothing.
     """
     KEY_AXIS: tl.constexpr = 0 if TRANSPOSED else 1
     KEYS: tl.constexpr = weights.shape[KEY_AXIS]
@@ -47,39 +48,54 @@ def kept_weights(weights, first_key, dropout, TRANSPOSED: tl.constexpr = False):
     KEY_BLOCKS: tl.constexpr = max(1, KEYS // 32)
     key_draws = (first_key // 32 + tl.arange(0, KEY_BLOCKS)[:, None]) * 8 + tl.arange(0, 8)[None, :]
     row_draws = (dropout.first_query // 16 + tl.arange(0, ROWS // 16)[:, None]) * 8 + tl.arange(0, 8)[None, :]
-    key_bits = (first_key + tl.arange(0, KEYS)) // 8 % 4
-    row_bits = tl.arange(0, ROWS) // 8 % 2 * 4
+    key_word = tl.arange(0, KEYS) // 8 % 4
+    if KEYS < 32:
+        key_word += first_key // 8 % 4
+    row_half = tl.arange(0, ROWS) // 8 % 2
     if TRANSPOSED:
-        bits = _kept_bits(key_draws[:, :, None, None], row_draws[None, None, :, :], dropout)
-        spread = tl.broadcast_to(
-            bits[:, None, :, :, None, :], [KEY_BLOCKS, KEYS // KEY_BLOCKS // 8, 8, ROWS // 16, 2, 8]
-        )
-        bit = key_bits[:, None] + row_bits[None, :]
+        key_draws, row_draws = key_draws[:, :, None, None], row_draws[None, None, :, :]
+        key_word, row_half = key_word[:, None], row_half[None, :]
     else:
-        bits = _kept_bits(key_draws[None, None, :, :], row_draws[:, :, None, None], dropout)
-        spread = tl.broadcast_to(
-            bits[:, None, :, :, None, :], [ROWS // 16, 2, 8, KEY_BLOCKS, KEYS // KEY_BLOCKS // 8, 8]
-        )
-        bit = row_bits[:, None] + key_bits[None, :]
-    return tl.where((tl.reshape(spread, weights.shape) >> bit) & 1 != 0, weights, 0.0)
+        key_draws, row_draws = key_draws[None, None, :, :], row_draws[:, :, None, None]
+        key_word, row_half = key_word[None, :], row_half[:, None]
+    a, b, c, d = _draw(key_draws, row_draws, dropout)
+    a, b = _spread(a, KEYS, ROWS, TRANSPOSED), _spread(b, KEYS, ROWS, TRANSPOSED)
+    c, d = _spread(c, KEYS, ROWS, TRANSPOSED), _spread(d, KEYS, ROWS, TRANSPOSED)
+    word = tl.where(key_word < 2, tl.where(key_word == 0, a, b), tl.where(key_word == 2, c, d))
+    # The half that decides on top: what lies below it changes no comparison with a limit of 16 bits.
+    number = tl.where(row_half == 0, word << 16, word)
+    return tl.where(number >= tl.cast(dropout.limit, tl.uint32) << 16, weights, 0.0)
 
 
 @triton.jit
-def _kept_bits(key_draws, row_draws, dropout):
-    """For each draw which of its eight weights stay: bit a + 4 * b for the keys 8 * a and the rows 8 * b further."""
-    keys, rows = _words(key_draws), _words(row_draws)
-    a, b, c, d = tl.philox_impl(keys, rows, keys * 0, rows * 0, dropout.low, dropout.high)
-    bits = _halves(a, dropout.limit, 0) | _halves(b, dropout.limit, 1)
-    return bits | _halves(c, dropout.limit, 2) | _halves(d, dropout.limit, 3)
+def _spread(draws, KEYS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A word of each draw, [blocks, 8, blocks, 8], for all weights that it serves."""
+    KEY_BLOCKS: tl.constexpr = max(1, KEYS // 32)
+    KEY_PARTS: tl.constexpr = KEYS // KEY_BLOCKS // 8
+    if TRANSPOSED:
+        draws = tl.broadcast_to(draws[:, None, :, :, None, :], [KEY_BLOCKS, KEY_PARTS, 8, ROWS // 16, 2, 8])
+        draws = tl.reshape(draws, [KEYS, ROWS])
+    else:
+        draws = tl.broadcast_to(draws[:, None, :, :, None, :], [ROWS // 16, 2, 8, KEY_BLOCKS, KEY_PARTS, 8])
+        draws = tl.reshape(draws, [ROWS, KEYS])
+    return draws
+
+
+@triton.jit
+def _draw(key_draws, row_draws, dropout):
+    """The four words of each draw, as `tl.philox_impl` has them: there a product takes two instructions, here one."""
+    a, b = tl.broadcast(_words(key_draws), _words(row_draws))
+    c, d = a ^ a, a ^ a
+    low, high = dropout.low, dropout.high
+    for _ in tl.static_range(7):
+        of_a, of_c = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57
+        a, b = (of_c >> 32).to(tl.uint32) ^ b ^ low, of_c.to(tl.uint32)
+        c, d = (of_a >> 32).to(tl.uint32) ^ d ^ high, of_a.to(tl.uint32)
+        low += tl.full([], 0x9E3779B9, tl.uint32)
+        high += tl.full([], 0xBB67AE85, tl.uint32)
+    return a, b, c, d
 
 
 @triton.jit
 def _words(numbers):
     return numbers.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _halves(word, limit, KEY: tl.constexpr):
-    low = ((word & 0xFFFF).to(tl.int32) >= limit).to(tl.int32)
-    high = ((word >> 16).to(tl.int32) >= limit).to(tl.int32)
-    return (low << KEY) | (high << (KEY + 4))

@@ -1,0 +1,47 @@
+"""Tracers that outlived the function that JAX traced them in: found by name, before anything is computed with one."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+
+from torch_core.errors import InvalidInput
+
+__all__ = ["refuse_leaked"]
+
+
+def refuse_leaked(**given: Any) -> None:
+    """Refuses what a traced function left behind, where nothing is being traced.
+
+    Inside another traced function JAX itself says so, when the program runs: there nothing tells such a tracer from one
+    of a function around it.
+
+    Args:
+        **given: pytrees by the name of the argument that they are.
+
+    Raises:
+        InvalidInput: a leaf is a tracer.
+    """
+    tracers = {name: [x for x in jax.tree.leaves(tree) if isinstance(x, Tracer)] for name, tree in given.items()}
+    name = next((name for name, found in tracers.items() if found), None)
+    if name is not None and _nothing_is_traced():
+        raise InvalidInput(
+            f"{name} is a tracer of a function that JAX traced and left (jit, grad, scan or another one); return the "
+            "array from that function, and pass on what it returned."
+        )
+
+
+def _nothing_is_traced() -> bool:
+    return get_opaque_trace_state(convention="nnx") == _state_outside()
+
+
+@functools.cache
+def _state_outside() -> Any:
+    # A new thread traces nothing, whatever this one does.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(get_opaque_trace_state, convention="nnx").result()

@@ -1,0 +1,74 @@
+"""A layer's step where devices share the cache of its key/value heads: writes its tokens, then attends to all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jattn.metadata import AttentionMetadata
+from jattn.ops.attention import paged_call
+from jattn.parallel.decode import paged_attention, write_kv_cache
+from torch_core.calls import WriteCall
+
+__all__ = ["attend_spread"]
+
+
+def attend_spread(
+    query: jax.Array,
+    key: jax.Array | None,
+    value: jax.Array | None,
+    kv_cache: jax.Array,
+    metadata: AttentionMetadata,
+    axis_name: str,
+    *,
+    group_size: int | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Does what `jattn.nn.PagedAttention` does with whole sequences; runs inside `jax.shard_map`.
+
+    Args:
+        query: float[num_tokens, num_heads, head_size], of this device's heads, in the order of devices.
+        key, value: float[num_tokens, num_kv_heads, head_size], of the key/value heads that all of a group's queries
+            belong to; None to read a cache that is complete.
+        kv_cache: this device's share; consumed.
+        metadata: of the step, built for blocks of all devices' tokens together; the same on all.
+        axis_name: the mesh axis.
+        group_size: neighbours on it over which sequences are spread; all if None.
+        k_scale, v_scale: what a stored unit is worth, for a quantised cache.
+        implementation: as in `jattn.ops.run`.
+        **options: further ones of `jattn.paged_attention`.
+
+    Returns:
+        The output of this device's heads, and its cache with the new tokens in it.
+
+    Raises:
+        InvalidInput: shapes do not fit.
+        Unsupported: a mask that one device's share does not tell; see `torch_core.context_parallel`.
+    """
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+    place: dict[str, Any] = {"group_size": group_size, "implementation": implementation}
+    new = None
+    if key is not None and value is not None:
+        write = WriteCall(key=key, value=value, kv_cache=kv_cache, slot_mapping=metadata.slot_mapping, **scales)
+        kv_cache, new = write_kv_cache(write, axis_name, **place)["kv_cache"], (key, value)
+    call = paged_call(
+        query,
+        kv_cache,
+        metadata.block_tables,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        max_query_len=metadata.max_query_len,
+        **scales,
+        **options,
+    )
+    # Where a mask differs from token to token each reads the cache by itself; and what 8 bits round, they round for the
+    # tokens of the same step too.
+    spec, is_rounded = call.spec, kv_cache.dtype.itemsize == 1
+    is_near = spec.window_left is not None or spec.attention_chunk is not None or call.alibi_slopes is not None
+    if metadata.max_query_len == 1 or is_near or is_rounded:
+        new = None
+    return paged_attention(call, axis_name, new=new, split_heads=True, **place)["out"], kv_cache

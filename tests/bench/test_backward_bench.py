@@ -1,0 +1,51 @@
+"""The benchmark of training without a device: its rows, its columns, what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jattn import cli
+from jattn.bench import backward, measure
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "random_batch", lambda parts, **_: SimpleNamespace(parts=parts))
+    monkeypatch.setattr(backward, "in_graph", lambda call: lambda batches: 50.0)
+    monkeypatch.setattr(backward, "_Step", _Timed)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for name, result in (("require_cuda", None), ("matmul_flops", 1e15), ("copy_bytes_per_second", 1e12)):
+        monkeypatch.setattr(measure, name, lambda *_, result=result: result)
+    monkeypatch.setattr(measure, "device_name", lambda: "a device")
+
+
+class _Timed:
+    def __init__(self, passes: str) -> None:
+        self.sdpa = self.in_jax = lambda *_: 100.0
+
+
+@pytest.mark.usefixtures("measured")
+def test_every_time_stands_on_stderr_when_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    backward.run(lengths=[8192], passes="forward")
+
+    assert capsys.readouterr().err == "8192, jattn: 50.0 us\n8192, jattn in JAX: 100.0 us\n"
+
+
+@pytest.mark.usefixtures("measured")
+def test_rows_are_those_of_the_lengths_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "backward", "--lengths", "8192", "512", "--dropout", "0.1", "--peers"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["8192", "512"]
+    assert "jattn dropout" in lines[1]
+    assert "FA2 SDPA dropout takes 2.00 x the time of jattn" in lines[4]
+
+
+def test_a_length_that_leaves_tokens_over_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "backward", "--lengths", "100"]) == 2
+
+    error = "jattn: --lengths has 100; each must divide 16384, the tokens of a row.\n"
+    assert capsys.readouterr().err == error
