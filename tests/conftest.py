@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
+import jax
 import pytest
 
 # Their assertions are tests': they hold under python -O too, and say what they compared.
@@ -16,3 +18,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = zlib.adler32(request.node.nodeid.encode())
     print(f"seed of {request.node.nodeid}: {value}")
     return value
+
+
+@pytest.fixture
+def quick_compile() -> Iterator[None]:
+    """Programs that are compiled in a fraction of the time, for tests that compare with what runs under it as well."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -90,8 +90,8 @@ def spec_of(axes: Sequence[str | None], rules: Mapping[str, str | None] = DEFAUL
         InvalidInput: the rules do not know an axis.
 
     Example:
-        >>> spec_of(("embed", "heads"))
-        PartitionSpec(None, 'tp')
+        >>> tuple(spec_of(("embed", "heads")))
+        (None, 'tp')
     """
     unknown = [axis for axis in axes if axis is not None and axis not in rules]
     if unknown:

@@ -122,8 +122,8 @@ def parameter_shards(config: ModelConfig, parallel: TensorParallel) -> dict[Para
         ...                      num_attention_heads=4, num_key_value_heads=1, head_dim=16)
         >>> shards = parameter_shards(config, TensorParallel(size=2))
         >>> fused = shards["layers", 0, "self_attn", "qkv_proj", "kernel"]
-        >>> fused.shape, fused.cut_shape, fused.spec
-        ((64, 96), (64, 128), PartitionSpec(None, 'tp'))
+        >>> fused.shape, fused.cut_shape, tuple(fused.spec)
+        ((64, 96), (64, 128), (None, 'tp'))
     """
     parallel.check(config)
     cutter = _Cutter(config, parallel)

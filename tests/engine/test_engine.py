@@ -19,6 +19,11 @@ from torch_core.errors import InvalidInput, PoolLost, RequestTooLong
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def quickly() -> None:
+    """Here the programs are those that a user's engine runs."""
+
+
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.add(prompt, params) for prompt in prompts]
     while engine.num_unfinished:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import jax
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def quick_compile() -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def quickly(quick_compile: None) -> None:
+    pass
