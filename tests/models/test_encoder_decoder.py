@@ -261,7 +261,16 @@ def started(folder):
     assert parse_config(render_config(config, dtype="float32")) == config
     intake = Intake(model.paged_spec, EngineConfig(), None)
     return intake.requests(
-        [8], None, number=0, request_id=None, taken=(), prompt=None, salt=None, priority=0, outbox=Outbox()
+        [8],
+        None,
+        grammar=None,
+        number=0,
+        request_id=None,
+        taken=(),
+        prompt=None,
+        salt=None,
+        priority=0,
+        outbox=Outbox(),
     )[0].prompt_token_ids
 
 
