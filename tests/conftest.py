@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import zlib
 from collections.abc import Iterator
+
+# Before torch is imported: several workers share the cores, and threads that wait for each other there cost a fifth.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import pytest
 
 # Their assertions are tests': they hold under python -O too, and say what they compared.
 pytest.register_assert_rewrite("tests.support")
+# Tracing makes many objects that live long; to look through all of them as often as usual takes a tenth of the time.
+gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture

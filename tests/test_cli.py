@@ -10,6 +10,8 @@ import pytest
 from jattn import cli
 from tests.support.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

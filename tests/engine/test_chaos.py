@@ -31,11 +31,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quickly() -> None:
-    """Here the programs are those that a user's engine runs."""
-
-
 def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Engine:
     if config.startswith("window groups"):
         decoder = alternating_decoder(6, None)

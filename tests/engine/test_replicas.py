@@ -27,8 +27,9 @@ def two(**sizes: Any) -> DataParallelEngine:
 
 @on_four_devices
 def test_two_copies_of_two_devices_say_what_one_device_says() -> None:
-    one, prompts = Engine(large_decoder(), EngineConfig(**SIZES)), prompts_of(1, 12)
-    engine = open_engine(large_decoder(), EngineConfig(**SIZES, mesh=mesh("auto", dp=2, tp=2)))
+    sizes: dict[str, Any] = SIZES | {"num_scheduler_steps": 1, "enable_cascade_attention": False}
+    one, prompts = Engine(large_decoder(), EngineConfig(**sizes)), prompts_of(1, 12)
+    engine = open_engine(large_decoder(), EngineConfig(**sizes, mesh=mesh("auto", dp=2, tp=2)))
     assert isinstance(engine, DataParallelEngine)
 
     # Drawn without seeds of their own: these come from the number of the request.
