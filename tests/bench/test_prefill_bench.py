@@ -32,6 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("measured")
+@pytest.mark.nightly
 def test_e4m3_is_compared_with_e4m3_alone(capsys: pytest.CaptureFixture[str]) -> None:
     report = prefill.run(lengths=[512], fp8=True)
     assert report.columns == ("jattn paged", "cuDNN e4m3 in JAX dense")

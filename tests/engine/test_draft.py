@@ -226,6 +226,7 @@ def test_a_draft_that_does_not_fit_is_refused(decoder, model, message) -> None:
     assert str(error.value) == message
 
 
+@pytest.mark.nightly
 def test_after_the_warm_up_nothing_compiles(seed) -> None:
     engine = Engine(base(), guessing())
     engine.warmup()

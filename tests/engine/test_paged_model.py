@@ -72,6 +72,7 @@ def test_an_llm_takes_a_module_of_ones_own_and_its_eos_token_ends_it(seed) -> No
     assert (ended.token_ids, ended.finish_reason) == (tokens[: tokens.index(tokens[2]) + 1], "stop")
 
 
+@pytest.mark.nightly
 def test_a_linen_module_is_served_behind_the_bridge(seed) -> None:
     (prompt,) = prompts_of(seed, 7)
     linen_model, empty = LinenModel(), jnp.zeros((3, 2, 4, 2, 8))

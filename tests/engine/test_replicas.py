@@ -26,6 +26,7 @@ def two(**sizes: Any) -> DataParallelEngine:
 
 
 @on_four_devices
+@pytest.mark.nightly
 def test_two_copies_of_two_devices_say_what_one_device_says() -> None:
     sizes: dict[str, Any] = SIZES | {"num_scheduler_steps": 1, "enable_cascade_attention": False}
     one, prompts = Engine(large_decoder(), EngineConfig(**sizes)), prompts_of(1, 12)

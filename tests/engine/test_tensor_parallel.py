@@ -55,6 +55,7 @@ def test_tokens_of_200_prompts_are_those_of_one_device() -> None:
 
 
 @on_four_devices
+@pytest.mark.nightly
 def test_sampled_tokens_and_their_log_probabilities_are_those_of_one_device() -> None:
     one, four = one_and_four()
     prompts = prompts_of(2, 6)

@@ -134,6 +134,7 @@ def test_kept_weights_take_a_byte_each(tmp_path, seed) -> None:
     assert num_bytes(plain) - num_bytes(kept) == linear // 2 - linear // 64
 
 
+@pytest.mark.nightly
 def test_the_engine_says_with_kept_weights_what_it_says_with_dequantised_ones(tmp_path, seed) -> None:
     sizes: dict[str, Any] = {"hidden_size": 160, "num_hidden_layers": 1, "max_position_embeddings": 32}
     folder = in_fp8(write_tiny_model(tmp_path, seed, **sizes), BLOCKWISE, by_block)

@@ -65,6 +65,7 @@ def test_the_paged_path_says_what_whole_sequences_say(seed) -> None:
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-5 * np.abs(whole).max())
 
 
+@pytest.mark.nightly
 def test_the_engine_keeps_caches_for_the_layers_that_write_them(seed) -> None:
     model = tiny_model(SHARED, seed)
     engine = Engine(model, EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=16))

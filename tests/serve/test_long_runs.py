@@ -15,6 +15,7 @@ from tests.support.tiny_models import write_tiny_model
 WRONG = ("wrong", "leaked_blocks", "unfinished", "compilations")
 
 
+@pytest.mark.nightly
 def test_a_soak_that_was_killed_goes_on_behind_the_last_whole_line(tmp_path) -> None:
     config = EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, num_scheduler_steps=1, batch_invariant=True
