@@ -27,6 +27,17 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+#: Folders whose tests compare within a tolerance, or with what was compiled alike.
+_QUICKLY_COMPILED = {"bench", "engine", "examples", "load", "models", "nn", "serve", "testing"}
+
+
+@pytest.fixture(autouse=True)
+def quickly(request: pytest.FixtureRequest) -> None:
+    """Compiles quickly in those folders; a file whose programs shall be a user's has a fixture of this name."""
+    if request.path.parent.name in _QUICKLY_COMPILED:
+        request.getfixturevalue("quick_compile")
+
+
 @pytest.fixture
 def quick_compile() -> Iterator[None]:
     """Programs that are compiled in a fraction of the time, for tests that compare with what runs under it as well."""

@@ -20,7 +20,36 @@ __all__ = ["LatentAttention", "SparseAttention"]
 
 
 class _Layer:
-    """How a decoder calls its layers; over the layers of `jattn.nn`."""
+    """How a decoder makes and calls its layers; over the layers of `jattn.nn`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        options = self._options(config, rngs=rngs, implementation=implementation)
+        super().__init__(config.num_attention_heads, config.hidden_size, **options)  # type: ignore[call-arg]
+
+    @classmethod
+    def _options(cls, config: ModelConfig, **shared: Any) -> dict[str, Any]:
+        """Returns what the layer takes of a config, beside what its parts take, too."""
+        latent = config.latent
+        if latent is None:
+            raise InvalidInput("config.latent is None; a LatentAttention needs a LatentConfig.")
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+        return {
+            **{name: getattr(latent, name) for name in sizes},
+            "rope": _rope(config),
+            "use_bias": config.attention_bias,
+            # The norms of latents have epsilon 1e-6 whatever rms_norm_eps is, as in transformers.
+            "param_dtype": jnp.dtype(config.dtype),
+            "kernel_init": INITIALIZER,
+            **shared,
+        }
 
     def forward_paged(
         self, x: jax.Array, angles: Angles | None, kv_cache: Any, metadata: AttentionMetadata
@@ -53,23 +82,6 @@ class LatentAttention(_Layer, MultiHeadLatentAttention):
         InvalidInput: the config has no latents.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int = 0,
-        *,
-        rngs: nnx.Rngs,
-        implementation: str | None = None,
-        parallel: TensorParallel | None = None,
-    ) -> None:
-        super().__init__(
-            config.num_attention_heads,
-            config.hidden_size,
-            **_options(config),
-            implementation=implementation,
-            rngs=rngs,
-        )
-
 
 class SparseAttention(_Layer, SparseLatentAttention):
     """Latent attention of one layer to the tokens that an indexer chooses; its cache is a pair.
@@ -81,16 +93,9 @@ class SparseAttention(_Layer, SparseLatentAttention):
         InvalidInput: the config has no latents, or no indexer.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int = 0,
-        *,
-        rngs: nnx.Rngs,
-        implementation: str | None = None,
-        parallel: TensorParallel | None = None,
-    ) -> None:
-        options, latent = _options(config), config.latent
+    @classmethod
+    def _options(cls, config: ModelConfig, **shared: Any) -> dict[str, Any]:
+        options, latent = super()._options(config, **shared), config.latent
         if latent is None or not (
             latent.q_lora_rank and latent.index_n_heads and latent.index_head_dim and latent.index_topk
         ):
@@ -105,33 +110,9 @@ class SparseAttention(_Layer, SparseLatentAttention):
             rope_dim=latent.qk_rope_head_dim,
             param_dtype=jnp.dtype(config.dtype),
             kernel_init=INITIALIZER,
-            implementation=implementation,
-            rngs=rngs,
+            **shared,
         )
-        super().__init__(
-            config.num_attention_heads,
-            config.hidden_size,
-            indexer=indexer,
-            **options,
-            implementation=implementation,
-            rngs=rngs,
-        )
-
-
-def _options(config: ModelConfig) -> dict[str, Any]:
-    """Returns what both layers take."""
-    latent = config.latent
-    if latent is None:
-        raise InvalidInput("config.latent is None; a LatentAttention needs a LatentConfig.")
-    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
-    return {
-        **{name: getattr(latent, name) for name in sizes},
-        "rope": _rope(config),
-        "use_bias": config.attention_bias,
-        # The norms of latents have epsilon 1e-6 whatever rms_norm_eps is, as in transformers.
-        "param_dtype": jnp.dtype(config.dtype),
-        "kernel_init": INITIALIZER,
-    }
+        return {"indexer": indexer, **options}
 
 
 def _rope(config: ModelConfig, **options: Any) -> DeepSeekRoPE:

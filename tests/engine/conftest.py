@@ -36,8 +36,3 @@ def alternating_decoder(*windows: int | None) -> Decoder:
 @pytest.fixture(scope="session")
 def decoder() -> Decoder:
     return tiny_decoder()
-
-
-@pytest.fixture(autouse=True)
-def quickly(quick_compile: None) -> None:
-    """Engines are compared with engines that were compiled alike."""

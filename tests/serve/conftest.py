@@ -70,8 +70,3 @@ def wait_until_idle(server: Running) -> None:
         time.sleep(0.05)
     assert server.llm.num_unfinished == 0
     assert server.llm.llm.engine.cache_stats().used == 0
-
-
-@pytest.fixture(autouse=True)
-def quickly(quick_compile: None) -> None:
-    """Engines are compared with engines that were compiled alike."""
