@@ -6,16 +6,19 @@ from jattn.bench.engine import main
 
 
 def test_it_prints_a_row_for_each_load(capsys) -> None:
-    loads = ["--decode", "2x20", "--groups", "1x2x20", "--prompt", "32", "--throughput", "2x20x5"]
+    loads = ["--decode", "1x16", "--groups", "1x2x16", "--prompt", "32", "--hits", "16x16", "--throughput", "1x20x5"]
+    sizes = ["--new-tokens", "6", "--batched-tokens", "64", "--rounds", "1"]
 
-    main(["--shape", "tiny", *loads, "--new-tokens", "6", "--batched-tokens", "64", "--settings", "steps_in_flight=1"])
+    main(["--shape", "tiny", *loads, *sizes, "--settings", "num_scheduler_steps=1"])
 
     title, *rows = capsys.readouterr().out.splitlines()
     assert title.endswith("tiny, random weights")
     assert [row.split("  ")[0] for row in rows] == [
-        "decode 2x20",
-        "groups 1x2x20",
+        "decode 1x16",
+        "hit 16x16",
         "prompt 32",
-        "throughput 2x20x5",
+        "groups 1x2x16",
+        "groups 1x2x16, each alone",
+        "throughput 1x20x5",
     ]
-    assert all(row.endswith("steps_in_flight=1") for row in rows)
+    assert all(row.endswith("num_scheduler_steps=1") for row in rows)
