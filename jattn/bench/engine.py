@@ -183,17 +183,17 @@ class _Bench:
             engine.warmup(lambda *_: None, wanted=_names(str(batch), kind, shared=shared))
             # All but a token of each prompt: what is left of it is one more step of decoding.
             engine.assume_computed([prompt[:-1] for prompt in prompts])
-            times = []
-            for _ in range(self._rounds + 1):
-                before = engine.compile_seconds
-                times.append(_step_ms(engine, prompts, params))
+            _step_ms(engine, prompts, params)
+            before = engine.compile_seconds
+            times = [_step_ms(engine, prompts, params) for _ in range(self._rounds)]
+            late = engine.compile_seconds - before
             if self._profile is not None:
                 folder = self._profile / f"{batch}x{len(prompts[0]) - 1}"
                 _start(engine, prompts, params)
                 # With what is in flight already the device has no pause at the beginning.
                 print(profiled(folder, lambda: [engine.step() for _ in range(3)]), flush=True)
                 _drain(engine)
-            return _Measured(times[1:], "ms a step", before, engine.compile_seconds - before)
+            return _Measured(times, "ms a step", before, late)
 
     def _engine(self, batch: int, length: int, blocks: int, settings: dict[str, Any]) -> AnyEngine:
         sizes: dict[str, Any] = {
