@@ -54,7 +54,11 @@ class Placement:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, PartitionSpec()), lambda _: array)
 
     def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Returns a function of all devices' arrays from one of a device's."""
+        """Returns a function of all devices' arrays from one of a device's.
+
+        Neither its operands nor constants in it may have no elements, as the index of `x.at[:, :].set` has: XLA takes
+        those out of the call without telling Shardy, which then crashes (jax 0.11.2, two GPUs and more).
+        """
         if self.mesh is None:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
