@@ -108,7 +108,13 @@ def test_a_layer_sums_twice_and_no_weight_cache_or_vocabulary_is_gathered() -> N
 def test_nothing_empty_goes_into_or_out_of_the_part_of_a_device(guesses: int) -> None:
     # XLA's GPU compiler dies of it: see `Placement.mapped`.
     speculation = {"method": "ngram", "num_speculative_tokens": guesses} if guesses else None
-    config = EngineConfig(**SIZES, tensor_parallel_size=4, speculative_config=speculation)
+    processors = {"lift": lambda logits, *_: logits.at[:].add(1.0)}
+    config = EngineConfig(
+        **SIZES,
+        tensor_parallel_size=4,
+        speculative_config=speculation,
+        logits_processors=processors if guesses else None,
+    )
     runner = Engine(tiny_decoder(implementation="xla", num_hidden_layers=1), config)._owner.device.runner
     largest = [bucket for bucket in runner._all_buckets() if bucket.num_seqs == SIZES["max_num_seqs"]]
     kinds = {(each.sampler.kind, each.num_steps, each.max_query_len > 1 + guesses): each for each in largest}
