@@ -20,6 +20,7 @@ import jax
 
 from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
+from jattn.bridge.platforms import refused_on
 from torch_core.calls import Call
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
@@ -39,12 +40,24 @@ _SHARED_MEMORY = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 10
 _HOPPER = DeviceLimits()
 
 
+_not_on_a_cpu = refused_on(
+    "cpu",
+    "kernels_are_launched",
+    lambda: Unsupported(
+        "implementation='triton', the default where JAX sees a CUDA device, launches kernels there, and these arrays "
+        "are on a CPU. Move them (jax.device_put(x, jax.devices('cuda')[0])), or name implementation='xla'."
+    ),
+)
+
+
 def run_native(call: Call[jax.Array]) -> dict[str, jax.Array]:
     """Runs a call by its plan's kernels as native custom calls: implementation="triton"; see `call_operation`."""
     # Imports Triton; this module must load without it.
     from torch_core.planner import plan_call
 
-    return call_operation(plan_call(call.map(array_spec), device_limits()), call.arrays())
+    name, array = next(iter(call.arrays().items()))
+    arrays = {**call.arrays(), name: _not_on_a_cpu(array)}
+    return call_operation(plan_call(call.map(array_spec), device_limits()), arrays)
 
 
 def call_operation(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jattn.bridge import native, torch_runtime
 from jattn.bridge.calls import Runtime
+from jattn.bridge.platforms import refused_on
 from jattn.ops import xla
 from torch_core.calls import IMPLEMENTATIONS, Call
 from torch_core.errors import InvalidInput, Unsupported
@@ -66,7 +64,7 @@ def for_this_platform(call: Call[jax.Array]) -> Call[jax.Array]:
     if jax.default_backend() != "cpu":
         return call
     name, array = next(iter(call.arrays().items()))
-    return call.with_arrays({name: _chosen_here.bind(jnp.asarray(array))})
+    return call.with_arrays({name: _chosen_here(jnp.asarray(array))})
 
 
 def runtime_of(implementation: str) -> tuple[Runtime, str]:
@@ -84,21 +82,14 @@ def runtime_of(implementation: str) -> tuple[Runtime, str]:
 _CPU_DEFAULT = "xla"
 
 
-def _refuse_cuda(context: Any, *arrays: Any) -> Any:
-    raise Unsupported(
+_chosen_here = refused_on(
+    "cuda",
+    "implementation_chosen_here",
+    lambda: Unsupported(
         "implementation=None chose 'xla' because JAX runs on a CPU here, and the program is lowered for CUDA. Name the "
         "implementation: 'xla', or 'triton' where JAX sees the CUDA device that its kernels are compiled for."
-    )
-
-
-# The identity, which tells only at its lowering for what platform that is.
-_chosen_here = Primitive("implementation_chosen_here")
-_chosen_here.def_impl(lambda array: array)
-_chosen_here.def_abstract_eval(lambda array: array)
-mlir.register_lowering(_chosen_here, lambda context, array: [array])
-mlir.register_lowering(_chosen_here, _refuse_cuda, platform="cuda")
-ad.deflinear2(_chosen_here, lambda cotangent, array: [cotangent])
-batching.defvectorized(_chosen_here)
+    ),
+)
 
 
 def available_implementations() -> dict[str, str | None]:

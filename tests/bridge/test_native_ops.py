@@ -15,6 +15,7 @@ from jattn.bridge import native, run
 from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache
 from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.errors import Unsupported
 from torch_core.plan.plan import DeviceLimits
 from torch_core.planner import plan_call
 from torch_core.specs import AttentionSpec
@@ -160,3 +161,15 @@ def test_no_tokens_need_no_call():
     assert _write(key[:0], key[:0], kv_cache, ints)["kv_cache"] is kv_cache
     assert _copy(kv_cache, jnp.zeros((0, 2), INT))["kv_cache"] is kv_cache
     assert _merge(query, jnp.zeros((0, 32)), query, jnp.zeros((0, 32)))["out"].shape == (0, 32, 128)
+
+
+@pytest.mark.parametrize("when", ["compiled", "at once"])
+def test_arrays_on_a_cpu_are_refused_by_name_where_kernels_would_be_launched(when):
+    out, lse = jnp.ones((3, 2, 8)), jnp.zeros((3, 2))
+    merge = _merge if when == "at once" else jax.jit(_merge)
+    with pytest.raises(Unsupported) as error:
+        merge(out, lse, out, lse)
+    assert str(error.value) == (
+        "implementation='triton', the default where JAX sees a CUDA device, launches kernels there, and these arrays "
+        "are on a CPU. Move them (jax.device_put(x, jax.devices('cuda')[0])), or name implementation='xla'."
+    )

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from jattn import ops
+from jattn.bridge import to_jax
 from tests.support.attention_cases import AttentionCase, to_torch
+from torch_core.calls import Call
 from torch_core.specs import AttentionSpec
 
-__all__ = ["IMPLEMENTATIONS", "QUICK_COMPILE", "arrays", "keywords", "run_case", "run_numpy"]
+__all__ = ["IMPLEMENTATIONS", "QUICK_COMPILE", "arrays", "arrays_of", "keywords", "run_case", "run_numpy"]
 
 #: What runs on this machine; "triton" needs CUDA.
 IMPLEMENTATIONS = ("torch", "xla")
@@ -38,6 +40,12 @@ def keywords(spec: AttentionSpec) -> dict[str, Any]:
 def arrays(case: AttentionCase, **changes: Any) -> dict[str, jax.Array]:
     """Returns the operands of a case as JAX arrays; `changes` replace some."""
     return {name: jnp.asarray(x) for name, x in {**case.operands, **changes}.items()}
+
+
+def arrays_of(call: Call[torch.Tensor]) -> dict[str, Any]:
+    """Returns the tensors of a call as JAX arrays of their own on the default device."""
+    # Through numpy: what comes from a tensor of the host stays there.
+    return {name: jnp.asarray(np.array(to_jax(array.clone()))) for name, array in call.arrays().items()}
 
 
 def run_numpy(

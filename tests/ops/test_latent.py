@@ -13,8 +13,7 @@ import torch
 
 import jattn
 from jattn import ops
-from jattn.bridge import to_jax
-from tests.ops.runner import QUICK_COMPILE, arrays, keywords
+from tests.ops.runner import QUICK_COMPILE, arrays, arrays_of, keywords
 from tests.support.attention_cases import assert_matches_reference, to_torch
 from tests.support.latent_cases import LatentCase, latent_case, random_latent_case
 from tests.support.latent_writes import rotary_write
@@ -63,7 +62,7 @@ def test_packed_rows_are_read_as_what_they_stand_for(implementation, seed):
 @pytest.mark.parametrize("is_neox_style", [False, True])
 def test_a_write_rotates_and_packs_as_the_reference_does(implementation, dtype, is_neox_style, seed):
     call = rotary_write(seed, dtype, is_neox_style=is_neox_style)
-    given: dict[str, Any] = {name: to_jax(array.clone()) for name, array in call.arrays().items()}
+    given = arrays_of(call)
     found = jattn.write_latent_cache(**given, is_neox_style=is_neox_style, implementation=implementation)
     write_latent_cache(call)
     if implementation == "xla" and dtype == torch.uint8:

@@ -12,11 +12,10 @@ import torch
 from flax import nnx
 
 from jattn import ops
-from jattn.bridge import to_jax
 from jattn.metadata import AttentionMetadata
 from jattn.models import Decoder, ModelConfig
 from jattn.nn import PagedAttention
-from tests.ops.runner import QUICK_COMPILE
+from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.rotary_writes import quarter_turns
 from tests.support.triton_ops import run_triton
@@ -37,11 +36,6 @@ SHAPES: list[dict[str, Any]] = [
 
 def _bytes(array: Any) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
-
-
-def _on_the_default_device(call: Any) -> dict[str, Any]:
-    # Through numpy: what comes from a tensor of the host stays there.
-    return {name: jnp.asarray(np.array(to_jax(array))) for name, array in call.arrays().items()}
 
 
 def _assert_equals_reference(call: Any, found: Any, cache: torch.Tensor) -> None:
@@ -84,7 +78,7 @@ def test_plain_torch_gives_the_references_bits(dtype, shape, seed):
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_a_program_gives_the_references_bits(implementation, dtype, shape, seed):
     call = quarter_turns(seed, dtype, **shape)
-    given: dict[str, Any] = _on_the_default_device(call)
+    given: dict[str, Any] = arrays_of(call)
     write = jax.jit(
         lambda given: ops.rotate_and_write(**given, is_neox_style=call.is_neox_style, implementation=implementation),
         compiler_options=QUICK_COMPILE,
@@ -102,7 +96,7 @@ def test_real_angles_give_one_set_of_bits_from_torch_and_from_jax(seed):
     call = call.with_arrays({"cos_sin": torch.cat([angles.cos(), angles.sin()], dim=1)})
     on_device = call.map(torch.Tensor.cuda)
     theirs = torch_ops.run(on_device)["out"]
-    given: dict[str, Any] = _on_the_default_device(call)
+    given: dict[str, Any] = arrays_of(call)
 
     query, cache = jax.jit(lambda given: ops.rotate_and_write(**given, implementation="triton"))(given)
 
@@ -133,7 +127,7 @@ def test_a_decoder_computes_the_same_by_one_launch_and_by_several(share, monkeyp
 
 def test_gradients_flow_through_rotation_and_write(seed):
     call = quarter_turns(seed, torch.float32)
-    given: dict[str, Any] = {name: to_jax(array.nan_to_num()) for name, array in call.arrays().items()}
+    given: dict[str, Any] = arrays_of(call.map(torch.nan_to_num))
     given["qkv"] = given["qkv"].astype(jnp.float32)
 
     def total(qkv: jax.Array) -> jax.Array:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.bridge import to_jax
-from tests.ops.runner import QUICK_COMPILE, arrays
+from tests.ops.runner import QUICK_COMPILE, arrays, arrays_of
 from tests.support.attention_cases import assert_matches_reference, to_torch
 from tests.support.sparse_cases import indexer_call, sparse_case
 from torch_core import reference
@@ -48,7 +47,7 @@ def test_the_highest_scores_are_chosen_first_and_absent_keys_never(implementatio
         lambda operands: jattn.indexer_topk(**operands, **options, topk=12, implementation=implementation),
         compiler_options=QUICK_COMPILE,
     )
-    found = np.array(choose({name: to_jax(array.clone()) for name, array in call.arrays().items()}))
+    found = np.array(choose(arrays_of(call)))
     logits = reference.indexer_logits(call).numpy()
     for token, row in enumerate(found):
         chosen = row[: min(12, int((logits[token] > -np.inf).sum()))]

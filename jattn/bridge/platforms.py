@@ -1,0 +1,41 @@
+"""The platform that a program is compiled for, which JAX tells nobody before the lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["refused_on"]
+
+
+def refused_on(platform: str, name: str, error: Callable[[], Exception]) -> Callable[[jax.Array], jax.Array]:
+    """Returns the identity on arrays, which raises where a program with it is lowered for a platform.
+
+    It leaves nothing in a program. It can be differentiated, mapped and split.
+
+    Args:
+        platform: "cpu" or "cuda".
+        name: of the primitive, which a printed jaxpr shows.
+        error: makes what is raised; also outside jit, for an array that is on that platform.
+    """
+
+    def refuse(context: object, array: object) -> list[object]:
+        raise error()
+
+    def look(array: jax.Array) -> jax.Array:
+        # JAX calls a platform of devices "gpu" that it calls "cuda" at the lowering.
+        if any({"gpu": "cuda"}.get(each.platform, each.platform) == platform for each in array.devices()):
+            raise error()
+        return array
+
+    identity = Primitive(name)
+    identity.def_impl(look)
+    identity.def_abstract_eval(lambda array: array)
+    mlir.register_lowering(identity, lambda context, array: [array])
+    mlir.register_lowering(identity, refuse, platform=platform)
+    ad.deflinear2(identity, lambda cotangent, array: [cotangent])
+    batching.defvectorized(identity)
+    return identity.bind
