@@ -28,7 +28,19 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 #: Folders whose tests compare within a tolerance, or with what was compiled alike.
-_QUICKLY_COMPILED = {"bench", "engine", "examples", "load", "models", "nn", "serve", "testing"}
+_QUICKLY_COMPILED = {
+    "bench",
+    "engine",
+    "examples",
+    "load",
+    "models",
+    "nn",
+    "ops",
+    "parallel",
+    "rules",
+    "serve",
+    "testing",
+}
 
 
 @pytest.fixture(autouse=True)

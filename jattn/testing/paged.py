@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +76,8 @@ class PagedRun:
             num_blocks=1 + sum(widths),
             further=paged.further_specs(_BLOCK_SIZE),
         )
-        self._graph, self._state = nnx.split(model)
-        self._step = functools.partial(_step, graph=self._graph)
+        graph, self._state = nnx.split(model)
+        self._step = functools.partial(_step, graph=graph)
 
     def hidden_states(self) -> list[np.ndarray]:
         """Returns the hidden states of whole sequences, prefilled: float32[states, tokens, hidden_size] each.
@@ -85,7 +85,7 @@ class PagedRun:
         The states are those of `Decoder.hidden_states`: behind the embedding, each layer, and the last norm.
         """
         lengths = [len(sequence) for sequence in self._sequences]
-        return [each.swapaxes(0, 1) for each in self._run(functools.partial(self._step, layers=True), lengths)]
+        return [each.swapaxes(0, 1) for each in self._run(functools.partial(self._step, part="layers"), lengths)]
 
     def logits(self, prefill_lens: Sequence[int]) -> list[np.ndarray]:
         """Returns the logits after each token of every sequence, float32[tokens, vocab_size] each.
@@ -100,7 +100,7 @@ class PagedRun:
         Raises:
             PoolLost: a step failed.
         """
-        return self._run(functools.partial(self._step, layers=False), prefill_lens)
+        return self._run(functools.partial(self._step, part="logits"), prefill_lens)
 
     def _run(self, step: Callable[..., Any], prefill_lens: Sequence[int]) -> list[np.ndarray]:
         self._pool.run(_fill_with_nan)
@@ -130,7 +130,7 @@ class PagedRun:
         )
         padded = np.zeros(num_tokens, np.int32)
         padded[: len(token_ids)] = token_ids
-        encode = functools.partial(_encode, graph=self._graph)
+        encode = functools.partial(self._step, part="encoder")
         self._pool.run(encode, self._state, padded, common.positions, AttentionMetadata.from_common(common))
 
     def _run_step(
@@ -175,7 +175,7 @@ def _next_counts(done: Sequence[int], prefill_lens: Sequence[int], lengths: Sequ
 
 
 # Jitted here and not for each run: models of one config and prompts of the same sizes share the programs.
-@functools.partial(jax.jit, donate_argnums=0, static_argnames=("graph", "layers"))
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("graph", "part"))
 def _step(
     kv_caches: tuple[jax.Array, ...],
     state: nnx.State,
@@ -184,28 +184,17 @@ def _step(
     metadata: AttentionMetadata,
     *,
     graph: nnx.GraphDef,
-    layers: bool,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns the logits, or with `layers` the hidden states behind every layer, and the caches."""
+    part: Literal["logits", "layers", "encoder"],
+) -> tuple[jax.Array | None, tuple[jax.Array, ...]]:
+    """Returns the logits, the hidden states behind every layer, or nothing of an encoder; and the caches."""
     model = nnx.merge(graph, state)
-    if layers:
+    if part == "encoder":
+        return None, model.encode(token_ids, positions, kv_caches, metadata)
+    if part == "layers":
         hidden, caches = zip(*model.paged_hidden_states(token_ids, positions, kv_caches, metadata), strict=True)
         return jnp.stack(hidden, axis=1).astype(jnp.float32), caches[-1]
     hidden, kv_caches = model(token_ids, positions, kv_caches, metadata)
     return model.logits(hidden), kv_caches
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="graph")
-def _encode(
-    kv_caches: tuple[jax.Array, ...],
-    state: nnx.State,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    metadata: AttentionMetadata,
-    *,
-    graph: nnx.GraphDef,
-) -> tuple[None, tuple[jax.Array, ...]]:
-    return None, nnx.merge(graph, state).encode(token_ids, positions, kv_caches, metadata)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -43,7 +43,7 @@ def most_used(engine: Engine, prompt: list[int], params: SamplingParams) -> tupl
         {"num_scheduler_steps": 1, "steps_in_flight": 1},
         {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
         {"num_host_blocks": 24},
-        {"scrub_on_free": True},
+        pytest.param({"scrub_on_free": True}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

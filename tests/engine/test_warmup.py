@@ -52,7 +52,7 @@ def compiled() -> Iterator[list[str]]:
 
 def speaker() -> Decoder:
     """A decoder of bytes."""
-    return tiny_decoder(intermediate_size=48, vocab_size=257, eos_token_ids=(0,))
+    return tiny_decoder(intermediate_size=48, vocab_size=257, num_hidden_layers=1, eos_token_ids=(0,))
 
 
 def serve_anything(engine: Engine, seed: int) -> None:
@@ -112,6 +112,7 @@ def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
     }
     before = {name: getattr(jax.config, name) for name in settings}
     sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
+    model: dict[str, Any] = {"implementation": "xla", "num_hidden_layers": 1}
     config = EngineConfig(**sizes)
 
     def listen(event: str, **_: Any) -> None:
@@ -123,10 +124,10 @@ def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
         for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-        Engine(tiny_decoder(implementation="xla"), config).warmup()
+        Engine(tiny_decoder(**model), config).warmup()
         assert hits == []
         # Another model, of the same programs: as another process is.
-        engine = Engine(tiny_decoder(implementation="xla", eos_token_ids=(1,)), config)
+        engine = Engine(tiny_decoder(**model, eos_token_ids=(1,)), config)
         engine.warmup()
     finally:
         for name, value in before.items():

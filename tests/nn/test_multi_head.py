@@ -63,7 +63,8 @@ def results(module: nnx.MultiHeadAttention, x: jax.Array, call: dict[str, Any]) 
         y = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, rest))(x, **call)[:, 1:]
         return (y.astype(jnp.float32) ** 2).mean(), y
 
-    (gradients, dx), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+    # Compiled whole: its small operations one by one would take longer to lower than this takes.
+    (gradients, dx), y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
     return [y, dx, *jax.tree.leaves(gradients)]
 
 

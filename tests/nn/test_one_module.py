@@ -60,7 +60,7 @@ def log_probs(model: Recorded, token_ids: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(lambda params: nnx.merge(graph, params).log_probs(token_ids))(params), np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_paged_generation_draws_from_the_log_probabilities_of_training(
     recorded: Recorded, dtype: str, seed: int
 ) -> None:

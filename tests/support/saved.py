@@ -1,4 +1,4 @@
-"""A model that was loaded and saved again, next to the folder that it came from."""
+"""Folders of models next to those that they came from: saved again, or with a tensor changed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+import safetensors.torch
 
 from jattn.load import load_model, parse_config, save_model
 from jattn.load.folder import read_object
 
-__all__ = ["assert_saved_as_it_was"]
+__all__ = ["assert_saved_as_it_was", "write_changed"]
 
 
 def assert_saved_as_it_was(folder: Path, copy: Path) -> None:
@@ -22,3 +23,14 @@ def assert_saved_as_it_was(folder: Path, copy: Path) -> None:
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
     again = parse_config(read_object(copy, "config.json"))
     assert (again, again.architecture) == (config, config.architecture)
+
+
+def write_changed(folder: Path, target: Path, tensor: str, factor: float) -> Path:
+    """Copies a model's folder to `target`, where row 3 of one of its tensors is `factor` times as large."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    tensors = safetensors.torch.load_file(target / "model.safetensors")
+    tensors[tensor][3] *= factor
+    safetensors.torch.save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target

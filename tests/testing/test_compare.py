@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from jattn.load import load_model
 from jattn.ops import available_implementations
 from jattn.testing import CrosscheckReport, compare_with_torch
 from jattn.testing.torch_side import load_torch_side
+from tests.support.saved import write_changed
 from tests.support.tiny_models import tiny_config, tiny_model, write_tiny_model
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
@@ -41,16 +41,6 @@ def sound(folder: Path) -> CrosscheckReport:
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     # None in sys.modules is how Python spells "this import fails".
     monkeypatch.setitem(sys.modules, "transformers", None)
-
-
-def write_changed(folder: Path, target: Path, tensor: str, factor: float) -> Path:
-    target.mkdir()
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(target / "model.safetensors")
-    tensors[tensor][3] *= factor
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
 
 
 def test_a_sound_model_passes_with_every_implementation_that_runs_here_along_every_path(folder: Path) -> None:

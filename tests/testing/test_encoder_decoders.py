@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from jattn.testing import compare_with_torch
 from tests.support.encoder_decoders import write_checkpoint
+from tests.support.saved import write_changed
 from torch_core.errors import RequestTooLong
 
 PROMPTS = [[9, 4], list(range(30, 50))]
@@ -31,14 +31,10 @@ def test_both_stacks_are_compared(folder: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_first_layer_that_differs_is_named(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["decoder.block.0.layer.1.EncDecAttention.v.weight"][3] *= 1.5
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    changed = write_changed(folder, tmp_path / "changed", "decoder.block.0.layer.1.EncDecAttention.v.weight", 1.5)
 
     report = compare_with_torch(
-        folder, PROMPTS, torch_model=tmp_path, implementations=["xla"], max_tokens=3, layers=True
+        folder, PROMPTS, torch_model=changed, implementations=["xla"], max_tokens=3, layers=True
     )
 
     assert [row.passed for row in report.layers] == [True, True, True, False]

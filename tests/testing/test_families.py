@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from jattn import cli
 from jattn.load import load_model
 from jattn.testing import CrosscheckReport, TorchDecoder, compare_with_torch, save_picture
 from tests.support.family_models import write_checkpoint
+from tests.support.saved import write_changed
 from torch_core.errors import InvalidInput, Unsupported
 
 PROMPTS = [[9], list(range(30, 50))]
@@ -46,15 +46,9 @@ def test_every_layer_is_compared_at_every_position(report: CrosscheckReport) -> 
 
 
 def test_the_first_layer_that_differs_is_named(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"][3] *= 1.5
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    other = write_changed(folder, tmp_path / "changed", "model.layers.0.mlp.down_proj.weight", 1.5)
 
-    changed = compare_with_torch(
-        folder, PROMPTS, torch_model=tmp_path, implementations=["xla"], max_tokens=4, layers=True
-    )
+    changed = compare_with_torch(folder, PROMPTS, torch_model=other, implementations=["xla"], max_tokens=4, layers=True)
 
     assert not changed.passed
     assert [row.passed for row in changed.layers] == [True, False, False]
