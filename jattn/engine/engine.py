@@ -377,19 +377,30 @@ class Engine(contextlib.AbstractContextManager):
                 What others add meanwhile is restarted.
 
         Raises:
-            InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and its path is named; or the
-                engine is closed. Nothing has changed.
-            PoolLost: as `step`, while requests are finished; the weights are the old ones.
+            InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and is named; or it is closed.
+            PoolLost: as `step`, while requests are finished; the weights are the old ones, as after any error.
             Unsupported: an engine of several processes.
         """
-        if unfinished not in ("restart", "finish"):
-            raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+        leaves = self.fitting_weights(state)
+        self.finish(unfinished)
+        self.replace_weights(leaves)
+
+    def fitting_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any]) -> list[jax.Array]:
+        """Returns what `replace_weights` takes, checked and brought to the devices; see `update_weights`."""
         if self._owner.device.channel is not None:
             raise Unsupported("update_weights over several processes is not there yet; build the engine anew.")
-        leaves = self._owner.device.runner.weights.fitting(state)
+        return self._owner.device.runner.weights.fitting(state)
+
+    def finish(self, unfinished: str) -> None:
+        """Runs the requests that are there to their end, or checks that they shall not; see `update_weights`."""
+        if unfinished not in ("restart", "finish"):
+            raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
         remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
         while any(request.finish_reason is None for request in remaining):
             self._turns.run(self._owner.advance)
+
+    def replace_weights(self, leaves: list[jax.Array]) -> None:
+        """Goes on with what `fitting_weights` returned; nothing in it can fail."""
         self._turns.run(lambda: self._owner.replace_weights(leaves))
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:

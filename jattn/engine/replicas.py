@@ -213,20 +213,29 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def update_weights(
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
     ) -> None:
-        """Goes on with other weights in every copy; see `Engine.update_weights`."""
-        self._each(lambda engine: engine.update_weights(state, unfinished=unfinished), self._router.forget)
+        """Goes on with other weights in every copy, or in none if one fails; see `Engine.update_weights`."""
+
+        def update() -> None:
+            fitting = [engine.fitting_weights(state) for engine in self.engines]
+            for engine in self.engines:
+                engine.finish(unfinished)
+            for engine, leaves in zip(self.engines, fitting, strict=True):
+                engine.replace_weights(leaves)
+            self._router.forget()
+
+        self._turns.run(update)
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
         """Goes on with other scales of an 8-bit cache in every copy; see `Engine.set_kv_cache_scales`."""
         self._each(lambda engine: engine.set_kv_cache_scales(scales))
 
     def sleep(self) -> None:
-        """Gives the memory of all pools back until `wake`."""
-        self._each(Engine.sleep)
+        """Gives the memory of all pools back until `wake`; if one cannot, all stay awake."""
+        self._all_or_none(Engine.sleep, Engine.wake)
 
     def wake(self) -> None:
-        """Takes the memory of the pools again."""
-        self._each(Engine.wake)
+        """Takes the memory of the pools again; if one cannot, all sleep on."""
+        self._all_or_none(Engine.wake, Engine.sleep)
 
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
@@ -254,11 +263,26 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def _engine_of(self, request_id: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.request_of(request_id) is not None), None)
 
-    def _each(self, action: Callable[[Engine], None], end: Callable[[], None] = lambda: None) -> None:
+    def _each(self, action: Callable[[Engine], None]) -> None:
         def act() -> None:
             for engine in self.engines:
                 action(engine)
-            end()
+
+        self._turns.run(act)
+
+    def _all_or_none(self, action: Callable[[Engine], None], undo: Callable[[Engine], None]) -> None:
+        """Puts all copies to sleep or wakes them; if one fails, those that changed go back."""
+
+        def act() -> None:
+            before = [engine.asleep for engine in self.engines]
+            try:
+                for engine in self.engines:
+                    action(engine)
+            except BaseException:
+                for engine, was_asleep in zip(self.engines, before, strict=True):
+                    if engine.asleep != was_asleep:
+                        undo(engine)
+                raise
 
         self._turns.run(act)
 

@@ -39,7 +39,8 @@ def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Na
     Raises:
         InvalidInput: a split that no pool has.
     """
-    with contextlib.suppress(ValueError):
+    # A spec with more entries than the cache has axes is an IndexError of JAX's.
+    with contextlib.suppress(ValueError, IndexError):
         local = sharding.shard_shape(shape)
         whole = local if len(shape) == 3 else (shape[0], *local[1:3], shape[3], *local[4:])
         if isinstance(sharding, NamedSharding) and whole == shape:

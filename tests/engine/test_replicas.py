@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from jattn.engine import DataParallelEngine, Engine, EngineConfig, Outbox, SamplingParams, open_engine
+from jattn.engine.device import Device
+from jattn.engine.weights import Weights
 from tests.engine.conftest import tiny_decoder
 from tests.engine.interrupts import InterruptAtRelease
 from tests.engine.test_engine import run
@@ -103,6 +106,37 @@ def test_outboxes_cancelled_requests_and_the_end_are_those_of_an_engine() -> Non
     assert engine.num_unfinished == 0
     engine.close()
     assert engine.closed
+
+
+@on_four_devices
+def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
+    engine = two()
+    first, second = (each._owner.device for each in engine.engines)
+    weights = [device.runner.weights for device in (first, second)]
+    before = [each.leaves for each in weights]
+    # The first copy has done its part by then.
+    with (
+        mock.patch.object(Weights, "fitting", side_effect=[before[0], InvalidInput("no room")]),
+        pytest.raises(InvalidInput, match="no room"),
+    ):
+        engine.update_weights(large_decoder())
+    with (
+        mock.patch.object(Device, "lend", side_effect=[first.pool.close(), InvalidInput("no room")]),
+        pytest.raises(InvalidInput, match="no room"),
+    ):
+        engine.sleep()
+    assert [each.leaves for each in weights] == before
+    assert not any(each.asleep for each in engine.engines)
+
+    engine.sleep()
+    with (
+        mock.patch("jattn.engine.owner.check_room", side_effect=[None, InvalidInput("no room")]),
+        pytest.raises(InvalidInput, match="no room"),
+    ):
+        engine.wake()
+    assert all(each.asleep for each in engine.engines)
+    engine.wake()
+    assert not any(each.asleep for each in engine.engines)
 
 
 @on_four_devices

@@ -160,7 +160,7 @@ def test_a_copy_from_device_to_device_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("axis", "heads"), [(1, 4), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("axis", "heads"), [(1, 4), (2, 4), (3, 2), (5, 4)])
 @on_four_devices
 def test_other_splits_and_heads_that_do_not_divide_are_refused(axis: int, heads: int) -> None:
     spec = PartitionSpec(*[None] * axis, "tp")
