@@ -34,7 +34,7 @@ def calibrate_kv_cache(
     compiled, for the longest prompt; the caches of one prompt are allocated meanwhile.
 
     Args:
-        model: of layers of `PagedAttention`; it stays as it is.
+        model: of layers of `PagedAttention`, or of latents; it stays as it is.
         prompts: token ids of each; eight random ones of up to 128 tokens if None.
         seed: of the random ones.
 
@@ -43,7 +43,7 @@ def calibrate_kv_cache(
 
     Raises:
         InvalidInput: no prompts, or token ids that the model does not have or that are too many.
-        Unsupported: a model without a `PagedAttention`.
+        Unsupported: a model without such layers, or with an indexer.
 
     Example:
         >>> from jattn.load import embedded_model_folder, load_model
@@ -59,8 +59,9 @@ def calibrate_kv_cache(
         raise InvalidInput("prompts is empty; pass at least one, or None for random ones.")
     watched = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     layers = list(paged_layers(watched))
-    if not layers:
-        raise Unsupported(f"{type(model).__name__} has no PagedAttention, and so no scales for its cache.")
+    if not layers or spec.index_head_dim is not None:
+        lacks = "has an indexer" if layers else "has no PagedAttention"
+        raise Unsupported(f"{type(model).__name__} {lacks}, and so no scales for its cache.")
     for _, layer in layers:
         layer.kv_scales, layer.kv_range = None, KVRange()
     graph, seen, rest = nnx.split(watched, KVScale, ...)

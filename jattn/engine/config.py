@@ -73,7 +73,8 @@ class EngineConfig:
             more to do than another.
         mesh: the devices, with an axis "tp" and, for copies, one "dp"; the sizes above then follow from it. None for
             the first of `jax.devices()`.
-        kv_cache_dtype: of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8".
+        kv_cache_dtype: of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8";
+            of latents also "fp8_ds_mla", FlashMLA's packed rows, which need no scales.
         kv_cache_scales: what a unit of an 8-bit cache is worth in each layer, as `calibrate_kv_cache` measures it;
             None for what came with the checkpoint, if anything, else 1. int8 needs them.
         step_timeout_seconds: a step whose results have not come after so long is reported, once, by a warning of the

@@ -27,6 +27,8 @@ __all__ = ["CACHE_DTYPES", "KVCacheScales", "cached_spec", "writing_8_bits"]
 
 #: vLLM's names of what a cache can be besides the model's own dtype.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
+#: And of latents, whose packed rows have scales of their own.
+LATENT_CACHE_DTYPES = {**CACHE_DTYPES, "fp8_ds_mla": "uint8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +113,23 @@ def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
     """Returns a model's spec with the dtype that its cache shall have.
 
     Raises:
-        InvalidInput: neither "auto", nor the model's own dtype, nor one of 8 bits.
+        InvalidInput: neither "auto", nor the model's own dtype, nor one of 8 bits; or latents that cannot be packed.
+        Unsupported: 8 bits in a model with an indexer, whose keys would have them, too.
     """
     if kv_cache_dtype in ("auto", spec.dtype):
         return spec
-    if kv_cache_dtype not in (*CACHE_DTYPES, *CACHE_DTYPES.values()):
+    dtypes = CACHE_DTYPES if spec.kv_lora_rank is None else LATENT_CACHE_DTYPES
+    if kv_cache_dtype not in (*dtypes, *dtypes.values()):
         raise InvalidInput(
             f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model's cache can be 'auto' (its own {spec.dtype}), "
-            f"{', '.join(map(repr, CACHE_DTYPES))}."
+            f"{', '.join(map(repr, dtypes))}."
         )
-    return replace(spec, dtype=CACHE_DTYPES.get(kv_cache_dtype, kv_cache_dtype))
+    if spec.index_head_dim is not None:
+        raise Unsupported(
+            f"kv_cache_dtype is {kv_cache_dtype!r} and the model has an indexer, whose keys have the dtype of the "
+            "latents here; leave it 'auto'."
+        )
+    return replace(spec, dtype=dtypes.get(kv_cache_dtype, kv_cache_dtype))
 
 
 def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) -> PagedModel:
@@ -132,15 +141,20 @@ def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) 
         scales: None for those that the model carries; without any a unit is worth 1, but not in int8.
 
     Raises:
-        InvalidInput: int8 without scales, or scales of other layers.
-        Unsupported: layers with a cache that are no `PagedAttention`.
+        InvalidInput: int8 without scales, scales of other layers, or of packed rows.
+        Unsupported: layers with a cache that are neither a `PagedAttention` nor a `MultiHeadLatentAttention`.
     """
+    if dtype == "uint8":
+        if scales is not None:
+            raise InvalidInput("kv_cache_scales is given and kv_cache_dtype is 'fp8_ds_mla', which measures its own.")
+        return model
     copy = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     layers, count = list(paged_layers(copy)), model.paged_spec.num_layers
     if len(layers) != count:
         raise Unsupported(
-            f"kv_cache_dtype is {dtype}, and {len(layers)} of {count} layers with a cache are a PagedAttention, which "
-            "alone knows scales. A model that writes 8 bits itself says so in its paged_spec."
+            f"kv_cache_dtype is {dtype}, and {len(layers)} of {count} layers with a cache are a PagedAttention or a "
+            "MultiHeadLatentAttention, which alone know scales. A model that writes 8 bits itself says so in its "
+            "paged_spec."
         )
     scales = scales or KVCacheScales.carried_by(copy)
     if scales is None and dtype == "int8":

@@ -116,6 +116,19 @@ class LLM(contextlib.AbstractContextManager):
             raise InvalidInput("model is an encoder, which generates nothing; LLM.embed gives vectors.")
         return self._engine
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates; an encoder gives vectors alone, and has no engine."""
+        return self._engine is not None
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of one sequence at most."""
+        if self._engine is not None:
+            return self._engine.max_model_len
+        encoder: Any = self.model
+        return encoder.config.max_position_embeddings
+
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""
         if self._engine is not None:

@@ -14,6 +14,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.layers import INITIALIZER
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import DeepSeekRoPE, LatentIndexer, MultiHeadLatentAttention, SparseLatentAttention
+from jattn.nn.kv_scales import KVScales
 from torch_core.errors import InvalidInput
 
 __all__ = ["LatentAttention", "SparseAttention"]
@@ -59,7 +60,7 @@ class _Layer:
 
     def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
         """Does what `Attention` does; keys and values are one latent, of one scale."""
-        self.k_scale = k_scale
+        self.kv_scales = KVScales(k_scale, k_scale)
 
     def forward_dense(
         self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None

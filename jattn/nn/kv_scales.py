@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.nn.latent import MultiHeadLatentAttention
 from jattn.nn.paged import PagedAttention
 
 __all__ = ["KVRange", "KVScale", "KVScales", "paged_layers"]
@@ -18,10 +19,10 @@ class KVScale(nnx.Variable):
 
 
 class KVScales(nnx.Module):
-    """The scales of one layer's 8-bit cache; `PagedAttention.kv_scales`.
+    """The scales of one layer's 8-bit cache; `kv_scales` of a layer.
 
     Args:
-        k_scale: what a stored unit of a key is worth; above 0.
+        k_scale: what a stored unit of a key, or of a latent, is worth; above 0.
         v_scale: the same of a value.
     """
 
@@ -30,7 +31,7 @@ class KVScales(nnx.Module):
 
 
 class KVRange(nnx.Module):
-    """Notes the largest absolute key and value that a layer writes; `PagedAttention.kv_range`."""
+    """Notes the largest absolute key and value that a layer writes; `kv_range` of a layer."""
 
     def __init__(self) -> None:
         self.k_max, self.v_max = (KVScale(jnp.zeros(1, jnp.float32)) for _ in range(2))
@@ -43,8 +44,8 @@ class KVRange(nnx.Module):
             largest[...] = jnp.maximum(largest[...], seen.max())
 
 
-def paged_layers(model: nnx.Module) -> Iterator[tuple[str, PagedAttention]]:
-    """Yields a model's layers of `PagedAttention`, each with its path, as "layers.0.self_attn.paged_attention"."""
+def paged_layers(model: nnx.Module) -> Iterator[tuple[str, PagedAttention | MultiHeadLatentAttention]]:
+    """Yields a model's layers that write a cache, each with its path, as "layers.0.self_attn.paged_attention"."""
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, PagedAttention):
+        if isinstance(module, PagedAttention | MultiHeadLatentAttention):
             yield ".".join(map(str, path)), module

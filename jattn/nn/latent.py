@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from jattn.nn.kv_scales import KVRange, KVScales
 
 __all__ = ["MultiHeadLatentAttention"]
 
@@ -42,9 +45,13 @@ class MultiHeadLatentAttention(nnx.Module):
         use_bias: of the projections from and to the features (Hugging Face: attention_bias).
         epsilon: of the RMS norms.
         dtype, param_dtype, kernel_init: as flax's.
-        k_scale: what a unit of an 8-bit cache is worth.
+        k_scale: what a unit of an 8-bit cache is worth, where `kv_scales` does not say it.
         kv_chunk_size, implementation: see `jattn.mla_attention`.
         rngs: source of the initial values.
+
+    Attributes:
+        kv_scales: the scales of an 8-bit cache, of which keys' counts; `jattn.nn.kv_scales`.
+        kv_range: notes how large latents get, while scales are measured.
 
     Raises:
         InvalidInput: a size is below 1.
@@ -55,6 +62,9 @@ class MultiHeadLatentAttention(nnx.Module):
         >>> attn(jnp.ones((3, 5, 12))).shape
         (3, 5, 12)
     """
+
+    kv_scales: KVScales | None = None
+    kv_range: KVRange | None = None
 
     def __init__(
         self,
@@ -154,14 +164,26 @@ class MultiHeadLatentAttention(nnx.Module):
             starts = jnp.arange(0, query.shape[0] + 1, max(length, 1), dtype=jnp.int32)
             out = self._plain(query, latent, k_pe, starts, length)
             return self.o_proj(out.reshape(*inputs.shape[:-1], -1))
-        cache = ops.write_latent_cache(
-            latent, k_pe, cache, metadata.slot_mapping, k_scale=self.k_scale, implementation=self.implementation
-        )
+        cache = self._write(latent, k_pe, cache, metadata.slot_mapping)
         if from_start:
             out = self._plain(query, latent, k_pe, metadata.query_start_loc, metadata.max_query_len)
         else:
             out = self._absorbed(query, cache, metadata)
         return self.o_proj(out.reshape(inputs.shape[0], -1)), cache
+
+    def _write(self, latent: jax.Array, k_pe: jax.Array, cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        if self.kv_range is not None:
+            row = jnp.concatenate([latent, k_pe], axis=-1)[:, None]
+            self.kv_range.see(row, row, slot_mapping)
+        return ops.write_latent_cache(
+            latent, k_pe, cache, slot_mapping, k_scale=self._scale_of(cache), implementation=self.implementation
+        )
+
+    def _scale_of(self, cache: jax.Array) -> float | jax.Array | None:
+        """Returns what a unit of a cache is worth; packed rows have scales of their own."""
+        if self.kv_scales is None or cache.dtype.itemsize > 1 or cache.dtype == jnp.uint8:
+            return self.k_scale
+        return self.kv_scales.k_scale[...]
 
     def _checked(
         self, inputs: jax.Array, cache: Any, metadata: AttentionMetadata | None, positions: jax.Array | None
@@ -223,7 +245,7 @@ class MultiHeadLatentAttention(nnx.Module):
             kv_lora_rank=self.kv_lora_rank,
             max_query_len=metadata.max_query_len,
             scale=self.scale,
-            k_scale=self.k_scale,
+            k_scale=self._scale_of(cache),
             kv_chunk_size=self.kv_chunk_size,
             implementation=self.implementation,
         )

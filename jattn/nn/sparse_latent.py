@@ -170,9 +170,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         else:
             batch, slots, rope_dim = metadata, metadata.slot_mapping, self.indexer.rope_dim
             caches = (
-                ops.write_latent_cache(
-                    latent, k_pe, cache[0], slots, k_scale=self.k_scale, implementation=self.implementation
-                ),
+                self._write(latent, k_pe, cache[0], slots),
                 ops.write_latent_cache(
                     index_keys[:, :rope_dim], index_keys[:, rope_dim:], cache[1], slots,
                     implementation=self.implementation,

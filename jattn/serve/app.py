@@ -177,7 +177,7 @@ class _Server:
             "object": "model",
             "created": self._started,
             "owned_by": "jattn",
-            "max_model_len": self._llm.llm.engine.max_model_len,
+            "max_model_len": self._llm.llm.max_model_len,
         }
         name = request.path_params.get("name")
         if name is None:
@@ -196,7 +196,7 @@ class _Server:
             asked = parse_tokenize(body)
             self._check_model(asked.model)
             token_ids = self._tokenizer().encode(asked.text, add_special_tokens=asked.add_special_tokens)
-        length = self._llm.llm.engine.max_model_len
+        length = self._llm.llm.max_model_len
         return JSONResponse({"tokens": list(token_ids), "count": len(token_ids), "max_model_len": length})
 
     async def detokenize(self, request: Request) -> Response:
@@ -218,6 +218,11 @@ class _Server:
 
     async def _generate(self, request: Request, generation: Generation) -> Response:
         self._check_model(generation.model)
+        if not self._llm.llm.generates:
+            name = self._config.model_name
+            raise RequestError(
+                400, f"model {name!r} is an encoder, which generates nothing; ask /v1/embeddings.", param="model"
+            )
         prompts = generation.prompts
         field = "prompt" if generation.messages is None else "messages"
         wanted = generation.params.n * max(len(prompts), 1)

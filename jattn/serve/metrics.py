@@ -23,6 +23,8 @@ class _State:
         self._llm = llm
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        if not self._llm.llm.generates:
+            return
         stats, speculation = self._llm.llm.engine.cache_stats(), self._llm.llm.engine.speculation_stats()
         usable = stats.num_blocks - stats.null
         for name, text, value in (

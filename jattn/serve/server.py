@@ -56,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_e5m2 or int8; the model's own by default")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="fp8, fp8_e5m2, int8 or fp8_ds_mla; the model's own by default"
+    )
     parser.add_argument("--kv-cache-scales", metavar="FILE", help="of an 8-bit cache, as KVCacheScales.save writes it")
     parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
@@ -93,10 +95,10 @@ def main(argv: Sequence[str]) -> int:
     )
     loading = {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
     llm = LLM(folder, **loading, config=engine, use_generation_config=not arguments.ignore_generation_config)
-    if llm.engine.follow():
+    if llm.generates and llm.engine.follow():
         return 0
     config = dataclasses.replace(config, default_sampling=llm.default_sampling)
-    if not arguments.no_warmup:
+    if llm.generates and not arguments.no_warmup:
         llm.engine.warmup()
     if not arguments.no_access_log:
         # A stream of its own: lines of JSON and nothing else.

@@ -21,8 +21,8 @@ from jattn.engine import (
 )
 from jattn.load import embedded_model_folder, load_model, save_model
 from jattn.metadata import AttentionMetadata
-from jattn.models import Decoder
-from jattn.nn import PagedAttention
+from jattn.models import Decoder, LatentConfig
+from jattn.nn import MultiHeadLatentAttention, PagedAttention
 from jattn.nn.kv_scales import KVScales, paged_layers
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
@@ -250,6 +250,78 @@ def test_a_file_of_something_else_is_refused(tmp_path) -> None:
 
     with pytest.raises(InvalidInput, match="must hold"):
         KVCacheScales.load(tmp_path / "other.json")
+
+
+def latent_decoder(**changes: Any) -> Decoder:
+    """A decoder of one layer of latents that can be packed."""
+    sizes: dict[str, Any] = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 128}
+    return tiny_decoder(
+        num_hidden_layers=1, num_key_value_heads=4, head_dim=4, latent=LatentConfig(**(sizes | changes))
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_latents_are_read_as_they_were_rounded(dtype, seed) -> None:
+    random = np.random.default_rng(seed)
+    sizes: dict[str, Any] = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    attn = MultiHeadLatentAttention(2, 12, **sizes, implementation="xla", rngs=nnx.Rngs(0))
+    metadata = AttentionMetadata.build([SequenceRow([1, 2], 0, 5)], block_size=4, num_blocks=3)
+    inputs = jnp.asarray(random.normal(size=(5, 12)), jnp.float32)
+    attn.kv_scales = KVScales(*KVCacheScales({"layer": (9.0, 9.0)}).of("layer", dtype))
+
+    found, cache = attn(inputs, cache=jnp.zeros((3, 4, 20), dtype), metadata=metadata)
+
+    _, exact = attn(inputs, cache=jnp.zeros((3, 4, 20)), metadata=metadata)
+    (scale,) = attn.kv_scales.k_scale[...]
+    stored = cache.astype(jnp.float32) * scale
+    half_a_digit = 2.0 ** -(jnp.finfo(dtype).nmant + 1)
+    smallest = float(scale) * float(jnp.finfo(dtype).smallest_subnormal)
+    np.testing.assert_allclose(stored, exact, rtol=half_a_digit, atol=smallest)
+    query, *_ = attn._projected(inputs, metadata.positions(5))
+    attended = attn._absorbed(query, stored, metadata)
+    np.testing.assert_allclose(found, attn.o_proj(attended.reshape(5, -1)), rtol=0, atol=1e-6 * np.abs(found).max())
+
+
+def test_calibration_finds_the_largest_element_of_a_row_of_latents(seed) -> None:
+    model, prompt = latent_decoder(), prompts_of(seed, 12)[0]
+    metadata = AttentionMetadata.build([SequenceRow([1], 0, 12)], block_size=64, num_blocks=2)
+    cache = jnp.zeros(model.paged_spec.cache_spec(64).shape(2))
+    _, (cache,) = model(jnp.asarray(prompt), jnp.arange(12), (cache,), metadata)
+
+    ((path, found),) = calibrate_kv_cache(model, [prompt]).ranges.items()
+
+    assert path == "layers.0.self_attn"
+    np.testing.assert_allclose(found, [np.abs(cache).max()] * 2, rtol=1e-5)
+
+
+@pytest.mark.nightly
+def test_latents_of_8_bits_and_packed_ones_bring_the_tokens_of_plain_ones(seed) -> None:
+    model, prompts = latent_decoder(), prompts_of(seed, 9)
+    scales = calibrate_kv_cache(model, prompts)
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1, "num_scheduler_steps": 1}
+    configs = (
+        EngineConfig(**sizes),
+        EngineConfig(**sizes, kv_cache_dtype="fp8", kv_cache_scales=scales),
+        EngineConfig(**sizes, kv_cache_dtype="fp8_ds_mla"),
+    )
+
+    engines = [Engine(model, config) for config in configs]
+
+    assert [engine.pool_plan.spec.dtype for engine in engines] == ["float32", "float8_e4m3fn", "uint8"]
+    plain, *others = (run(engine, prompts) for engine in engines)
+    assert others == [plain, plain]
+
+
+def test_scales_of_packed_rows_and_8_bits_beside_an_indexer_are_refused() -> None:
+    model = latent_decoder()
+    packed = EngineConfig(kv_cache_dtype="fp8_ds_mla", kv_cache_scales=KVCacheScales({}))
+    with pytest.raises(InvalidInput, match="kv_cache_scales is given and kv_cache_dtype is 'fp8_ds_mla'"):
+        Engine(model, packed)
+    chosen = latent_decoder(q_lora_rank=8, index_n_heads=2, index_head_dim=8, index_topk=4)
+    with pytest.raises(Unsupported, match="kv_cache_dtype is 'fp8' and the model has an indexer"):
+        Engine(chosen, EngineConfig(kv_cache_dtype="fp8"))
+    with pytest.raises(Unsupported, match="has an indexer, and so no scales"):
+        calibrate_kv_cache(chosen)
 
 
 def test_layers_that_know_no_scales_are_refused() -> None:

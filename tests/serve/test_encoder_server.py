@@ -1,0 +1,66 @@
+"""An encoder behind `jattn serve`'s application: vectors, and no generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+
+from jattn.engine import LLM
+from jattn.load import TextTokenizer
+from jattn.serve import AsyncLLM
+from jattn.serve.app import ServeConfig
+from jattn.serve.background import BackgroundServer
+from tests.support.tiny_models import byte_tokenizer, tiny_config, tiny_model
+
+NAME = "encoder"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """An encoder of two layers; closed with its server."""
+    config = tiny_config(is_encoder=True, position_embedding="learned", max_position_embeddings=32, eos_token_ids=())
+    return LLM(tiny_model(config, 0), tokenizer=TextTokenizer(byte_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def client(llm: LLM) -> Iterator[httpx.Client]:
+    with (
+        BackgroundServer(AsyncLLM(llm), ServeConfig(model_name=NAME)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_it_gives_vectors(client: httpx.Client, llm: LLM) -> None:
+    answer = client.post("/v1/embeddings", json={"model": NAME, "input": ["A list", "A tuple"], "pooling": "cls"})
+
+    found = [each["embedding"] for each in answer.raise_for_status().json()["data"]]
+    expected = [each.outputs.embedding for each in llm.embed(["A list", "A tuple"], pooling="cls")]
+    np.testing.assert_array_equal(np.array(found, np.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "A list"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A list"}]}),
+    ],
+)
+def test_generation_is_refused_by_name(path: str, body: dict, client: httpx.Client) -> None:
+    answer = client.post(path, json={"model": NAME} | body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "model"
+    assert answer.json()["error"]["message"] == (
+        "model 'encoder' is an encoder, which generates nothing; ask /v1/embeddings."
+    )
+
+
+def test_all_else_that_needs_no_engine_is_served(client: httpx.Client) -> None:
+    assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 32
+    assert client.post("/tokenize", json={"model": NAME, "prompt": "ab"}).json()["count"] == 2
+    assert client.get("/health").status_code == 200
+    assert "jattn_refused_requests" in client.get("/metrics").text
