@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["expert_product_kernel"]
+__all__ = ["expert_product_kernel", "gated"]
 
 
 @triton.jit
@@ -146,13 +146,14 @@ def _product_tile(
         if ACTIVATION is not None:
             total_up += tl.load(added + OUT).to(tl.float32)[None, :]
     if ACTIVATION is not None:
-        total = _gated(total, total_up, ACTIVATION)
+        total = gated(total, total_up, ACTIVATION)
     target = out + pairs.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Returns `act(gate) * up` in float32."""
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu":
