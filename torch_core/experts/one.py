@@ -26,6 +26,7 @@ def one_token_gate_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Grid: (tiles of BLOCK_N columns, experts of the token). `out` is [experts of the token, OUT]."""
     place = tl.program_id(1)
@@ -39,16 +40,21 @@ def one_token_gate_kernel(
         weights = weights + steps[:, None].to(tl.int64) * kernel_row_stride + read[None, :]
         gate = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
+        # Elements are loaded a step ahead by hand: the pipeline takes nothing that is so narrow, and would wait for it.
+        ahead = tl.load(x + steps, mask=steps < IN, other=0.0)
         for start in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
+            if AHEAD:
+                value = ahead.to(tl.float32)[:, None]
+                following = start + BLOCK_K + steps
+                ahead = tl.load(x + following, mask=following < IN, other=0.0)
+            else:
+                value = tl.load(x + start + steps, mask=start + steps < IN, other=0.0).to(tl.float32)[:, None]
             if IN % BLOCK_K == 0:
-                value = tl.load(x + start + steps)
                 left, right = tl.load(weights), tl.load(weights + OUT)
             else:
                 live = start + steps < IN
-                value = tl.load(x + start + steps, mask=live, other=0.0)
                 left = tl.load(weights, mask=live[:, None], other=0.0)
                 right = tl.load(weights + OUT, mask=live[:, None], other=0.0)
-            value = value.to(tl.float32)[:, None]
             gate += value * left.to(tl.float32)
             up += value * right.to(tl.float32)
             weights += BLOCK_K * kernel_row_stride
@@ -95,7 +101,7 @@ def one_token_down_kernel(
     total = tl.zeros([BLOCK_TOP * BLOCK_K, BLOCK_N], tl.float32)
     for start in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
         own = live if IN % BLOCK_K == 0 else live & (start + steps < IN)
-        value = tl.load(values + start, mask=own, other=0.0).to(tl.float32) * factor
+        value = tl.load(values + start, mask=own, other=0.0) * factor
         right = tl.load(weights, mask=own[:, None], other=0.0)
         total += value[:, None] * right.to(tl.float32)
         weights += BLOCK_K * kernel_row_stride

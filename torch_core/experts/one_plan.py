@@ -13,8 +13,9 @@ from torch_core.specs import ArraySpec
 __all__ = ["plan_one_token"]
 
 # Columns, elements of a row that one step multiplies, warps, stages.
-_GATE = (32, 64, 4, 4)
-_DOWN = (16, 64, 8, 4)
+_GATE = (32, 128, 4, 4)
+_DOWN = (16, 128, 8, 3)
+_AHEAD = True
 
 
 def plan_one_token(call: ExpertsCall[ArraySpec]) -> OperationPlan:
@@ -23,7 +24,7 @@ def plan_one_token(call: ExpertsCall[ArraySpec]) -> OperationPlan:
         name=call.name,
         inputs=tuple(call.arrays().items()),
         outputs=tuple(call.outputs().items()),
-        scratch=(("gated", ArraySpec((call.num_pairs, call.down_kernel.shape[1]), call.hidden_states.dtype)),),
+        scratch=(("gated", ArraySpec((call.num_pairs, call.down_kernel.shape[1]), "float32")),),
         launches=(_gate(call), _down(call)),
     )
 
@@ -47,6 +48,7 @@ def _gate(call: ExpertsCall[ArraySpec]) -> LaunchPlan:
         "BLOCK_N": columns,
         "BLOCK_K": steps,
         "STAGES": num_stages,
+        "AHEAD": _AHEAD,
     }
     grid = (ceil_div(inner, columns), call.num_pairs)
     return named_launch(

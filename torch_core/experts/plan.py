@@ -8,7 +8,7 @@ from torch_core.calls import ExpertsCall
 from torch_core.experts.align import align_experts_kernel, count_experts_kernel
 from torch_core.experts.combine import combine_experts_kernel
 from torch_core.experts.hopper import ROWS
-from torch_core.experts.hopper_plan import hopper_product, is_hopper
+from torch_core.experts.hopper_plan import copied_weights, hopper_product, is_hopper
 from torch_core.experts.kernel import expert_product_kernel
 from torch_core.experts.one_plan import plan_one_token
 from torch_core.experts.tiles import MAX_LOOKED_UP, Tile, expert_tile
@@ -61,9 +61,9 @@ def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operatio
     scratch |= {"gated": ArraySpec((num_rows, inner), dtype), "rows": ArraySpec((num_rows, hidden), dtype)}
     for gated in (True, False):
         launches.append(
-            hopper_product(call, limits, num_tiles, gated=gated)
-            if hopper
-            else _product(call, tiles[gated], num_tiles, row_tiles, gated=gated)
+            hopper_product(call, limits, num_tiles)
+            if hopper and not gated
+            else _product(call, tiles[gated], num_tiles, row_tiles, gated=gated, is_sorted=hopper)
         )
     return OperationPlan(
         name=call.name,
@@ -129,7 +129,9 @@ def _share(call: ExpertsCall[ArraySpec]) -> int:
     return _CHUNK * ceil_div(call.num_pairs, _CHUNK * _MOST_SHARES)
 
 
-def _product(call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles: int, *, gated: bool) -> LaunchPlan:
+def _product(
+    call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles: int, *, gated: bool, is_sorted: bool
+) -> LaunchPlan:
     kernel, bias = ("gate_up_kernel", "gate_up_bias") if gated else ("down_kernel", "down_bias")
     spec = call.arrays()[kernel]
     in_size, out_size = spec.shape[1], spec.shape[2] // (2 if gated else 1)
@@ -137,7 +139,7 @@ def _product(call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles
     sorted_before = num_tiles > 0
     arguments: dict[str, Argument] = {
         "x": Pointer("hidden_states" if gated else "gated"),
-        "kernel": Pointer(kernel),
+        "kernel": copied_weights(call, tile) if is_sorted else Pointer(kernel),
         "bias": ABSENT if getattr(call, bias) is None else Pointer(bias),
         "topk_ids": ABSENT if sorted_before else Pointer("topk_ids"),
         "sorted_ids": Pointer("sorted_ids") if sorted_before else ABSENT,
@@ -161,6 +163,8 @@ def _product(call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles
         "BLOCK_K": tile.steps,
         "GROUP_M": _GROUP,
         "HALVES": sorted_before and tile.rows == 128,
+        "SORTED": is_sorted,
+        "COPIED": is_sorted,
     }
     grid = (row_tiles * ceil_div(out_size, tile.columns),)
     return named_launch(

@@ -12,7 +12,7 @@ from torch_core.specs import ArraySpec
 
 __all__ = ["plan_route"]
 
-_MOST_PARTS = 32
+_MOST_PARTS = 64
 _LEAST_PART = 64
 _MOST_EXPERTS = 128
 
@@ -52,7 +52,7 @@ def _logits(call: RouteCall[ArraySpec], block_t: int, block_e: int, part: int, n
         "PART": part,
         "BLOCK_T": block_t,
         "BLOCK_E": block_e,
-        "BLOCK_K": min(part, 64),
+        "BLOCK_K": min(part, 64 if call.num_tokens > 1 else 128),
     }
     grid = (ceil_div(num_tokens, block_t), ceil_div(call.num_experts, block_e), num_parts)
     return named_launch(router_logits_kernel, grid, arguments, constants, writes=("parts",), num_warps=4, num_stages=3)
@@ -77,7 +77,7 @@ def _selection(call: RouteCall[ArraySpec], num_parts: int) -> LaunchPlan:
         "GROUPS": call.n_group,
         "TOPK_GROUP": call.topk_group,
         # A warp for a token: nothing that is compared crosses warps.
-        "BLOCK_T": 1 if call.num_tokens <= _MOST_PARTS * 16 else 4,
+        "BLOCK_T": 1 if call.num_tokens <= 512 else 4,
         "BLOCK_G": power_of_two(call.n_group),
         "BLOCK_S": power_of_two(call.num_experts // call.n_group),
         "BLOCK_TOP": power_of_two(call.top_k),

@@ -26,13 +26,7 @@ class Language:
             setattr(self, name, dtype)
         self.names = {
             "async_load": self._async_load,
-            "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self._gather,
-                # Every thread of the role arrives when its copies are there.
-                mbarrier_arrive=lambda memory, increment_count: machine.arrive(memory, 32 * machine.own_warps),
-            ),
             "fence_async_shared": lambda: None,
-            "gate_and_up": _side_by_side,
             "warpgroup_mma": machine.multiply,
             "warpgroup_mma_init": lambda sums: sums,
             "warpgroup_mma_wait": lambda running=0, deps=(): machine.finish_products(running, deps),
@@ -92,10 +86,6 @@ class Language:
     def exp2(self, x: Tensor) -> Tensor:
         with np.errstate(all="ignore"):
             return Tensor(np.exp2(x.array))
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        with np.errstate(all="ignore"):
-            return Tensor(1 / (1 + np.exp(-x.array)))
 
     def floor(self, x: Tensor) -> Tensor:
         return Tensor(np.floor(x.array))
@@ -176,9 +166,6 @@ class Language:
             return None
         return emulated_assembly(asm, [x.array for x in args])
 
-    def _gather(self, memory: Shared, pointers: Pointer) -> None:
-        memory.store(pointers.load())
-
     def _async_load(self, source: Shared, coordinates: Sequence[Any], barrier: Shared, memory: Shared) -> None:
         # The box may reach out of the array: zeros.
         box = memory.shape
@@ -194,13 +181,6 @@ class Language:
             at = tuple(slice(i.start - start, i.start - start + size) for i, start, size in places)
             found[at] = part
         self._machine.copy(found, memory, barrier)
-
-
-def _side_by_side(tile: Shared) -> Shared:
-    # 64 columns of all rows lie behind one another in shared memory.
-    _, rows, columns = tile.shape
-    chunks = tile.array.reshape(2, rows, columns // 64, 64)
-    return Shared(chunks.transpose(1, 2, 0, 3).reshape(rows, 2 * columns))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -138,11 +138,6 @@ class Machine:
             products.pop(0).finish()
         return deps[0] if len(deps) == 1 else tuple(deps)
 
-    @property
-    def own_warps(self) -> int:
-        """The number of warps of the calling thread's role."""
-        return self._local.warps.count
-
     def enter(self, warps: _Warps) -> None:
         """Says which warps this thread is."""
         self._local.warps = warps
