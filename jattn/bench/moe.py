@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +127,7 @@ def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: in
 
         def timed(run: Callable[[SparseMLP, jax.Array], jax.Array], x: jax.Array = x) -> float:
             def program(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
-                # Added to its input, as in a model: alone, outputs of random layers become alike, and so do their experts.
+                # Added to its input, as in a model: outputs of random layers alone become alike, and their experts too.
                 for module in nnx.merge(graph, jax.tree.unflatten(tree, leaves)):
                     x = x + run(module, x)
                 return x
