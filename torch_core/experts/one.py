@@ -26,7 +26,6 @@ def one_token_gate_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Grid: (tiles of BLOCK_N columns, experts of the token). `out` is [experts of the token, OUT]."""
     place = tl.program_id(1)
@@ -43,12 +42,9 @@ def one_token_gate_kernel(
         # Elements are loaded a step ahead by hand: the pipeline takes nothing that is so narrow, and would wait for it.
         ahead = tl.load(x + steps, mask=steps < IN, other=0.0)
         for start in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
-            if AHEAD:
-                value = ahead.to(tl.float32)[:, None]
-                following = start + BLOCK_K + steps
-                ahead = tl.load(x + following, mask=following < IN, other=0.0)
-            else:
-                value = tl.load(x + start + steps, mask=start + steps < IN, other=0.0).to(tl.float32)[:, None]
+            value = ahead.to(tl.float32)[:, None]
+            following = start + BLOCK_K + steps
+            ahead = tl.load(x + following, mask=following < IN, other=0.0)
             if IN % BLOCK_K == 0:
                 left, right = tl.load(weights), tl.load(weights + OUT)
             else:

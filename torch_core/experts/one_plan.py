@@ -14,8 +14,7 @@ __all__ = ["plan_one_token"]
 
 # Columns, elements of a row that one step multiplies, warps, stages.
 _GATE = (32, 128, 4, 4)
-_DOWN = (16, 128, 8, 3)
-_AHEAD = True
+_DOWN = (16, 64, 8, 4)
 
 
 def plan_one_token(call: ExpertsCall[ArraySpec]) -> OperationPlan:
@@ -48,7 +47,6 @@ def _gate(call: ExpertsCall[ArraySpec]) -> LaunchPlan:
         "BLOCK_N": columns,
         "BLOCK_K": steps,
         "STAGES": num_stages,
-        "AHEAD": _AHEAD,
     }
     grid = (ceil_div(inner, columns), call.num_pairs)
     return named_launch(
