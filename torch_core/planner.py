@@ -24,11 +24,13 @@ from torch_core.calls import (
     LatentWriteCall,
     MergeCall,
     RotaryWriteCall,
+    RouteCall,
     WriteCall,
     refuse_unserved,
 )
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.experts.plan import plan_experts
+from torch_core.experts.route_plan import plan_route
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec
 
@@ -78,6 +80,8 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_choice(call)
     if isinstance(call, ExpertsCall):
         return plan_experts(call, limits)
+    if isinstance(call, RouteCall):
+        return plan_route(call, limits)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
 
 

@@ -23,6 +23,7 @@ from torch_core.calls import (
     MergeCall,
     PagedCall,
     RotaryWriteCall,
+    RouteCall,
     SharedPrefix,
     WriteCall,
 )
@@ -95,6 +96,7 @@ for _call_class in (
     IndexerCall,
     ChoiceCall,
     ExpertsCall,
+    RouteCall,
     SharedPrefix,
 ):
     _register(_call_class)

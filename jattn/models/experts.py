@@ -11,8 +11,8 @@ from flax import nnx
 from jattn.models.config import ModelConfig
 from jattn.models.layers import INITIALIZER, MLP, linear
 from jattn.models.tensor_parallel import TensorParallel
-from jattn.ops import fused_experts
-from jattn.ops.routed import ExpertKernels, ExpertProduct, routed_experts
+from jattn.ops import fused_experts, route_experts
+from jattn.ops.routed import ExpertKernels, ExpertProduct, chosen_experts, routed_experts
 from torch_core.errors import InvalidInput
 
 __all__ = ["ExpertLinear", "SparseMLP"]
@@ -103,16 +103,21 @@ class SparseMLP(nnx.Module):
 
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the best expert first."""
-        moe, bias = self.moe, self.e_score_correction_bias
-        score = jax.nn.softmax if moe.scoring_func == "softmax" else jax.nn.sigmoid
-        scores = score(self.router(rows).astype(jnp.float32))
-        choice = self._within_groups(scores if bias is None else scores + bias[...])
-        experts = jax.lax.top_k(choice, moe.num_experts_per_tok)[1].astype(jnp.int32)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if moe.norm_topk_prob:
-            # The sigmoids of a row may all be 0.
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        return weights * moe.routed_scaling_factor, experts
+        moe, router, correction = self.moe, self.router, self.e_score_correction_bias
+        options: dict[str, Any] = {
+            "top_k": moe.num_experts_per_tok,
+            "correction_bias": None if correction is None else correction[...],
+            "scoring_func": moe.scoring_func,
+            "norm_topk_prob": moe.norm_topk_prob,
+            "routed_scaling_factor": moe.routed_scaling_factor,
+            "n_group": moe.n_group,
+            "topk_group": moe.topk_group,
+        }
+        if not isinstance(router, nnx.Linear):
+            # A kernel in fewer bits becomes numbers where jnp multiplies it.
+            return chosen_experts(router(rows), **options)
+        bias = None if router.bias is None else router.bias[...]
+        return route_experts(rows, router.kernel[...], bias=bias, **options)
 
     def _own(self, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the routing by this device's ids: experts of others are below 0 or behind the last."""
@@ -120,17 +125,6 @@ class SparseMLP(nnx.Module):
         if count == self.moe.num_experts or parallel is None:
             return weights, experts
         return weights, experts - parallel.first("experts", count)
-
-    def _within_groups(self, choice: jax.Array) -> jax.Array:
-        """Returns [rows, num_experts] with -inf in all groups but the best `topk_group` of each row."""
-        moe = self.moe
-        if moe.n_group == 1:
-            return choice
-        groups = choice.reshape(-1, moe.n_group, moe.num_experts // moe.n_group)
-        best = jax.lax.top_k(groups, 2 if moe.score_correction_bias else 1)[0].sum(-1)
-        kept = jax.lax.top_k(best, moe.topk_group)[1]
-        is_kept = (kept[..., None] == jnp.arange(moe.n_group)).any(-2)
-        return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(choice.shape)
 
 
 def _product(linear: Any) -> ExpertProduct:

@@ -19,7 +19,7 @@ from jattn.ops.cache import (
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
-from jattn.ops.experts import fused_experts
+from jattn.ops.experts import fused_experts, route_experts
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
 from jattn.ops.masked import masked_attention
@@ -52,6 +52,7 @@ __all__ = [
     "paged_attention_with_lse",
     "refuse_leaked",
     "rotate_and_write",
+    "route_experts",
     "run",
     "shared_prefix",
     "sparse_mla_attention",

@@ -1,4 +1,4 @@
-"""A feed-forward layer of experts on JAX arrays."""
+"""A feed-forward layer of experts and its router on JAX arrays."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.run import run
-from torch_core.calls import ExpertsCall
+from torch_core.calls import ExpertsCall, RouteCall
 
-__all__ = ["fused_experts"]
+__all__ = ["fused_experts", "route_experts"]
 
 
 def fused_experts(
@@ -62,3 +62,61 @@ def fused_experts(
         out_dtype=out_dtype,
     )
     return run(call, implementation)["out"]
+
+
+def route_experts(
+    hidden_states: jax.Array,
+    kernel: jax.Array,
+    *,
+    top_k: int,
+    bias: jax.Array | None = None,
+    correction_bias: jax.Array | None = None,
+    scoring_func: str = "softmax",
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    n_group: int = 1,
+    topk_group: int = 1,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses the experts of each token, those with the largest scores, and says what they weigh.
+
+    Scores are `scoring_func(hidden_states @ kernel + bias)` in float32, whatever the dtype: in fewer bits a router
+    would choose other experts. Of equal scores the expert that comes first wins. Differentiable with implementation
+    None or "xla", by jnp.
+
+    Args:
+        hidden_states: float[num_tokens, hidden_size].
+        kernel: float[hidden_size, num_experts], of the same dtype.
+        top_k: experts of a token.
+        bias: float[num_experts], of the same dtype, added to the logits; or None.
+        correction_bias: float32[num_experts], added to the scores to choose by, and no part of the weights
+            (DeepSeek-V3, arXiv:2412.19437); or None.
+        scoring_func: "softmax" over all experts, or the "sigmoid" of each one.
+        norm_topk_prob: the weights of a token sum to 1; without it they are the scores.
+        routed_scaling_factor: of the weights.
+        n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
+            with the best two together where there is a correction bias. 1 for no groups.
+        topk_group: groups of a token.
+        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+
+    Returns:
+        Weights float32[num_tokens, top_k] and experts int32[num_tokens, top_k], the best expert first.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit, or there are not so many experts to choose.
+        Unsupported: the implementation cannot run here.
+    """
+    call = RouteCall(
+        hidden_states=hidden_states,
+        kernel=kernel,
+        bias=bias,
+        correction_bias=correction_bias,
+        top_k=top_k,
+        scoring_func=scoring_func,
+        norm_topk_prob=norm_topk_prob,
+        routed_scaling_factor=routed_scaling_factor,
+        n_group=n_group,
+        topk_group=topk_group,
+    )
+    results = run(call, implementation)
+    return results["topk_weights"], results["topk_ids"]

@@ -1,4 +1,4 @@
-"""A layer of experts in plain jnp: grouped products, or row by row where rows are fewer than experts."""
+"""A layer of experts and its router in plain jnp: grouped products, or row by row where rows are fewer than experts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.activations import gated
-from torch_core.calls import ExpertsCall
+from torch_core.calls import ExpertsCall, RouteCall
 
-__all__ = ["ExpertKernels", "ExpertProduct", "by_groups", "by_rows", "fused_experts", "routed_experts"]
+__all__ = [
+    "ExpertKernels",
+    "ExpertProduct",
+    "by_groups",
+    "by_rows",
+    "chosen_experts",
+    "fused_experts",
+    "route_experts",
+    "routed_experts",
+]
 
 
 class ExpertProduct(Protocol):
@@ -24,6 +33,11 @@ class ExpertProduct(Protocol):
     def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
         """Maps rows `[rows, in]` one by one, each with its own expert."""
         ...
+
+
+_CHOICE = (
+    "correction_bias", "top_k", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,36 @@ def fused_experts(call: ExpertsCall[jax.Array]) -> dict[str, jax.Array]:
         gate_up, down, call.activation, call.hidden_states, call.topk_weights, call.topk_ids, call.num_experts
     )
     return {"out": out.astype(call.result_dtype)}
+
+
+def route_experts(call: RouteCall[jax.Array]) -> dict[str, jax.Array]:
+    """Computes a checked call."""
+    logits = jnp.dot(call.hidden_states, call.kernel, preferred_element_type=jnp.float32)
+    options = {name: getattr(call, name) for name in _CHOICE}
+    weights, experts = chosen_experts(logits if call.bias is None else logits + call.bias, **options)
+    return {"topk_weights": weights, "topk_ids": experts}
+
+
+def chosen_experts(
+    logits: jax.Array, *, correction_bias: jax.Array | None, top_k: int, scoring_func: str, norm_topk_prob: bool,
+    routed_scaling_factor: float, n_group: int, topk_group: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns weights and experts, `[rows, top_k]`, by logits `[rows, experts]` and the options of a RouteCall."""
+    score = jax.nn.softmax if scoring_func == "softmax" else jax.nn.sigmoid
+    scores = score(logits.astype(jnp.float32))
+    choice = scores if correction_bias is None else scores + correction_bias
+    if n_group > 1:
+        groups = choice.reshape(-1, n_group, choice.shape[-1] // n_group)
+        best = jax.lax.top_k(groups, 1 if correction_bias is None else 2)[0].sum(-1)
+        kept = jax.lax.top_k(best, topk_group)[1]
+        is_kept = (kept[..., None] == jnp.arange(n_group)).any(-2)
+        choice = jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(choice.shape)
+    experts = jax.lax.top_k(choice, top_k)[1].astype(jnp.int32)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if norm_topk_prob:
+        # The sigmoids of a row may all be 0.
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return weights * routed_scaling_factor, experts
 
 
 def routed_experts(

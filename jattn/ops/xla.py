@@ -19,7 +19,7 @@ from jattn.bridge.calls import empty_outputs
 from jattn.ops import latents, softmax
 from jattn.ops.indexer import chosen_slots, indexer_logits
 from jattn.ops.rotary import rotate
-from jattn.ops.routed import fused_experts
+from jattn.ops.routed import fused_experts, route_experts
 from jattn.ops.softmax import compute_dtype
 from torch_core.calls import (
     AttentionCall,
@@ -34,6 +34,7 @@ from torch_core.calls import (
     MergeCall,
     PagedCall,
     RotaryWriteCall,
+    RouteCall,
     TableCall,
     WriteCall,
     forward_of,
@@ -72,6 +73,8 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
         return _one_program(chosen_slots)(call)
     if isinstance(call, ExpertsCall):
         return _one_program(fused_experts)(call)
+    if isinstance(call, RouteCall):
+        return _one_program(route_experts)(call)
     raise Unsupported(f"{call.name} has no implementation in jnp.")
 
 

@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.device": set(),
     "torch_core.blocks": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.attention": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
-    "torch_core.experts": {"torch_core.plan", "torch_core.calls"},
+    "torch_core.experts": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.planner": {
         "torch_core.plan",
         "torch_core.attention",

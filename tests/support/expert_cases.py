@@ -1,4 +1,4 @@
-"""Seeded problems of a layer of experts."""
+"""Seeded problems of a layer of experts and of its router."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from torch_core import reference
-from torch_core.calls import ExpertsCall
+from torch_core.calls import ExpertsCall, RouteCall
 
-__all__ = ["assert_as_exact_as_torch", "experts_call"]
+__all__ = ["assert_as_exact_as_torch", "assert_routed_as_exactly_as_torch", "experts_call", "route_call"]
 
 
 def experts_call(
@@ -44,3 +44,32 @@ def assert_as_exact_as_torch(call: ExpertsCall[torch.Tensor], out: torch.Tensor)
     allowed = (reference.fused_experts(call, compute_dtype=kind).double() - exact).abs().max()
     allowed = 2 * (allowed + torch.finfo(kind).eps * exact.abs().max())
     assert (out.double() - exact).abs().max() <= allowed
+
+
+def route_call(
+    seed: int, num_tokens: int, *, num_experts: int = 12, top_k: int = 3, hidden: int = 48, dtype: str = "float32",
+    bias: bool = False, corrected: bool = False, **options: Any,
+) -> RouteCall[torch.Tensor]:  # fmt: skip
+    """Draws a router's call."""
+    torch.manual_seed(seed)
+    kind = getattr(torch, dtype)
+    return RouteCall(
+        hidden_states=torch.randn(num_tokens, hidden, dtype=kind),
+        kernel=(2 * torch.randn(hidden, num_experts) / hidden**0.5).to(kind),
+        bias=torch.randn(num_experts, dtype=kind) if bias else None,
+        correction_bias=torch.randn(num_experts) / 4 if corrected else None,
+        top_k=top_k,
+        **options,
+    )
+
+
+def assert_routed_as_exactly_as_torch(call: RouteCall[torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """The weights are within the error rule of float32, and so are the scores of other experts than the exact ones."""
+    weights, experts = reference.route_experts(call)
+    narrow, _ = reference.route_experts(call, compute_dtype=torch.float32)
+    eps = torch.finfo(torch.float32).eps
+    # Logits are sums of as many products as a row has elements, in an order of the kernel's own.
+    allowed = 2 * ((narrow.double() - weights).abs().max() + eps * call.hidden_states.shape[1] ** 0.5 * weights.max())
+    assert (found["topk_weights"].double() - weights).abs().max() <= allowed
+    assert found["topk_ids"].dtype == torch.int32
+    assert torch.equal(found["topk_ids"].long(), experts)

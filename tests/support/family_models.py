@@ -43,7 +43,7 @@ _DEEPSEEK = {
     "n_group": 3,
     "topk_group": 2,
 }
-_INDEXER = {"num_key_value_heads": 4, "index_n_heads": 3, "index_head_dim": 8, "index_topk": 5}
+_INDEXER = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5}
 #: By family, the class of transformers and what its options are in each variant: off first, then on.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LlamaForCausalLM": (
@@ -201,6 +201,9 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     absent = ABSENT.get(architecture, ())
     common = {key: value for key, value in (SIZES | sizes).items() if key not in absent}
     options = common | variants[variant]
+    if "index_topk" in options:
+        # Its class does not work this one out from the other.
+        options["num_key_value_heads"] = options["num_attention_heads"]
     for key in ("layer_types", "no_rope_layers"):
         if key in options:
             options[key] = [options[key][layer % 2] for layer in range(options["num_hidden_layers"])]

@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_core.attention.split.pairs import widened
 from torch_core.errors import Unsupported
@@ -92,8 +93,11 @@ def run_interpreted_launch(launch: LaunchPlan, tensors: Mapping[str, torch.Tenso
     """Runs one launch of a plan on the buffers, which it writes in place."""
     values: dict[str, Any] = dict(launch.constexprs)
     for name, argument in launch.arguments:
-        if isinstance(argument, (Pointer, Descriptor)):
+        if isinstance(argument, Pointer):
             values[name] = tensors[argument.buffer]
+        elif isinstance(argument, Descriptor):
+            shape, strides, box = list(argument.shape), list(argument.strides), list(argument.box)
+            values[name] = TensorDescriptor(tensors[argument.buffer], shape, strides, box)
         elif isinstance(argument, Scalar):
             values[name] = argument.value
         else:

@@ -15,6 +15,7 @@ from torch_core.calls.experts import ACTIVATIONS, ExpertsCall
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.rotary import RotaryWriteCall
+from torch_core.calls.routing import SCORING_FUNCS, RouteCall
 from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 from torch_core.calls.sparse import ChoiceCall, IndexerCall, check_chosen_values, choice_of, chosen_latents
 from torch_core.calls.values import check_values
@@ -22,6 +23,7 @@ from torch_core.calls.values import check_values
 __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
+    "SCORING_FUNCS",
     "SERVES",
     "AttentionCall",
     "Call",
@@ -36,6 +38,7 @@ __all__ = [
     "MergeCall",
     "PagedCall",
     "RotaryWriteCall",
+    "RouteCall",
     "SharedPrefix",
     "TableCall",
     "WriteCall",

@@ -11,6 +11,7 @@ from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.experts import ExpertsCall
 from torch_core.calls.latent import LatentCall
 from torch_core.calls.merge import MergeCall
+from torch_core.calls.routing import RouteCall
 from torch_core.errors import Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
 
@@ -27,7 +28,8 @@ _LATENT_BIASES = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range",
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
     "alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "relative_bias", "seq_causal", "slot_mapping",
-    "block_mapping", "dropout_seeds", "topk_weights", "topk_ids", "gate_up_bias", "down_bias",
+    "block_mapping", "dropout_seeds", "topk_weights", "topk_ids", "gate_up_bias", "down_bias", "bias",
+    "correction_bias",
 )  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
@@ -76,7 +78,7 @@ def _query_dtype(call: Call[Any], implementation: str) -> str | None:
         served = (*QUERY_DTYPES, *(FP8_DTYPES if isinstance(call, TableCall) else ()))
     elif isinstance(call, MergeCall):
         name, found, served = "out_a", dtype_name(call.out_a), QUERY_DTYPES
-    elif isinstance(call, ExpertsCall):
+    elif isinstance(call, (ExpertsCall, RouteCall)):
         name, found, served = "hidden_states", dtype_name(call.hidden_states), QUERY_DTYPES
     else:
         return None
@@ -192,6 +194,7 @@ SERVES: tuple[Served, ...] = (
     Served("biases by distance (ALiBi, its root form, relative_bias) and between new tokens (qq_bias)", _ALL),
     Served("logits_soft_cap, sinks, together too", _ALL),
     Served("layers of experts (fused_experts): every activation of ACTIVATIONS, biases, ids of other devices", _ALL),
+    Served("routers (route_experts): softmax and sigmoid, groups of experts, a correction bias", _ALL),
     Served("dropout of dense attention, forward and backward, the same weights in all", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),

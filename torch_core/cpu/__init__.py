@@ -25,13 +25,14 @@ from torch_core.calls import (
     MergeCall,
     PagedCall,
     RotaryWriteCall,
+    RouteCall,
     WriteCall,
 )
 from torch_core.cpu.backward import attention_backward
 from torch_core.cpu.blocks import copy_blocks, write_kv_cache
 from torch_core.cpu.choice import chosen_slots
 from torch_core.cpu.dense import attention
-from torch_core.cpu.experts import fused_experts
+from torch_core.cpu.experts import fused_experts, route_experts
 from torch_core.cpu.indexer import indexer_logits
 from torch_core.cpu.latent import mla_attention, write_latent_cache
 from torch_core.cpu.merge import merge_states
@@ -54,6 +55,7 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     IndexerCall: indexer_logits,
     ChoiceCall: chosen_slots,
     ExpertsCall: fused_experts,
+    RouteCall: route_experts,
 }
 
 

@@ -10,10 +10,13 @@ __all__ = ["combine_experts_kernel"]
 
 @triton.jit
 def combine_experts_kernel(
-    rows, topk_ids, topk_weights, out, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr,
+    rows, slots, topk_ids, topk_weights, out, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, tiles of BLOCK columns). Rows of ids that are no expert were not written and are not read."""
+    """Grid: (tokens, tiles of BLOCK columns). Rows of ids that are no expert were not written and are not read.
+
+    The row of a pair is its own, or stands in its slot where there are `slots`.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -22,6 +25,9 @@ def combine_experts_kernel(
         pair = token * TOP_K + k
         expert = tl.load(topk_ids + pair)
         live = inside & (expert >= 0) & (expert < NUM_EXPERTS)
-        row = tl.load(rows + pair * SIZE + columns, mask=live, other=0.0).to(tl.float32)
+        place = pair
+        if slots is not None:
+            place = tl.load(slots + pair).to(tl.int64)
+        row = tl.load(rows + place * SIZE + columns, mask=live, other=0.0).to(tl.float32)
         total += tl.where(live, tl.load(topk_weights + pair), 0.0) * row
     tl.store(out + token * SIZE + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["expert_product_kernel"]
+__all__ = ["expert_product_kernel", "gated"]
 
 
 @triton.jit
@@ -33,19 +33,23 @@ def expert_product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     HALVES: tl.constexpr,
+    SORTED: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
     """Row `pair` of out is row `pair // PAIRS_PER_ROW` of x times the kernel of the pair's expert.
 
     Grid: tiles of rows times tiles of BLOCK_N columns. With `topk_ids` a program has all rows of one expert, which it
-    looks up among at most BLOCK_P pairs; with `sorted_ids` and `tile_experts` a tile of rows was made before. With an
-    ACTIVATION the kernel's columns are gate and up, and the result is `act(gate) * up`.
+    looks up among at most BLOCK_P pairs; with `sorted_ids` and `tile_experts` a tile of rows was made before, and if
+    SORTED `out` has the rows of `sorted_ids`, those of padding too, which hold anything. With an ACTIVATION the
+    kernel's columns are gate and up, and the result is `act(gate) * up`. If COPIED the kernel is a descriptor of the
+    rows of all experts, whose tiles the copy engine brings.
     """
     COLUMN_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_M)
     if topk_ids is not None:
         place = program // COLUMN_TILES
-        columns = (program % COLUMN_TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = (program % COLUMN_TILES) * BLOCK_N
         pairs = tl.arange(0, BLOCK_P)
         ids = tl.load(topk_ids + pairs, mask=pairs < num_pairs, other=-1)
         if BLOCK_P <= NUM_EXPERTS:
@@ -63,33 +67,37 @@ def expert_product_kernel(
         for first in range(0, count, BLOCK_M):
             rows = first + lanes
             is_row = own[None, :] & (ranks[None, :] == rows[:, None])
+            places = tl.sum(tl.where(is_row, pairs[None, :], 0), 1)
             _product_tile(
-                x, kernel, bias, out, tl.sum(tl.where(is_row, pairs[None, :], 0), 1), rows < count, expert, columns,
+                x, kernel, bias, out, places, places, rows < count, expert, column,
                 x_stride, kernel_expert_stride, kernel_row_stride,
-                PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+                PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
             )  # fmt: skip
     else:
         # Programs that run together share rows and columns: GROUP_M tiles of rows for each tile of columns.
         group = program // (GROUP_M * COLUMN_TILES)
         size = tl.minimum(num_tiles - group * GROUP_M, GROUP_M)
         tile = group * GROUP_M + (program % (GROUP_M * COLUMN_TILES)) % size
-        columns = ((program % (GROUP_M * COLUMN_TILES)) // size) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = ((program % (GROUP_M * COLUMN_TILES)) // size) * BLOCK_N
         expert = tl.load(tile_experts + tile)
         if expert >= 0:
-            ids = tl.load(sorted_ids + tile * BLOCK_M + lanes)
+            slots = tile * BLOCK_M + lanes
+            ids = tl.load(sorted_ids + slots)
             if HALVES and tl.load(sorted_ids + tile * BLOCK_M + BLOCK_M // 2) < 0:
                 # The last tile of an expert has half its rows on average: half the product will do for it then.
-                upper = tl.load(sorted_ids + tile * BLOCK_M + tl.arange(0, BLOCK_M // 2))
+                upper_slots = tile * BLOCK_M + tl.arange(0, BLOCK_M // 2)
+                upper = tl.load(sorted_ids + upper_slots)
                 _product_tile(
-                    x, kernel, bias, out, tl.maximum(upper, 0), upper >= 0, expert, columns,
+                    x, kernel, bias, out, tl.maximum(upper, 0), upper_slots if SORTED else upper,
+                    upper >= 0, expert, column,
                     x_stride, kernel_expert_stride, kernel_row_stride,
-                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M // 2, BLOCK_N, BLOCK_K, COPIED,
                 )  # fmt: skip
             else:
                 _product_tile(
-                    x, kernel, bias, out, tl.maximum(ids, 0), ids >= 0, expert, columns,
+                    x, kernel, bias, out, tl.maximum(ids, 0), slots if SORTED else ids, ids >= 0, expert, column,
                     x_stride, kernel_expert_stride, kernel_row_stride,
-                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
                 )  # fmt: skip
 
 
@@ -100,9 +108,10 @@ def _product_tile(
     bias,
     out,
     pairs,
+    places,
     live,
     expert,
-    columns,
+    column,
     x_stride,
     kernel_expert_stride,
     kernel_row_stride,
@@ -113,19 +122,25 @@ def _product_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
     # A row that is not live reads pair 0's: no row of a product depends on another, and this one is not stored.
     steps = tl.arange(0, BLOCK_K)
     rows = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * x_stride + steps[None, :]
+    columns = column + tl.arange(0, BLOCK_N)
     inside = columns < OUT
     # Columns behind the last one would belong to another row: they read the first one and are not stored.
     read = tl.where(inside, columns, 0) if OUT % BLOCK_N else columns
-    weights = kernel + expert.to(tl.int64) * kernel_expert_stride
-    weights = weights + steps[:, None].to(tl.int64) * kernel_row_stride + read[None, :]
+    if not COPIED:
+        weights = kernel + expert.to(tl.int64) * kernel_expert_stride
+        weights = weights + steps[:, None].to(tl.int64) * kernel_row_stride + read[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, IN, BLOCK_K):
-        if IN % BLOCK_K == 0:
+        if COPIED:
+            left = tl.load(rows)
+            right = kernel.load([expert * IN + start, column])
+        elif IN % BLOCK_K == 0:
             left = tl.load(rows)
             right = tl.load(weights)
         else:
@@ -133,26 +148,30 @@ def _product_tile(
             right = tl.load(weights, mask=(start + steps < IN)[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
         if ACTIVATION is not None:
-            if IN % BLOCK_K == 0:
+            if COPIED:
+                right = kernel.load([expert * IN + start, column + OUT])
+            elif IN % BLOCK_K == 0:
                 right = tl.load(weights + OUT)
             else:
                 right = tl.load(weights + OUT, mask=(start + steps < IN)[:, None], other=0.0)
             total_up = tl.dot(left, right, total_up, input_precision="ieee")
         rows += BLOCK_K
-        weights += BLOCK_K * kernel_row_stride
+        if not COPIED:
+            weights += BLOCK_K * kernel_row_stride
     if bias is not None:
         added = bias + expert.to(tl.int64) * (OUT if ACTIVATION is None else 2 * OUT) + read
         total += tl.load(added).to(tl.float32)[None, :]
         if ACTIVATION is not None:
             total_up += tl.load(added + OUT).to(tl.float32)[None, :]
     if ACTIVATION is not None:
-        total = _gated(total, total_up, ACTIVATION)
-    target = out + pairs.to(tl.int64)[:, None] * OUT + columns[None, :]
+        total = gated(total, total_up, ACTIVATION)
+    target = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Returns `act(gate) * up` in float32."""
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu":

@@ -7,7 +7,10 @@ from typing import Any
 from torch_core.calls import ExpertsCall
 from torch_core.experts.align import align_experts_kernel, count_experts_kernel
 from torch_core.experts.combine import combine_experts_kernel
+from torch_core.experts.hopper import ROWS
+from torch_core.experts.hopper_plan import copied_weights, hopper_product, is_hopper
 from torch_core.experts.kernel import expert_product_kernel
+from torch_core.experts.one_plan import plan_one_token
 from torch_core.experts.tiles import MAX_LOOKED_UP, Tile, expert_tile
 from torch_core.plan.operands import ceil_div, named_launch, power_of_two
 from torch_core.plan.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
@@ -15,16 +18,21 @@ from torch_core.specs import ArraySpec
 
 __all__ = ["plan_experts"]
 
-_CHUNK = 4096
-_COMBINED_COLUMNS = 256
+# Pairs of a chunk, programs that put pairs in order, elements of a comparison of pairs with experts.
+_CHUNK = 256
+_MOST_SHARES = 128
+_COMPARED = 1 << 15
+_COMBINED_COLUMNS = 2048
 # Tiles of rows that run beside each other on the same columns.
 _GROUP = 8
 
 
 def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: out."""
+    if call.hidden_states.shape[0] == 1:
+        return plan_one_token(call)
     dtype, num_experts = call.hidden_states.dtype, call.num_experts
-    num_tokens, hidden = call.hidden_states.shape
+    hidden = call.hidden_states.shape[1]
     inner = call.down_kernel.shape[1]
     tiles = {
         gated: expert_tile(
@@ -33,72 +41,97 @@ def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operatio
         )
         for gated in (True, False)
     }  # fmt: skip
-    scratch = {
-        "gated": ArraySpec((call.num_pairs, inner), dtype),
-        "rows": ArraySpec((call.num_pairs, hidden), dtype),
-    }
+    tile_rows, num_rows = tiles[True].rows, call.num_pairs
+    scratch: dict[str, ArraySpec] = {}
     launches: list[LaunchPlan] = []
+    hopper = False
+    # As many programs as the kernel has expert by expert, or pair by pair where that is fewer.
+    num_tiles, row_tiles = 0, call.num_pairs if power_of_two(call.num_pairs) <= num_experts else num_experts
     if call.num_pairs > MAX_LOOKED_UP:
-        tile_rows = tiles[True].rows
-        num_tiles = (call.num_pairs + min(num_experts, call.num_pairs) * (tile_rows - 1)) // tile_rows
+        row_tiles = num_tiles = (call.num_pairs + min(num_experts, call.num_pairs) * (tile_rows - 1)) // tile_rows
+        hopper = tile_rows == ROWS.value and is_hopper(call, limits)
         scratch = {
-            "counts": ArraySpec((num_experts,), "int32"),
+            "counts": ArraySpec((ceil_div(call.num_pairs, _share(call)), num_experts), "int32"),
             "sorted_ids": ArraySpec((num_tiles * tile_rows,), "int32"),
-            "tile_experts": ArraySpec((num_tiles,), "int32"),
-            **scratch,
+            "tile_experts": ArraySpec((num_tiles + 1,), "int32"),
         }
-        launches += _align(call, num_tiles, tile_rows)
-        row_tiles = num_tiles
-    else:
-        # As many programs as the kernel has expert by expert, or pair by pair where that is fewer.
-        num_tiles, row_tiles = 0, call.num_pairs if power_of_two(call.num_pairs) <= num_experts else num_experts
+        if hopper:
+            scratch["slots"], num_rows = ArraySpec((call.num_pairs,), "int32"), num_tiles * tile_rows
+        launches += _align(call, num_tiles, tile_rows, has_slots=hopper)
+    scratch |= {"gated": ArraySpec((num_rows, inner), dtype), "rows": ArraySpec((num_rows, hidden), dtype)}
     for gated in (True, False):
-        launches.append(_product(call, tiles[gated], num_tiles, row_tiles, gated=gated))
-    constants = {
-        "NUM_EXPERTS": num_experts,
-        "TOP_K": call.topk_ids.shape[1],
-        "SIZE": hidden,
-        "BLOCK": min(_COMBINED_COLUMNS, power_of_two(hidden)),
-    }
-    names = ("rows", "topk_ids", "topk_weights", "out")
-    grid = (num_tokens, ceil_div(hidden, constants["BLOCK"]))
-    launches.append(
-        named_launch(
-            combine_experts_kernel, grid, {name: Pointer(name) for name in names}, constants, writes=("out",),
-            num_stages=1,
+        launches.append(
+            hopper_product(call, limits, num_tiles)
+            if hopper and not gated
+            else _product(call, tiles[gated], num_tiles, row_tiles, gated=gated, is_sorted=hopper)
         )
-    )  # fmt: skip
     return OperationPlan(
         name=call.name,
         inputs=tuple(call.arrays().items()),
         outputs=tuple(call.outputs().items()),
         scratch=tuple(scratch.items()),
-        launches=tuple(launches),
+        launches=(*launches, _combine(call, has_slots=hopper)),
     )
 
 
-def _align(call: ExpertsCall[ArraySpec], num_tiles: int, tile_rows: int) -> tuple[LaunchPlan, LaunchPlan]:
+def _combine(call: ExpertsCall[ArraySpec], *, has_slots: bool) -> LaunchPlan:
+    num_tokens, hidden = call.hidden_states.shape
+    constants = {
+        "NUM_EXPERTS": call.num_experts,
+        "TOP_K": call.topk_ids.shape[1],
+        "SIZE": hidden,
+        "BLOCK": min(_COMBINED_COLUMNS, power_of_two(hidden)),
+    }
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in ("rows", "topk_ids", "topk_weights", "out")}
+    arguments["slots"] = Pointer("slots") if has_slots else ABSENT
+    grid = (num_tokens, ceil_div(hidden, constants["BLOCK"]))
+    num_warps = max(1, min(8, constants["BLOCK"] // 256))
+    return named_launch(
+        combine_experts_kernel, grid, arguments, constants, writes=("out",), num_warps=num_warps, num_stages=1
+    )
+
+
+def _align(
+    call: ExpertsCall[ArraySpec], num_tiles: int, tile_rows: int, *, has_slots: bool
+) -> tuple[LaunchPlan, LaunchPlan]:
+    share = _share(call)
+    num_shares = ceil_div(call.num_pairs, share)
     names = ("topk_ids", "counts", "sorted_ids", "tile_experts")
     arguments: dict[str, Argument] = {
         **{name: Pointer(name) for name in names},
+        "slots": Pointer("slots") if has_slots else ABSENT,
         "num_pairs": Scalar(call.num_pairs, "i32", specialize=False),
+        "share": Scalar(share, "i32", specialize=False),
+        "num_shares": Scalar(num_shares, "i32", specialize=False),
         "num_tiles": Scalar(num_tiles, "i32", specialize=False),
     }
+    block_e = power_of_two(call.num_experts)
     constants = {
         "NUM_EXPERTS": call.num_experts,
-        "BLOCK_E": power_of_two(call.num_experts),
+        "BLOCK_E": block_e,
         "BLOCK_M": tile_rows,
-        "CHUNK": _CHUNK,
+        # As many counts at a time as pairs are compared with experts.
+        "BLOCK_R": max(1, min(power_of_two(num_shares), _COMPARED // block_e)),
+        "CHUNK": max(16, min(_CHUNK, _COMPARED // block_e)),
     }
-    grid, options = (call.num_experts,), {"num_warps": 8, "num_stages": 1}
-    counting = {name: arguments[name] for name in ("topk_ids", "counts", "num_pairs")}
+    grid, options = (num_shares,), {"num_warps": 8, "num_stages": 1}
+    counting = {name: arguments[name] for name in ("topk_ids", "counts", "num_pairs", "share")}
+    counted = {name: constants[name] for name in ("NUM_EXPERTS", "BLOCK_E", "CHUNK")}
+    written = (*names[2:], "slots") if has_slots else names[2:]
     return (
-        named_launch(count_experts_kernel, grid, counting, {"CHUNK": _CHUNK}, writes=("counts",), **options),
-        named_launch(align_experts_kernel, grid, arguments, constants, writes=names[2:], **options),
+        named_launch(count_experts_kernel, grid, counting, counted, writes=("counts",), **options),
+        named_launch(align_experts_kernel, grid, arguments, constants, writes=written, **options),
     )
 
 
-def _product(call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles: int, *, gated: bool) -> LaunchPlan:
+def _share(call: ExpertsCall[ArraySpec]) -> int:
+    """Returns the pairs that one program puts in order."""
+    return _CHUNK * ceil_div(call.num_pairs, _CHUNK * _MOST_SHARES)
+
+
+def _product(
+    call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles: int, *, gated: bool, is_sorted: bool
+) -> LaunchPlan:
     kernel, bias = ("gate_up_kernel", "gate_up_bias") if gated else ("down_kernel", "down_bias")
     spec = call.arrays()[kernel]
     in_size, out_size = spec.shape[1], spec.shape[2] // (2 if gated else 1)
@@ -106,7 +139,7 @@ def _product(call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles
     sorted_before = num_tiles > 0
     arguments: dict[str, Argument] = {
         "x": Pointer("hidden_states" if gated else "gated"),
-        "kernel": Pointer(kernel),
+        "kernel": copied_weights(call, tile) if is_sorted else Pointer(kernel),
         "bias": ABSENT if getattr(call, bias) is None else Pointer(bias),
         "topk_ids": ABSENT if sorted_before else Pointer("topk_ids"),
         "sorted_ids": Pointer("sorted_ids") if sorted_before else ABSENT,
@@ -130,6 +163,8 @@ def _product(call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles
         "BLOCK_K": tile.steps,
         "GROUP_M": _GROUP,
         "HALVES": sorted_before and tile.rows == 128,
+        "SORTED": is_sorted,
+        "COPIED": is_sorted,
     }
     grid = (row_tiles * ceil_div(out_size, tile.columns),)
     return named_launch(

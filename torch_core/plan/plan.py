@@ -100,7 +100,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A host-made TMA descriptor over a named buffer, seen by a Gluon kernel as a tensor descriptor.
+    """A host-made TMA descriptor over a named buffer, seen by a kernel as a tensor descriptor.
 
     Attributes:
         buffer: the name in the operation.
@@ -108,7 +108,8 @@ class Descriptor:
         strides: strides of the view in elements; the last one is 1.
         box: elements that one copy moves, per axis.
         layout: the shared-memory layout object of Gluon (hashable, its repr names it), for example
-            `gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)`.
+            `gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)`; None for a Triton kernel, whose
+            compiler chooses.
     """
 
     buffer: str

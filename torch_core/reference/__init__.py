@@ -12,6 +12,7 @@ from torch_core.reference.experts import fused_experts
 from torch_core.reference.latent import mla_attention, write_latent_cache
 from torch_core.reference.merge import merge_states
 from torch_core.reference.rotary import rotate_and_write
+from torch_core.reference.routing import route_experts
 from torch_core.reference.sparse import indexer_logits, sparse_mla_attention
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "mla_attention",
     "paged_attention",
     "rotate_and_write",
+    "route_experts",
     "sparse_mla_attention",
     "write_kv_cache",
     "write_latent_cache",

@@ -231,6 +231,11 @@ def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
     # Imported here: only Gluon plans need it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    if descriptor.layout is None:
+        # Triton's compiler has chosen how the box lies in shared memory.
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(tensor, list(descriptor.shape), list(descriptor.strides), list(descriptor.box))
     shape, strides, box = list(descriptor.shape), list(descriptor.strides), list(descriptor.box)
     return TensorDescriptor(tensor, shape, strides, box, descriptor.layout)
 

@@ -19,6 +19,7 @@ from torch_core.calls import (
     MergeCall,
     PagedCall,
     RotaryWriteCall,
+    RouteCall,
     WriteCall,
     backward_of,
 )
@@ -117,6 +118,9 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "experts some": _experts(1024),
         "experts many": _experts(4096),
         "experts float32": _experts(4096, dtype="float32"),
+        "route": _route(4096),
+        "route one": _route(1),
+        "route some in groups": replace(_route(16), scoring_func="sigmoid", n_group=8, topk_group=4),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
@@ -245,6 +249,12 @@ def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySp
         topk_ids=ArraySpec((num_tokens, 8), "int32"),
         gate_up_kernel=ArraySpec((128, 2048, 1536), dtype),
         down_kernel=ArraySpec((128, 768, 2048), dtype),
+    )
+
+
+def _route(num_tokens: int) -> RouteCall[ArraySpec]:
+    return RouteCall(
+        hidden_states=ArraySpec((num_tokens, 2048), "bfloat16"), kernel=ArraySpec((2048, 128), "bfloat16"), top_k=8
     )
 
 
