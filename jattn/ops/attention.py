@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypedDict, TypeVar
@@ -221,13 +222,25 @@ def operation(
 
     @functools.wraps(request)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        call, run_call = request(*args, **kwargs)
+        try:
+            call, run_call = request(*args, **kwargs)
+        except TypeError:
+            _check_arguments(name, request, args, kwargs)
+            raise
         return of(run_call(replace(call, with_lse=True) if with_lse else call))
 
     attend.__name__ = attend.__qualname__ = name
     returns = "tuple[jax.Array, jax.Array]" if with_lse else "jax.Array"
     attend.__annotations__ = {**attend.__annotations__, "return": returns}
     return attend
+
+
+def _check_arguments(name: str, request: Callable[..., Request], args: Any, kwargs: Any) -> None:
+    """Raises the TypeError of wrong arguments under the name that was called; `request` has another."""
+    try:
+        inspect.signature(request).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
 
 
 def output(results: dict[str, jax.Array]) -> jax.Array:
