@@ -21,8 +21,9 @@ _RAW: dict[str, Any] = {
     "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 8, "n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 3,
     "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 64, "v_head_dim": 16, "hidden_act": "silu", "attention_bias": False, "rope_theta": 10000.0,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 16,
+    "hidden_act": "silu", "attention_bias": False, "rope_theta": 10000.0,
     "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
 _INDEXER: dict[str, Any] = {

@@ -68,13 +68,7 @@ def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operatio
             num_stages=1,
         )
     )  # fmt: skip
-    return OperationPlan(
-        name=call.name,
-        inputs=tuple(call.arrays().items()),
-        outputs=tuple(call.outputs().items()),
-        scratch=tuple(scratch.items()),
-        launches=tuple(launches),
-    )
+    return OperationPlan.of(call.name, call.arrays(), tuple(launches), call.outputs(), scratch)
 
 
 def _align(call: ExpertsCall[ArraySpec], num_tiles: int, tile_rows: int) -> tuple[LaunchPlan, LaunchPlan]:
