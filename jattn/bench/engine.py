@@ -1,18 +1,25 @@
-"""`jattn bench engine`: decode steps, first tokens and throughput of the generation loop, with random weights."""
+"""`jattn bench engine`: decode steps, first tokens and throughput of the generation loop, with random weights.
+
+What lies in front of the measured part is not computed: the pool holds noise, and the prefix cache is told that it is
+the prompts. So a row compiles the programs that it measures, and no others.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jattn.bench.kernels import profiled
 from jattn.engine import EngineConfig, SamplingParams, open_engine
 from jattn.engine.replicas import AnyEngine
 from jattn.models import Decoder, ModelConfig
@@ -46,8 +53,22 @@ SHAPES = {
     ),
 }
 _BLOCK_SIZE = 16
-# A number, its unit, and the seconds of compiling before it.
-_Measured = tuple[float, str, float]
+
+
+class _Measured(NamedTuple):
+    """What a row says.
+
+    Attributes:
+        values: of each round.
+        unit: of them.
+        compile_seconds: before it.
+        late: seconds of compiling within it, which should be 0.
+    """
+
+    values: list[float]
+    unit: str
+    compile_seconds: float
+    late: float = 0.0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,28 +77,40 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--decode", nargs="*", default=["1x1024", "64x2048", "256x512"], help="SEQUENCESxCONTEXT")
     parser.add_argument("--prompt", type=int, nargs="*", default=[8192], help="tokens of a prompt, alone")
+    parser.add_argument("--hits", nargs="*", default=["7168x64"], help="CACHEDxNEW tokens of a prompt, alone")
     parser.add_argument("--throughput", nargs="*", default=["512x512x128"], help="REQUESTSxINxOUT")
-    parser.add_argument("--groups", nargs="*", default=[], help="GROUPSxSAMPLESxPROMPT, decoding")
+    parser.add_argument(
+        "--groups",
+        nargs="*",
+        default=[],
+        help="GROUPSxSAMPLESxPROMPT, decoding, with and without attending a prompt once",
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="decoded by each sequence (64)")
+    parser.add_argument("--rounds", type=int, default=3, help="of a row, after one that is not counted (3)")
     parser.add_argument("--batched-tokens", type=int, default=2048, help="of a step (2048)")
     parser.add_argument(
         "--settings", nargs="*", default=[""], help="of EngineConfig, as in steps_in_flight=1,scrub_on_free=true"
     )
+    parser.add_argument("--profile", type=Path, help="a folder for traces; time by kernel behind each decode row")
     options = parser.parse_args(argv)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, random weights", flush=True)
-    bench = _Bench(SHAPES[options.shape], options.batched_tokens, options.new_tokens)
+    bench = _Bench(SHAPES[options.shape], options.batched_tokens, options.new_tokens, options.rounds, options.profile)
     for settings in options.settings:
         chosen = {
             name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.split(",") if each)
         }
         for load in options.decode:
-            _tell(settings, f"decode {load}", *bench.decode(chosen, *_sizes(load)))
-        for load in options.groups:
-            _tell(settings, f"groups {load}", *bench.groups(chosen, *_sizes(load)))
+            _tell(settings, f"decode {load}", bench.decode(chosen, *_sizes(load)))
+        for load in options.hits:
+            _tell(settings, f"hit {load}", bench.hit(chosen, *_sizes(load)))
         for num_tokens in options.prompt:
-            _tell(settings, f"prompt {num_tokens}", *bench.prompt(chosen, num_tokens))
+            _tell(settings, f"prompt {num_tokens}", bench.hit(chosen, 0, num_tokens))
+        for load in options.groups:
+            _tell(settings, f"groups {load}", bench.groups(chosen, *_sizes(load)))
+            apart = bench.groups(chosen | {"enable_cascade_attention": False}, *_sizes(load))
+            _tell(settings, f"groups {load}, each alone", apart)
         for load in options.throughput:
-            _tell(settings, f"throughput {load}", *bench.throughput(chosen, *_sizes(load)))
+            _tell(settings, f"throughput {load}", bench.throughput(chosen, *_sizes(load)))
 
 
 def random_decoder(config: ModelConfig) -> Decoder:
@@ -90,83 +123,141 @@ def random_decoder(config: ModelConfig) -> Decoder:
 
 
 class _Bench:
-    def __init__(self, config: ModelConfig, batched_tokens: int, new_tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, batched_tokens: int, new_tokens: int, rounds: int, profile: Path | None
+    ) -> None:
         self._model, self._vocab = random_decoder(config), config.vocab_size
-        self._batched_tokens, self._new_tokens = batched_tokens, new_tokens
+        self._batched_tokens, self._new_tokens, self._rounds = batched_tokens, new_tokens, rounds
+        self._profile = profile
 
     def decode(self, settings: dict[str, Any], batch: int, context: int) -> _Measured:
         """Returns the milliseconds of a decode step with so many sequences."""
-        return self._decode(self._prompts(batch, context), settings)
+        blocks = batch * _blocks(context + 1 + self._new_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=self._new_tokens, ignore_eos=True)
+        return self._decode(self._prompts(batch, context + 1), blocks, settings, params)
 
     def groups(self, settings: dict[str, Any], groups: int, samples: int, context: int) -> _Measured:
         """Returns those of a step in which samples share a prompt."""
-        prompts = [prompt for prompt in self._prompts(groups, context) for _ in range(samples)]
-        return self._decode(prompts, settings, temperature=1.0)
+        # A sample has the blocks that it writes for itself, and a copy of the one that the prompt ends in.
+        blocks = groups * (_blocks(context + 1) + samples * (_blocks(1 + self._new_tokens) + 1))
+        params = SamplingParams(n=samples, temperature=1.0, max_tokens=self._new_tokens, ignore_eos=True)
+        return self._decode(self._prompts(groups, context + 1), blocks, settings, params)
 
-    def prompt(self, settings: dict[str, Any], num_tokens: int) -> _Measured:
-        """Returns the milliseconds to the first token of a prompt in one piece."""
-        with self._engine(1, num_tokens + 1, settings | {"max_num_batched_tokens": num_tokens}) as engine:
+    def hit(self, settings: dict[str, Any], cached: int, new: int) -> _Measured:
+        """Returns the milliseconds to the first token of a prompt whose first tokens are cached."""
+        sizes = {"max_num_batched_tokens": max(new, _BLOCK_SIZE)}
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        rounds = self._prompts(self._rounds + 1, cached + new)
+        with self._engine(1, cached + new + 1, len(rounds) * _blocks(cached + new + 1), sizes | settings) as engine:
+            engine.assume_computed([prompt[:cached] for prompt in rounds if cached])
             times = []
-            for prompt in self._prompts(4, num_tokens):
+            for prompt in rounds:
                 started = time.perf_counter()
-                self._run(engine, [prompt], 1)
+                engine.add(prompt, params)
+                _drain(engine)
                 times.append((time.perf_counter() - started) * 1e3)
-            return statistics.median(times[1:]), "ms", engine.compile_seconds
+            return _Measured(times[1:], "ms", engine.compile_seconds)
 
     def throughput(self, settings: dict[str, Any], requests: int, inputs: int, outputs: int) -> _Measured:
         """Returns the output tokens of a second, of requests that all come at once."""
-        with self._engine(requests, inputs + outputs, settings) as engine:
-            for each in self._prompts(requests, inputs), self._prompts(requests, inputs, seed=1):
-                before, started = engine.compile_seconds, time.perf_counter()
-                self._run(engine, each, outputs)
-                seconds = time.perf_counter() - started
-            if engine.compile_seconds != before:
-                print("  (something was compiled in the measured run)")
-            return requests * outputs / seconds, "tokens/s", engine.compile_seconds
-
-    def _decode(self, prompts: list[list[int]], settings: dict[str, Any], temperature: float = 0.0) -> _Measured:
-        with self._engine(len(prompts), len(prompts[0]) + self._new_tokens, settings) as engine:
-            # The first round compiles and fills the prefix cache; in the second all decode together at once.
-            self._run(engine, prompts, self._new_tokens, temperature)
-            requests = self._add(engine, prompts, self._new_tokens, temperature)
-            while not all(request.output_token_ids for request in requests):
-                engine.step()
-            started, before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
-            while all(request.finish_reason is None for request in requests):
-                engine.step()
+        params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
+        with self._engine(requests, inputs + outputs, requests * _blocks(inputs + outputs), settings) as engine:
+            # Steps of prompts are full until the last ones, and requests end one after the other.
+            decodes = _names(r"\d+", "greedy", shared=False)
+            engine.warmup(lambda *_: None, wanted=lambda name: decodes(name) or _prompt_tokens(name) >= requests)
+            before, started = engine.compile_seconds, time.perf_counter()
+            for prompt in self._prompts(requests, inputs):
+                engine.add(prompt, params)
+            _drain(engine)
             seconds = time.perf_counter() - started
-            tokens = sum(len(request.output_token_ids) for request in requests) - before
-            while engine.num_unfinished:
-                engine.step()
-            return seconds * 1e3 * len(prompts) / tokens, "ms a step", engine.compile_seconds
+            late = engine.compile_seconds - before
+            return _Measured([requests * outputs / seconds], "tokens/s", before, late)
 
-    def _engine(self, batch: int, length: int, settings: dict[str, Any]) -> AnyEngine:
+    def _decode(
+        self, prompts: list[list[int]], blocks: int, settings: dict[str, Any], params: SamplingParams
+    ) -> _Measured:
+        batch = len(prompts) * params.n
+        with self._engine(batch, len(prompts[0]) + self._new_tokens, blocks, settings) as engine:
+            shared = params.n > 1 and settings.get("enable_cascade_attention") is not False
+            kind = "greedy" if params.temperature == 0 else "plain"
+            engine.warmup(lambda *_: None, wanted=_names(str(batch), kind, shared=shared))
+            # All but a token of each prompt: what is left of it is one more step of decoding.
+            engine.assume_computed([prompt[:-1] for prompt in prompts])
+            _step_ms(engine, prompts, params)
+            before = engine.compile_seconds
+            times = [_step_ms(engine, prompts, params) for _ in range(self._rounds)]
+            late = engine.compile_seconds - before
+            if self._profile is not None:
+                folder = self._profile / f"{batch}x{len(prompts[0]) - 1}"
+                _start(engine, prompts, params)
+                # With what is in flight already the device has no pause at the beginning.
+                print(profiled(folder, lambda: [engine.step() for _ in range(3)]), flush=True)
+                _drain(engine)
+            return _Measured(times, "ms a step", before, late)
+
+    def _engine(self, batch: int, length: int, blocks: int, settings: dict[str, Any]) -> AnyEngine:
         sizes: dict[str, Any] = {
             "block_size": _BLOCK_SIZE,
             "max_num_seqs": batch,
             "max_num_batched_tokens": max(self._batched_tokens, batch),
             "max_model_len": length,
-            "num_blocks": batch * -(-length // _BLOCK_SIZE) + 1,
+            "num_blocks": blocks + 1,
         }
         return open_engine(self._model, EngineConfig(**(sizes | settings)))
 
-    def _prompts(self, count: int, length: int, seed: int = 0) -> list[list[int]]:
-        return np.random.default_rng((seed, count, length)).integers(0, self._vocab, (count, length)).tolist()
+    def _prompts(self, count: int, length: int) -> list[list[int]]:
+        return np.random.default_rng((count, length)).integers(0, self._vocab, (count, length)).tolist()
 
-    def _add(self, engine: AnyEngine, prompts: list[list[int]], count: int, temperature: float = 0.0) -> list[Any]:
-        params = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
-        return [engine.add(prompt, params) for prompt in prompts]
 
-    def _run(self, engine: AnyEngine, prompts: list[list[int]], count: int, temperature: float = 0.0) -> None:
-        self._add(engine, prompts, count, temperature)
-        while engine.num_unfinished:
-            engine.step()
+def _start(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    """Adds a request for each prompt and returns all samples, each with a token at least."""
+    requests = [sample for prompt in prompts for sample in engine.add(prompt, params).samples]
+    while not all(request.output_token_ids for request in requests):
+        engine.step()
+    return requests
+
+
+def _step_ms(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Returns the milliseconds of a step from where all decode to where the first one ends."""
+    requests = _start(engine, prompts, params)
+    started, before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
+    while all(request.finish_reason is None for request in requests):
+        engine.step()
+    seconds = time.perf_counter() - started
+    tokens = sum(len(request.output_token_ids) for request in requests) - before
+    _drain(engine)
+    return seconds * 1e3 * len(requests) / tokens
+
+
+def _drain(engine: AnyEngine) -> None:
+    while engine.num_unfinished:
+        engine.step()
+
+
+def _names(num_seqs: str, kind: str, *, shared: bool) -> Callable[[str], bool]:
+    """Returns what knows the names of decode steps; on a CPU greedy ones are as plain as the others."""
+    kind = "plain" if jax.default_backend() == "cpu" else kind
+    pattern = re.compile(rf"{num_seqs} sequences, \d+ tokens, queries up to 1, (.*, )?{kind}")
+    return lambda name: bool(pattern.fullmatch(name)) and (shared or "shared prefixes" not in name)
+
+
+def _prompt_tokens(name: str) -> int:
+    """Returns the tokens of a step with prompts; 0 of others."""
+    found = re.fullmatch(r"\d+ sequences, (\d+) tokens, queries up to \1, plain", name)
+    return int(found[1]) if found else 0
+
+
+def _blocks(num_tokens: int) -> int:
+    return -(-num_tokens // _BLOCK_SIZE)
 
 
 def _sizes(load: str) -> Any:
     return [int(size) for size in load.split("x")]
 
 
-def _tell(settings: str, load: str, value: float, unit: str, compile_seconds: float) -> None:
-    columns = (load, f"{value:.2f} {unit}", f"compiled {compile_seconds:.0f} s", settings or "defaults")
-    print("  ".join(aligned([columns])), flush=True)
+def _tell(settings: str, load: str, row: _Measured) -> None:
+    value = f"{statistics.median(row.values):.2f} {row.unit}"
+    rounds = " ".join(f"{each:.2f}" for each in row.values) if len(row.values) > 1 else ""
+    late = f", {row.late:.0f} s of it late" if row.late else ""
+    columns = (load, value, rounds, f"compiled {row.compile_seconds + row.late:.0f} s{late}", settings or "defaults")
+    print("  ".join(aligned([tuple(column for column in columns if column)])), flush=True)

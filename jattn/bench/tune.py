@@ -20,11 +20,11 @@ PLACES = {"compile_table": "torch_core/variants/compiled.json", "hopper_tiles": 
 def compile_table(path: Path) -> list[str]:
     """Compiles every variant of `torch_core.variants.in_use` for sm_90, records the table and returns it as text."""
     from torch_core.variants.in_use import variants_in_use
-    from torch_core.variants.resources import measure, write_table
+    from torch_core.variants.resources import measure_all, write_table
 
-    rows = {label: measure(variant) for label, (variant, _) in variants_in_use().items()}
-    write_table(rows, path)
-    cells = [(label, *map(str, astuple(row))) for label, row in rows.items()]
+    table = measure_all({label: variant for label, (variant, _) in variants_in_use().items()})
+    write_table(table, path)
+    cells = [(label, *map(str, astuple(row))) for label, row in table.resources.items()]
     return aligned([("variant", "registers", "shared memory", "spilled", "warps"), *cells], right=range(1, 5))
 
 

@@ -122,16 +122,8 @@ class KernelCache:
 def _key(variant: KernelVariant, arch: int) -> str:
     import triton
 
-    # source().hash() covers the text of the kernel and of everything it calls, types and constants.
-    code = (variant.source().hash(), _tuple_fields(variant.kernel))
-    parts = (_FORMAT, code, sorted(variant.options().items()), triton.__version__, arch)
+    parts = (_FORMAT, variant.key(), triton.__version__, arch)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _tuple_fields(kernel: Any) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns the fields of the named tuples that a hashed kernel and what it calls make: the hash leaves them out."""
-    found = {value for value, _ in kernel.used_global_vals.values() if isinstance(value, type)}
-    return sorted((f"{made.__module__}.{made.__qualname__}", getattr(made, "_fields", ())) for made in found)
 
 
 def _compile(variant: KernelVariant, arch: int) -> KernelImage:

@@ -80,10 +80,10 @@ class Device:
         self._announce("close")
         self.pool.close()
 
-    def warmup(self, report: Callable[[int, int, str], None]) -> None:
-        """Compiles every program; see `ModelRunner.warmup`."""
+    def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
+        """Compiles every program, or those whose names are wanted; see `ModelRunner.warmup`."""
         self._announce("warmup")
-        self.runner.warmup(report)
+        self.runner.warmup(report, wanted)
 
     def follow(self) -> None:
         """Does what the first process does to its devices, until that closes its engine."""

@@ -14,6 +14,7 @@ from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.device import open_device
 from jattn.engine.intake import Intake
 from jattn.engine.kv_scales import KVCacheScales
+from jattn.engine.noise import assume_computed
 from jattn.engine.owner import Owner
 from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
@@ -152,7 +153,12 @@ class Engine(contextlib.AbstractContextManager):
         """Returns whether a request of an outbox is unfinished."""
         return any(request.outbox is outbox for request in list(self._owner.requests.values()))
 
-    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+    def warmup(
+        self,
+        report: Callable[[int, int, str], None] | None = None,
+        *,
+        wanted: Callable[[str], bool] | None = None,
+    ) -> None:
         """Compiles every program that any traffic can need, several at once; afterwards nothing compiles any more.
 
         With JAX's persistent cache on (`jax.config.update("jax_compilation_cache_dir", folder)`, before anything is
@@ -162,11 +168,13 @@ class Engine(contextlib.AbstractContextManager):
         Args:
             report: called after each program with how many are done, how many there are, and its name; by default a
                 progress bar on stderr where that is a terminal.
+            wanted: of a name as in `programs`, whether to compile it; others compile when a step first needs them.
+                None for all of them.
         """
 
         def warm() -> None:
             with progress(report) as tell:
-                self._owner.device.warmup(tell)
+                self._owner.device.warmup(tell, wanted)
 
         self._turns.run(warm)
 
@@ -183,6 +191,14 @@ class Engine(contextlib.AbstractContextManager):
             return work.cache.stats()
 
         return self._turns.run(look)
+
+    def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Fills the pool with noise and takes prompts for computed, to measure what follows them; see `jattn.bench`.
+
+        Raises:
+            InvalidInput, Unsupported, OutOfBlocks: requests are unfinished; several processes; too small a pool.
+        """
+        self._turns.run(lambda: assume_computed(self._owner, prompts))
 
     def speculation_stats(self) -> SpeculationStats:
         """Returns how guessing went since the engine was built; see `EngineConfig.speculative_config`."""

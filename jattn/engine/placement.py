@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.engine.config import EngineConfig
@@ -54,10 +55,15 @@ class Placement:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, PartitionSpec()), lambda _: array)
 
     def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Returns a function of all devices' arrays from one of a device's."""
+        """Returns a function of all devices' arrays from one of a device's.
+
+        None of the arrays may be without elements: XLA's GPU compiler takes such an operand out of the call without
+        telling Shardy, which then crashes (jax 0.11.2, from two devices on).
+        """
         if self.mesh is None:
             return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        whole = _without_empty_constants(function)
+        return jax.shard_map(whole, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     @classmethod
     def of(cls, model: PagedModel, mesh: Mesh | None, context_size: int = 1) -> tuple[Placement, PagedModel]:
@@ -125,6 +131,18 @@ def replica_meshes(config: EngineConfig) -> list[Mesh | None]:
     if config.mesh is not None and config.mesh.axis_names[0] == "tp":
         chosen = np.asarray(devices, object).reshape(tensor, data).T
     return [Mesh(row, ("tp",)) for row in chosen]
+
+
+def _without_empty_constants(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes those where they are used: the index of `x.at[:].set(y)` is one, and would become an operand."""
+
+    def run(*operands: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+        constants = [each if each.size else jnp.zeros(each.shape, each.dtype) for each in traced.consts]
+        found = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return run
 
 
 def _check_places(model: PagedModel, mesh: Mesh) -> None:

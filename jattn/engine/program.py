@@ -246,7 +246,7 @@ def _step(
             sampled, state, kv_caches = _verified(batch)
         else:
             sampled, state, kv_caches = _sampled(batch)
-    tokens = jnp.zeros((bucket.num_samples, last_tokens.size), jnp.int32).at[:, : bucket.num_seqs].set(sampled.tokens)
+    tokens = jnp.pad(sampled.tokens, ((0, 0), (0, last_tokens.size - bucket.num_seqs)))
     return (sampled._replace(tokens=tokens), tokens[-1], state), kv_caches
 
 

@@ -91,7 +91,7 @@ class Programs:
     def __call__(self, bucket: Bucket) -> Callable[..., Any]:
         """Returns the program of a bucket; compiles it if it must."""
         if bucket not in self._compiled:
-            self._timed(lambda: self._keep(bucket, self._compile(self._lowered(bucket), bucket)))
+            self._timed(lambda: self._keep(bucket, self._compile(self._traced(bucket).lower(), bucket)))
         return self._compiled[bucket]
 
     def compile(self, buckets: Iterable[Bucket], report: Callable[[int, int, str], None]) -> None:
@@ -106,18 +106,20 @@ class Programs:
         def compile_all() -> None:
             with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads:
                 # Tracing holds the interpreter's lock, XLA does not: each compiles while the next is traced.
-                started = [(bucket, threads.submit(self._compile, self._lowered(bucket), bucket)) for bucket in missing]
+                started = [
+                    (bucket, threads.submit(self._compile, self._traced(bucket).lower(), bucket)) for bucket in missing
+                ]
                 for done, (bucket, compiled) in enumerate(started, 1):
                     self._keep(bucket, compiled.result())
                     report(done, len(missing), str(bucket))
 
         self._timed(compile_all)
 
-    def _lowered(self, bucket: Bucket) -> Any:
+    def _traced(self, bucket: Bucket) -> Any:
         buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
         is_full = bucket.sampler.kind is SamplingKind.FULL
         state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
-        return self._step.lower(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
+        return self._step.trace(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
         prefers_cublas = self._has_cublas and bucket.num_inputs in _CUBLAS_ROWS

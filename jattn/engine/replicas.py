@@ -101,9 +101,18 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         """Requests that wait or run."""
         return self._turns.run(lambda: sum(engine.num_unfinished for engine in self.engines))
 
-    def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
+    def warmup(
+        self,
+        report: Callable[[int, int, str], None] | None = None,
+        *,
+        wanted: Callable[[str], bool] | None = None,
+    ) -> None:
         """Compiles every program of every copy; see `Engine.warmup`."""
-        self._each(lambda engine: engine.warmup(report))
+        self._each(lambda engine: engine.warmup(report, wanted=wanted))
+
+    def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Does what `Engine.assume_computed` does, in every copy."""
+        self._each(lambda engine: engine.assume_computed(prompts))
 
     def cache_stats(self) -> CacheStats:
         """Returns the sums over the block allocators."""

@@ -190,11 +190,13 @@ class ModelRunner:
                 encoder_rows.append(EncoderRow(blocks[:first], length))
         return rows, None if step.encodes else encoder_rows
 
-    def warmup(self, report: Callable[[int, int, str], None]) -> None:
-        """Compiles every program that a step can need; see `Programs.compile`."""
+    def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
+        """Compiles every program that a step can need, or the steps whose names are wanted; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
-            buckets = tuple(self._all_buckets())
+            buckets = tuple(bucket for bucket in self._all_buckets() if wanted is None or wanted(str(bucket)))
             self.programs.compile(buckets, report)
+            if wanted is not None:
+                return
             self._slots.warmup({bucket.num_seqs for bucket in buckets})
             self._warm_prompt_logprobs(buckets)
             self._pool.warmup(

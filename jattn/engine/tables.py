@@ -43,7 +43,7 @@ class SlotTables(_Fields):
         stop_tokens: int32[slots, n], to be banned before min_tokens; PAD elsewhere, as in all of these.
         bias_tokens, bias: int32 and float32[slots, n].
         bad_words: int32[slots, words, tokens], padded on the left.
-        processor_values: float32[slots, processors]; NaN where a request does not take part.
+        processor_values: float32[slots, processors or 1]; NaN where a request does not take part.
     """
 
     PAD: ClassVar[int] = INT32_MAX
@@ -59,7 +59,8 @@ class SlotTables(_Fields):
             np.full(LIMITS.logit_bias, cls.PAD, np.int32),
             np.zeros(LIMITS.logit_bias, np.float32),
             np.full((LIMITS.bad_words, LIMITS.bad_word_tokens), cls.PAD, np.int32),
-            np.full(num_processors, np.nan, np.float32),
+            # At least one: see `Placement.mapped`.
+            np.full(max(num_processors, 1), np.nan, np.float32),
         )
 
 

@@ -103,6 +103,29 @@ def test_a_layer_sums_twice_and_no_weight_cache_or_vocabulary_is_gathered() -> N
         assert all(re.match(r"\(?s32\[4,2,\d+\]", shape) for shape in gathered), (name, gathered)
 
 
+@pytest.mark.parametrize("guesses", [0, 2])
+@on_four_devices
+def test_nothing_empty_goes_into_or_out_of_the_part_of_a_device(guesses: int) -> None:
+    # XLA's GPU compiler dies of it: see `Placement.mapped`.
+    speculation = {"method": "ngram", "num_speculative_tokens": guesses} if guesses else None
+    processors = {"lift": lambda logits, *_: logits.at[:].add(1.0)}
+    config = EngineConfig(
+        **SIZES,
+        tensor_parallel_size=4,
+        speculative_config=speculation,
+        logits_processors=processors if guesses else None,
+    )
+    runner = Engine(tiny_decoder(implementation="xla", num_hidden_layers=1), config)._owner.device.runner
+    largest = [bucket for bucket in runner._all_buckets() if bucket.num_seqs == SIZES["max_num_seqs"]]
+    kinds = {(each.sampler.kind, each.num_steps, each.max_query_len > 1 + guesses): each for each in largest}
+    assert len(kinds) == (4 if guesses else 6)
+
+    for bucket in kinds.values():
+        jaxpr = runner.programs._traced(bucket).jaxpr
+        (mapped,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "shard_map"]
+        assert all(each.aval.size for each in (*mapped.invars, *mapped.outvars)), bucket
+
+
 @on_four_devices
 def test_new_weights_come_from_a_trainers_mesh_and_compile_nothing() -> None:
     model, other = tiny_decoder(implementation="xla"), large_decoder()

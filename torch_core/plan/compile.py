@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,16 @@ class KernelVariant:
     def is_gluon(self) -> bool:
         """The kernel is written in Gluon."""
         return bool(self.kernel.is_gluon())
+
+    def key(self) -> str:
+        """A digest of all that the compiled code depends on, except for Triton's version and the device.
+
+        It is the same in every process and folder. Lines before the kernel in its file count too: Triton's own hash
+        covers where a kernel begins.
+        """
+        # source().hash() covers the text of the kernel and of everything it calls, types and constants.
+        parts = (self.source().hash(), _tuple_fields(self.kernel), sorted(self.options().items()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def source(self) -> ASTSource:
         """The compiler's view of the variant; its `hash()` covers the kernel's source and everything it calls."""
@@ -137,6 +148,12 @@ def check_fits(name: str, shared_memory: int, limits: DeviceLimits) -> None:
             f"{limits.arch / 10}) gives a block {limits.shared_memory}; use implementation='xla', a smaller head_size, "
             "or a Hopper device."
         )
+
+
+def _tuple_fields(kernel: Any) -> list[tuple[str, tuple[str, ...]]]:
+    """Returns the fields of the named tuples that a hashed kernel and what it calls make: the hash leaves them out."""
+    found = {value for value, _ in kernel.used_global_vals.values() if isinstance(value, type)}
+    return sorted((f"{made.__module__}.{made.__qualname__}", getattr(made, "_fields", ())) for made in found)
 
 
 def _descriptor_type(descriptor: Descriptor, spec: ArraySpec) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from triton import knobs
 from torch_core.errors import Unsupported
 from torch_core.plan.compile import KernelVariant, compile_variant
 
-__all__ = ["TABLE_PATH", "Resources", "measure", "read_table", "write_table"]
+__all__ = ["TABLE_PATH", "Resources", "Table", "measure", "measure_all", "read_table", "write_table"]
 
 #: The table of the variants of `torch_core.variants.in_use`, compiled for sm_90.
 TABLE_PATH = Path(__file__).with_name("compiled.json")
@@ -38,6 +39,26 @@ class Resources:
     num_warps: int
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What variants took when they were last compiled.
+
+    Attributes:
+        triton: the version that compiled them.
+        resources: by label.
+        keys: `KernelVariant.key` by label: while a variant has this one, the same version compiles it to the same code.
+    """
+
+    triton: str
+    resources: Mapping[str, Resources]
+    keys: Mapping[str, str]
+
+    def row_of(self, label: str, variant: KernelVariant) -> Resources | None:
+        """Returns what a variant takes, or None where it, or Triton, is another than was recorded."""
+        current = self.triton == triton.__version__ and self.keys.get(label) == variant.key()
+        return self.resources[label] if current else None
+
+
 def measure(variant: KernelVariant, arch: int = 90) -> Resources:
     """Compiles a variant and reads its resources from the machine code; needs no GPU.
 
@@ -56,13 +77,25 @@ def measure(variant: KernelVariant, arch: int = 90) -> Resources:
     return Resources(int(usage["REG"]), compiled.metadata.shared, int(usage["STACK"]), compiled.metadata.num_warps)
 
 
-def read_table(path: Path = TABLE_PATH) -> tuple[str, dict[str, Resources]]:
-    """Returns the Triton version that a table was recorded with, and its rows by label."""
+def read_table(path: Path = TABLE_PATH) -> Table:
+    """Returns what was recorded."""
     record = json.loads(path.read_text())
-    return record["triton"], {label: Resources(**row) for label, row in record["variants"].items()}
+    rows = {label: Resources(**row) for label, row in record["variants"].items()}
+    return Table(record["triton"], rows, record["keys"])
 
 
-def write_table(rows: dict[str, Resources], path: Path) -> None:
-    """Records a table made with this Triton."""
-    record = {"triton": triton.__version__, "variants": {label: asdict(row) for label, row in rows.items()}}
+def write_table(table: Table, path: Path) -> None:
+    """Records a table."""
+    rows = {label: asdict(row) for label, row in table.resources.items()}
+    record = {"triton": table.triton, "variants": rows, "keys": dict(table.keys)}
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def measure_all(variants: Mapping[str, KernelVariant]) -> Table:
+    """Compiles variants for sm_90 and returns their table, as this Triton makes it.
+
+    Raises:
+        Unsupported: as `measure`.
+    """
+    rows = {label: measure(variant) for label, variant in variants.items()}
+    return Table(triton.__version__, rows, {label: variant.key() for label, variant in variants.items()})
