@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypedDict, TypeVar
@@ -224,8 +223,11 @@ def operation(
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             call, run_call = request(*args, **kwargs)
-        except TypeError:
-            _check_arguments(name, request, args, kwargs)
+        except TypeError as error:
+            # Wrong arguments are reported under the name that was called.
+            _, own, reason = str(error).partition(f"{request.__qualname__}()")
+            if own:
+                raise TypeError(f"{name}(){reason}") from None
             raise
         return of(run_call(replace(call, with_lse=True) if with_lse else call))
 
@@ -233,14 +235,6 @@ def operation(
     returns = "tuple[jax.Array, jax.Array]" if with_lse else "jax.Array"
     attend.__annotations__ = {**attend.__annotations__, "return": returns}
     return attend
-
-
-def _check_arguments(name: str, request: Callable[..., Request], args: Any, kwargs: Any) -> None:
-    """Raises the TypeError of wrong arguments under the name that was called; `request` has another."""
-    try:
-        inspect.signature(request).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}() {error}") from None
 
 
 def output(results: dict[str, jax.Array]) -> jax.Array:
