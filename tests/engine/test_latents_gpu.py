@@ -35,11 +35,11 @@ _INDEXER: dict[str, Any] = {
 @pytest.mark.parametrize("changes", [{}, _INDEXER], ids=["v3", "v3.2"])
 def test_paged_generation_equals_running_the_whole_sequence_again(changes, seed) -> None:
     decoder = Decoder(parse_config(_RAW | changes), rngs=nnx.Rngs(seed), implementation="triton")
-    prompts = prompts_of(seed, 90, 33, 5)
+    prompts = prompts_of(seed, 40, 40)
     # XLA's float32 products on a GPU are rounded to 10 bits otherwise, and a near tie may go either way.
     with jax.default_matmul_precision("highest"):
-        engine = Engine(decoder, EngineConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=64))
+        engine = Engine(decoder, EngineConfig(block_size=16, max_num_seqs=2, max_num_batched_tokens=32))
         said = run(engine, prompts)
-        for prompt, tokens in zip(prompts, said, strict=True):
-            logits = decoder.forward_dense(jnp.asarray([prompt + tokens]))[0]
-            assert tokens == jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
+        whole = jnp.asarray([prompt + tokens for prompt, tokens in zip(prompts, said, strict=True)])
+        best = jnp.argmax(jax.jit(decoder.forward_dense)(whole), axis=-1)
+    assert said == best[:, len(prompts[0]) - 1 : -1].tolist()
