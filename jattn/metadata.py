@@ -209,6 +209,18 @@ class AttentionMetadata:
         """Returns what a layer attends with, and the index of its cache array: itself, and the layer's own."""
         return self, layer
 
+    def check_blocks(self, name: str, block_size: int) -> None:
+        """Checks that tables and slots were made for blocks of a cache's size.
+
+        Raises:
+            InvalidInput: they are known to be for another; the message calls the cache `name`.
+        """
+        if self.block_size not in (None, block_size):
+            raise InvalidInput(
+                f"metadata is for blocks of {self.block_size} tokens and {name} of {block_size}; build it with the "
+                "cache's block_size."
+            )
+
     def positions(self, num_tokens: int) -> jax.Array:
         """Returns int32[num_tokens], where each new token stands in its sequence; that of padding means nothing.
 

@@ -54,7 +54,7 @@ class MultiHeadLatentAttention(nnx.Module):
         kv_range: notes how large latents get, while scales are measured.
 
     Raises:
-        InvalidInput: a size is below 1.
+        InvalidInput: a size is below 1, or a rope of another size.
 
     Example:
         >>> sizes = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
@@ -100,7 +100,13 @@ class MultiHeadLatentAttention(nnx.Module):
         }
         for name, size in sizes.items():
             check_int(name, size, 1)
+        if getattr(rope, "dim", qk_rope_head_dim) != qk_rope_head_dim:
+            raise InvalidInput(
+                f"rope is for {getattr(rope, 'dim', None)} elements and qk_rope_head_dim is {qk_rope_head_dim}; they "
+                "are the same elements."
+            )
         self.num_heads = num_heads
+        self.in_features = in_features
         self.kv_lora_rank = kv_lora_rank
         self.qk_nope_head_dim = qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
@@ -155,7 +161,7 @@ class MultiHeadLatentAttention(nnx.Module):
             float[batch..., length, out_features] or float[tokens, out_features]; with a cache, that and the cache.
 
         Raises:
-            InvalidInput: one of cache and metadata, or shapes that do not fit.
+            InvalidInput: one of cache and metadata, shapes that do not fit, or metadata for blocks of another size.
         """
         input_positions = self._checked(inputs, cache, metadata, input_positions)
         query, latent, k_pe = self._projected(inputs, input_positions)
@@ -191,9 +197,15 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns the positions, those of the metadata unless they are given."""
         if (cache is None) != (metadata is None):
             raise InvalidInput("one of cache and metadata is None; a cache is read by the metadata of a step.")
-        if inputs.ndim < 2 or (metadata is not None and inputs.ndim != 2):
-            wanted = "[batch..., length, features]" if metadata is None else "[tokens, features]"
-            raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted}.")
+        fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
+        if not fits or inputs.shape[-1] != self.in_features:
+            wanted = "[batch..., length, {}]" if metadata is None else "[tokens, {}]"
+            raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted.format(self.in_features)}.")
+        if metadata is not None:
+            for latents in jax.tree.leaves(cache):
+                # Of other axes it is no such cache, which the write says.
+                if latents.ndim == 3:
+                    metadata.check_blocks("cache", latents.shape[1])
         return metadata.positions(inputs.shape[0]) if metadata is not None and positions is None else positions
 
     def _projected(self, inputs: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

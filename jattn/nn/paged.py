@@ -166,12 +166,10 @@ class PagedAttention(nnx.Module):
             raise InvalidInput(
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
-        block_size = jax.tree.leaves(kv_cache)[0].shape[-3]
-        if metadata.block_size not in (None, block_size):
-            raise InvalidInput(
-                f"metadata is for blocks of {metadata.block_size} tokens and kv_cache of {block_size}; build "
-                "it with the cache's block_size."
-            )
+        shape = jax.tree.leaves(kv_cache)[0].shape
+        # Of fewer axes it is no such cache, which the write says.
+        if len(shape) > 3:
+            metadata.check_blocks("kv_cache", shape[-3])
         k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)

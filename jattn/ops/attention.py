@@ -221,7 +221,14 @@ def operation(
 
     @functools.wraps(request)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        call, run_call = request(*args, **kwargs)
+        try:
+            call, run_call = request(*args, **kwargs)
+        except TypeError as error:
+            # Wrong arguments are reported under the name that was called.
+            _, own, reason = str(error).partition(f"{request.__qualname__}()")
+            if own:
+                raise TypeError(f"{name}(){reason}") from None
+            raise
         return of(run_call(replace(call, with_lse=True) if with_lse else call))
 
     attend.__name__ = attend.__qualname__ = name

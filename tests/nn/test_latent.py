@@ -22,6 +22,7 @@ from torch_core.metadata import SequenceRow
 
 SIZES: dict[str, Any] = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 SPEC = LatentCacheSpec(kv_lora_rank=16, rope_dim=4, block_size=4, dtype="float32")
+STEP = AttentionMetadata.build([SequenceRow([1], 0, 1)], block_size=4, num_blocks=3)
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
     "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.0,
@@ -110,7 +111,16 @@ def test_the_plain_form_has_a_gradient_in_every_parameter(seed):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": np.zeros(12)}, r"inputs has shape \(12,\); it must be \[batch..., length, features\]"),
+        ({"inputs": np.zeros(12)}, r"inputs has shape \(12,\); it must be \[batch..., length, 12\]"),
+        ({"inputs": np.zeros((2, 3, 10))}, r"inputs has shape \(2, 3, 10\); it must be \[batch..., length, 12\]"),
+        (
+            {"inputs": np.zeros((1, 12)), "cache": jnp.zeros((3, 8, 20)), "metadata": STEP},
+            "metadata is for blocks of 4 tokens and cache of 8; build it with the cache's block_size",
+        ),
+        (
+            {"inputs": np.zeros((1, 12)), "cache": jnp.zeros((3, 2, 4, 1, 10)), "metadata": STEP},
+            r"latent_cache has shape \[3, 2, 4, 1, 10\]; it must have 3 axes",
+        ),
         ({"inputs": np.zeros((2, 12)), "cache": jnp.zeros(SPEC.shape(3))}, "one of cache and metadata is None"),
     ],
 )
@@ -122,6 +132,8 @@ def test_a_bad_call_is_refused(arguments, message):
 def test_bad_sizes_are_refused():
     with pytest.raises(InvalidInput, match="kv_lora_rank is 0; it must be an int of at least 1"):
         MultiHeadLatentAttention(3, 12, **{**SIZES, "kv_lora_rank": 0}, rngs=nnx.Rngs(0))
+    with pytest.raises(InvalidInput, match="rope is for 8 elements and qk_rope_head_dim is 4; they are the same"):
+        MultiHeadLatentAttention(3, 12, **SIZES, rope=DeepSeekRoPE(dim=8), rngs=nnx.Rngs(0))
     with pytest.raises(InvalidInput, match="dim is 3; elements are rotated in pairs"):
         DeepSeekRoPE(dim=3)
     with pytest.raises(InvalidInput, match=r"factor is 0\.5; it must be at least 1"):

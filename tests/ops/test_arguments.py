@@ -322,3 +322,8 @@ def test_outside_jit_values_are_checked_too_before_anything_runs(
     with jax.transfer_guard_device_to_host("disallow"), pytest.raises(InvalidInput) as error:
         paged(**changes, implementation=implementation)
     assert str(error.value) == message
+
+
+def test_a_missing_argument_is_missed_under_the_name_that_was_called():
+    with pytest.raises(TypeError, match=r"^paged_attention_with_lse\(\) missing .*: 'kv_cache', 'block_tables', "):
+        ops.paged_attention_with_lse(jnp.ones((3, 4, 8)))  # type: ignore[call-arg]

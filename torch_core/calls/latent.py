@@ -5,7 +5,8 @@ MLA keeps for each token a compressed latent and a rotary key that all heads sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Float32, Int32, Shaped
@@ -124,6 +125,13 @@ class LatentWriteCall(Call[A]):
     def written(self) -> tuple[str, ...]:
         """The cache."""
         return ("latent_cache",)
+
+    def rotated_by(self, rotate: Callable[[A, A], A]) -> LatentWriteCall[A]:
+        """Returns the call with rotary keys that are rotated: `rotate` takes the call's angles and positions."""
+        if self.cos_sin_cache is None or self.positions is None:
+            return self
+        k_pe = rotate(self.cos_sin_cache, self.positions)
+        return replace(self, k_pe=k_pe, cos_sin_cache=None, positions=None)
 
     def check_options(self) -> None:
         """Checks that the parts make a row, rows for slots, and the dtypes that go together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,10 +26,7 @@ def mla_attention(call: LatentCall[Tensor]) -> dict[str, Tensor]:
 
 def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
     """Stores new latents and rotary keys, in place. Nothing is checked but that blocks exist."""
-    if call.cos_sin_cache is not None and call.positions is not None:
-        call = replace(
-            call, k_pe=_rotated(call, call.cos_sin_cache, call.positions), cos_sin_cache=None, positions=None
-        )
+    call = call.rotated_by(partial(_rotated, call))
     if not call.is_packed:
         write_kv_cache(as_write(call))
         return

@@ -65,13 +65,8 @@ def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operatio
             if hopper and not gated
             else _product(call, tiles[gated], num_tiles, row_tiles, gated=gated, is_sorted=hopper)
         )
-    return OperationPlan(
-        name=call.name,
-        inputs=tuple(call.arrays().items()),
-        outputs=tuple(call.outputs().items()),
-        scratch=tuple(scratch.items()),
-        launches=(*launches, _combine(call, has_slots=hopper)),
-    )
+    launches.append(_combine(call, has_slots=hopper))
+    return OperationPlan.of(call.name, call.arrays(), tuple(launches), call.outputs(), scratch)
 
 
 def _combine(call: ExpertsCall[ArraySpec], *, has_slots: bool) -> LaunchPlan:

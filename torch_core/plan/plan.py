@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -216,6 +217,18 @@ class OperationPlan:
     in_place: tuple[str, ...] = ()
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
     _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        inputs: Mapping[str, ArraySpec],
+        launches: tuple[LaunchPlan, ...],
+        outputs: Mapping[str, ArraySpec],
+        scratch: Mapping[str, ArraySpec] | None = None,
+    ) -> OperationPlan:
+        """Returns the plan whose buffers are given by name; nothing is written in place."""
+        return cls(name, tuple(inputs.items()), launches, tuple(outputs.items()), (), tuple((scratch or {}).items()))
 
     def __post_init__(self) -> None:
         specs = self.specs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,10 +63,7 @@ def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
     call = on_the_host(call)
     call.check()
     check_values(call)
-    if call.cos_sin_cache is not None and call.positions is not None:
-        call = replace(
-            call, k_pe=_rotated(call, call.cos_sin_cache, call.positions), cos_sin_cache=None, positions=None
-        )
+    call = call.rotated_by(partial(_rotated, call))
     if not call.is_packed:
         write_kv_cache(as_write(call))
         return

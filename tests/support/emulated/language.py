@@ -83,6 +83,9 @@ class Language:
     def max(self, x: Tensor, axis: int) -> Tensor:
         return Tensor(x.array.max(axis))
 
+    def min(self, x: Tensor, axis: int) -> Tensor:
+        return Tensor(x.array.min(axis))
+
     def exp2(self, x: Tensor) -> Tensor:
         with np.errstate(all="ignore"):
             return Tensor(np.exp2(x.array))

@@ -47,12 +47,7 @@ def plan_indexer(call: IndexerCall[ArraySpec]) -> OperationPlan:
     launch = named_launch(
         indexer_logits_kernel, grid, arguments, constexprs, writes=("logits",), num_warps=_NUM_WARPS, num_stages=1
     )
-    return OperationPlan(
-        name=call.name,
-        inputs=tuple(call.arrays().items()),
-        outputs=tuple(call.outputs().items()),
-        launches=(launch,),
-    )
+    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs())
 
 
 def plan_choice(call: ChoiceCall[ArraySpec]) -> OperationPlan:
@@ -77,9 +72,4 @@ def plan_choice(call: ChoiceCall[ArraySpec]) -> OperationPlan:
         chosen_slots_kernel, (num_tokens,), arguments, constexprs, writes=tuple(call.outputs()), num_warps=8,
         num_stages=1,
     )  # fmt: skip
-    return OperationPlan(
-        name=call.name,
-        inputs=tuple(call.arrays().items()),
-        outputs=tuple(call.outputs().items()),
-        launches=(launch,),
-    )
+    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs())

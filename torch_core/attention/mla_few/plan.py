@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.attention.copies import array_matrix, byte_matrix, copy_box, copy_descriptor
-from torch_core.attention.mla_few.work import BLOCK_N, PART
+from torch_core.attention.mla_few.work import BLOCK_N, GROUP, ROPE
 from torch_core.attention.operands import output
 from torch_core.calls import LatentCall
 from torch_core.plan.plan import ABSENT, Argument, DeviceLimits, Pointer
@@ -14,6 +14,8 @@ from torch_core.specs import ArraySpec
 __all__ = ["few_latent_operands"]
 
 _ARCH = 90
+# Tiles that shared memory has room for.
+_SLOTS, _PACKED_SLOTS = 5, 4
 _ARRAYS = frozenset(("query", "latent_cache", "block_tables", "seq_lens", "query_start_loc", "sinks", "k_scale", "out"))
 
 
@@ -45,8 +47,18 @@ def few_latent_operands(
     if latents is None:
         return None
     box = copy_box(call, BLOCK_N.value)
+    # Packed rows end in as many bytes of a rotary key in bfloat16.
+    rope = (2 if call.is_packed else 1) * ROPE.value
     arguments: dict[str, Argument] = {
-        "latent_cache": copy_descriptor("latent_cache", latents, (box, PART.value), call.latent_cache.dtype),
+        "latent_cache": copy_descriptor("latent_cache", latents, (box, GROUP.value), call.latent_cache.dtype),
+        "latent_rope": copy_descriptor("latent_cache", latents, (box, rope), call.latent_cache.dtype),
         "packed": Pointer("latent_cache") if call.is_packed else ABSENT,
     }
-    return arguments, {"BOX": box, "BLOCK_ROWS": latents.block_rows}
+    sizes = {
+        "BOX": box,
+        "BLOCK_ROWS": latents.block_rows,
+        # e4m3 has four bits of eight and of eleven.
+        "TERMS": 2 if call.query.dtype == "bfloat16" else 4,
+        "SLOTS": _PACKED_SLOTS if call.is_packed else _SLOTS,
+    }
+    return arguments, sizes

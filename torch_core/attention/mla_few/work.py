@@ -8,41 +8,55 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.attention.mla_hopper.work import Results
 
-__all__ = ["BLOCK_N", "CHUNKS", "COLUMNS", "PART", "Results", "Room", "Source"]
+__all__ = ["BLOCK_N", "COLUMNS", "GROUP", "GROUPS", "ROPE", "Results", "Room", "Source"]
 
 #: Rows (query token, head) of a program, and tokens of one step.
 COLUMNS = gl.constexpr(16)
 BLOCK_N = gl.constexpr(64)
-#: Elements of a row that are copied and converted together, and how many such parts a row has.
-PART = gl.constexpr(64)
-CHUNKS = gl.constexpr(9)
+#: Elements of a latent that are copied and converted together, how many such groups it has, and its rotary key.
+GROUP = gl.constexpr(128)
+GROUPS = gl.constexpr(4)
+ROPE = gl.constexpr(64)
 
 
 class Room(NamedTuple):
-    """Shared memory; of most things each warpgroup has its own.
+    """Shared memory.
 
     Attributes:
-        codes: the parts of a tile as the cache holds them.
-        latents: those of a tile as they are multiplied.
-        query: the rows of the query, part by part.
-        weights: of a tile.
+        codes: groups of tiles as the cache holds them: group g of a slot is number `GROUPS * slot + g`.
+        ropes: rotary keys, a slot for each tile.
+        query: groups of the query as sums of e4m3 terms, the terms one behind the other, all rows of each.
+        query_rope: its rotary part: like `query`, for packed rows in bfloat16.
+        weights: of a tile, for each warpgroup; for packed rows those of each group.
         states: maxima and sums of the second warpgroup; what scores of each row are worth.
-        full: barriers: a tile's codes have come.
+        full: barriers: the tile of a slot has come.
+        ready: a barrier: the query is there.
         other: a barrier: what the second warpgroup leaves for the first is there.
     """
 
     codes: Any
-    latents: Any
+    ropes: Any
     query: Any
+    query_rope: Any
     weights: Any
     states: Any
     full: Any
+    ready: Any
     other: Any
 
 
 class Source(NamedTuple):
-    """Where latents are copied from: the cache as rows, also as bytes where they are packed; the sequence's blocks."""
+    """Where rows are copied from.
 
+    Attributes:
+        query: the query.
+        latent_cache, latent_rope: rows of the cache, as seen for groups and for rotary keys.
+        packed: the cache's bytes where its rows are packed, else None.
+        table: the sequence's blocks.
+    """
+
+    query: Any
     latent_cache: Any
+    latent_rope: Any
     packed: Any
     table: Any
