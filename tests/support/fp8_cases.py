@@ -12,7 +12,7 @@ from torch_core.reference.masks import visible_keys
 __all__ = ["assert_matches_fp8_weights", "with_e4m3_weights"]
 
 # As the kernel has them: keys of a tile, where weights begin, and the sums of 16 weights that move a reference.
-_TILE, _TOP, _FEW_TOP, _FEW_KEYS, _LIMIT = 128, 4.0, 1.0, 16, 448.0
+_TILE, _TOP, _FEW_TOP, _FEW_KEYS, _LIMIT = 128, 4.0, 0.0, 32, 448.0
 
 
 def with_e4m3_weights(case: AttentionCase) -> torch.Tensor:

@@ -41,8 +41,8 @@ class HopperBackwardTile:
 WIDE_TILE = HopperBackwardTile(64, 2, 2, block_n=64)
 # By head size, the tiles from a query length on.
 _TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
-    64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2))),
-    128: ((0, HopperBackwardTile(64, 4, 2, heads_together=2)),),
+    64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2, heads_together=4))),
+    128: ((0, HopperBackwardTile(64, 4, 2)), (2048, HopperBackwardTile(64, 4, 2, heads_together=2))),
     192: ((0, WIDE_TILE), (4096, replace(WIDE_TILE, heads_together=4))),
     256: ((0, WIDE_TILE),),
 }

@@ -33,8 +33,8 @@ __all__ = ["fp8_softmax_step"]
 _COUNT = 64
 # Weights begin at 2 to this power; of rows that see few keys of their first tile, lower.
 _TOP = gl.constexpr(4)
-_FEW_TOP = gl.constexpr(1.0)
-_FEW_KEYS = gl.constexpr(16)
+_FEW_TOP = gl.constexpr(0.0)
+_FEW_KEYS = gl.constexpr(32)
 _TOP_BITS = "0f40800000"
 # A thread's sums, of 16 weights each, beyond it move the reference: below it no weight is above 448, e4m3's largest.
 _LIMIT = "0f43E00000"
