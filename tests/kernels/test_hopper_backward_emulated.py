@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.support.backward_cases import (
 from tests.support.emulated.run import run_emulated_operation
 from torch_core import ops
 from torch_core.attention.backward_hopper.plan import hopper_backward_plan
+from torch_core.attention.backward_hopper.tiles import HopperBackwardTile
 from torch_core.calls import DenseBackwardCall
 from torch_core.plan.plan import DeviceLimits
 from torch_core.run import array_spec
@@ -23,8 +26,10 @@ from torch_core.specs import AttentionSpec
 _HEAD_SIZES = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
 
-def _run(call: DenseBackwardCall[torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    plan = hopper_backward_plan(call.map(array_spec), DeviceLimits())
+def _run(
+    call: DenseBackwardCall[torch.Tensor], seed: int, tile: HopperBackwardTile | None = None
+) -> dict[str, torch.Tensor]:
+    plan = hopper_backward_plan(call.map(array_spec), DeviceLimits(), tile=tile)
     assert plan is not None
     return run_emulated_operation(plan, call.arrays(), seed)
 
@@ -66,4 +71,13 @@ def test_the_order_in_which_warps_come_changes_no_bit(head_size: int, seed: int)
     )
     call = backward_call(case, ops.run, with_d_lse=False)
     first, second = (_run(call, seed + order) for order in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_heads_that_alternate_have_the_bits_of_heads_one_after_the_other(seed: int) -> None:
+    case = dense_case(
+        seed, key_lens=[130], query_lens=[70], num_heads=2, num_kv_heads=2, head_size=64, dtype="bfloat16"
+    )
+    call = replace(backward_call(case, ops.run, with_d_lse=False), max_query_len=256)
+    first, second = (_run(call, seed, HopperBackwardTile(64, 4, 4, heads_together=n)) for n in (1, 8))
     assert all(torch.equal(first[name], second[name]) for name in first)

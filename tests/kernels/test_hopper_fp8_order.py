@@ -42,7 +42,7 @@ def _words(layout: Any) -> np.ndarray:
 
 
 def _weight_order() -> np.ndarray:
-    """Returns the key at each place of a left operand: the steps of `pack_fp8_weights` on key numbers."""
+    """Returns the key at each place of a left operand: the words of `fp8_softmax_step` on key numbers."""
     bits = np.arange(128).reshape(4, 2, 2, 4, 2).transpose(0, 4, 3, 1, 2).reshape(32, 2, 2)
     low, high = bits[..., 0], bits[..., 1]
     return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], axis=-1).reshape(128)

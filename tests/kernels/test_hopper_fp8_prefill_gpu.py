@@ -104,7 +104,7 @@ def test_a_query_of_zeros_gives_the_mean_of_the_values(head_size, seed):
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_a_row_that_sees_one_key_gives_its_value(head_size, seed):
-    """One weight of 2**8 for each row, at every place of a tile: a key out of place would show."""
+    """One weight, a power of two, for each row, at every place of a tile: a key out of place would show."""
     spec = AttentionSpec(scale=1.0, window_left=0)
     case = paged_case(seed, seq_lens=[600], query_lens=[600], head_size=head_size, spec=spec, **_SIZES)
     out, _ = _run(case)

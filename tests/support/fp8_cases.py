@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_as_exact
@@ -9,14 +11,16 @@ from torch_core.reference.masks import visible_keys
 
 __all__ = ["assert_matches_fp8_weights", "with_e4m3_weights"]
 
-_WEIGHT_SCALE = 2.0**8
+# As the kernel has them: keys of a tile, where weights begin, and the sums of 16 weights that move a reference.
+_TILE, _TOP, _FEW_TOP, _FEW_KEYS, _LIMIT = 128, 4.0, 0.0, 32, 448.0
 
 
 def with_e4m3_weights(case: AttentionCase) -> torch.Tensor:
     """Returns a paged case's output, bfloat16, with weights rounded to e4m3 as the fp8 prefill kernel rounds them.
 
-    A weight is 2**8 * exp(score - the row's maximum); the sum of a row is that of the weights before they are rounded.
-    All else is float32. Masks, windows and sinks are served, no other option but the scales.
+    A row takes tiles of keys from the last to the first; its weights are relative to a reference, which moves where
+    they grow too large. The sum of a row is that of the weights before they are rounded. All else is float32. Masks,
+    windows and sinks are served, no other option but the scales.
     """
     tensors = case.tensors()
     query, cache = tensors["query"].float(), tensors["kv_cache"].float()
@@ -32,19 +36,39 @@ def with_e4m3_weights(case: AttentionCase) -> torch.Tensor:
         visible = visible_keys(rows.stop - rows.start, seq_len, spec=case.spec)
         hidden = ~visible.any(dim=0)[:, None, None]
         key, value = (x.masked_fill(hidden, 0).repeat_interleave(group, dim=1) for x in (key, value))
-        factor = case.spec.scale * tensors.get("q_scale", 1.0) * tensors.get("k_scale", 1.0)
+        factor = case.spec.scale * tensors.get("q_scale", 1.0) * tensors.get("k_scale", 1.0) * math.log2(math.e)
         scores = factor * torch.einsum("ihd,jhd->hij", query[rows], key)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        shift = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-        weights = _WEIGHT_SCALE * torch.exp(scores - shift)
-        total = weights.sum(dim=-1, keepdim=True)
+        sums, total, shift = _sum_tiles(scores.masked_fill(~visible, -torch.inf), value)
         if "sinks" in tensors:
-            total = total + _WEIGHT_SCALE * torch.exp(tensors["sinks"][:, None, None] - shift)
-        weights = weights.to(torch.float8_e4m3fn).float()
-        mean = torch.einsum("hij,jhd->ihd", weights, value) / total.masked_fill(total == 0, 1).permute(1, 0, 2)
+            total = total + torch.exp2(tensors["sinks"][:, None] * math.log2(math.e) - shift)
+        mean = (sums / total.masked_fill(total == 0, 1)[..., None]).permute(1, 0, 2)
         # A row that sees nothing is empty, with a sink too.
         output[rows] = tensors.get("v_scale", 1.0) * mean.masked_fill(~visible.any(dim=1)[:, None, None], 0)
     return output.to(torch.bfloat16)
+
+
+def _sum_tiles(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(Weighted values, sums of weights, what was subtracted from scores) of scores [heads, rows, keys] in log 2."""
+    heads, rows, keys = scores.shape
+    padding = -keys % _TILE
+    scores = torch.nn.functional.pad(scores, (0, padding), value=-torch.inf)
+    value = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, padding))
+    sums, total = torch.zeros(heads, rows, value.shape[-1]), torch.zeros(heads, rows)
+    reference = torch.full((heads, rows), -torch.inf)
+    for tile, part in zip(reversed(scores.split(_TILE, -1)), reversed(value.split(_TILE)), strict=True):
+        # A thread has every fourth pair of columns, and sums even and odd ones apart.
+        threads = torch.exp2(tile - reference[..., None]).reshape(heads, rows, 16, 4, 2).sum(2)
+        new = reference == -torch.inf
+        moves = new | ~(threads.amax((-1, -2)) <= _LIMIT)
+        few = new & (tile.isfinite().sum(-1) < _FEW_KEYS)
+        moved = torch.where(moves, tile.amax(-1) - torch.where(few, _FEW_TOP, _TOP), reference)
+        factor = torch.where(moves & ~new, torch.exp2(reference - moved), 1.0)
+        reference = moved
+        weights = torch.exp2(tile - reference.masked_fill(reference == -torch.inf, 0)[..., None])
+        total = total * factor + weights.sum(-1)
+        rounded = weights.to(torch.float8_e4m3fn).float()
+        sums = sums * factor[..., None] + torch.einsum("hij,jhd->hid", rounded, part)
+    return sums, total, reference.masked_fill(reference == -torch.inf, 0)
 
 
 def assert_matches_fp8_weights(case: AttentionCase, output: torch.Tensor, lse: torch.Tensor | None = None) -> None:

@@ -45,6 +45,7 @@ def hopper_backward_kernel(
     window_right,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
+    HEADS_TOGETHER: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
     VALUE_SIZE: gl.constexpr,
     HEAD_PADDED: gl.constexpr,
@@ -71,8 +72,8 @@ def hopper_backward_kernel(
     A group's gradients of keys and values are summed in registers.
     """
     SHAPE: gl.constexpr = Sizes(
-        NUM_KV_HEADS, GROUP, HEAD_SIZE, VALUE_SIZE, BLOCK_M, BLOCK_N, window_left is not None, QUERY_STRIDE,
-        D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES,
+        NUM_KV_HEADS, GROUP, HEADS_TOGETHER, HEAD_SIZE, VALUE_SIZE, BLOCK_M, BLOCK_N, window_left is not None,
+        QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -66,6 +66,7 @@ def hopper_backward_plan(
         "NUM_HEADS": heads,
         "NUM_KV_HEADS": call.num_kv_heads,
         "GROUP": call.group,
+        "HEADS_TOGETHER": math.gcd(call.num_kv_heads, tile.heads_together),
         "HEAD_SIZE": head_size,
         "HEAD_PADDED": padded(head_size),
         "VALUE_SIZE": call.value_head_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["WIDE_TILE", "HopperBackwardTile", "hopper_backward_tile"]
 
@@ -18,6 +18,7 @@ class HopperBackwardTile:
         key_registers: registers of a thread that works on the gradients of keys and values.
         query_registers: registers of a thread that works on the gradient of queries.
         load_registers: registers of the other threads.
+        heads_together: key/value heads whose programs alternate, at most.
         block_n: keys of a program: 128, or 64 where two warpgroups share the sums of the same keys.
     """
 
@@ -27,6 +28,7 @@ class HopperBackwardTile:
     key_registers: int = 208
     query_registers: int = 72
     load_registers: int = 24
+    heads_together: int = 1
     block_n: int = 128
 
     @property
@@ -39,9 +41,9 @@ class HopperBackwardTile:
 WIDE_TILE = HopperBackwardTile(64, 2, 2, block_n=64)
 # By head size, the tiles from a query length on.
 _TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
-    64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2))),
-    128: ((0, HopperBackwardTile(64, 4, 2)),),
-    192: ((0, WIDE_TILE),),
+    64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2, heads_together=4))),
+    128: ((0, HopperBackwardTile(64, 4, 2)), (2048, HopperBackwardTile(64, 4, 2, heads_together=2))),
+    192: ((0, WIDE_TILE), (4096, replace(WIDE_TILE, heads_together=4))),
     256: ((0, WIDE_TILE),),
 }
 

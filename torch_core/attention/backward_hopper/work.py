@@ -19,6 +19,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         NUM_KV_HEADS, GROUP: key/value heads; query heads of each.
+        HEADS_TOGETHER: key/value heads whose programs alternate.
         HEAD_SIZE, VALUE_SIZE: elements of a head of queries and keys; of values.
         BLOCK_M: queries of a tile.
         BLOCK_N: keys of a program.
@@ -29,6 +30,7 @@ class Sizes(NamedTuple):
 
     NUM_KV_HEADS: Any
     GROUP: Any
+    HEADS_TOGETHER: Any
     HEAD_SIZE: Any
     VALUE_SIZE: Any
     BLOCK_M: Any
@@ -130,16 +132,19 @@ class Item(NamedTuple):
 
 @gluon.jit
 def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE: gl.constexpr):
-    """The work of this program: heads one after the other, so that what is added up stays in the L2 cache.
+    """The work of this program: a few heads at a time, so that what is added up stays in the L2 cache.
 
+    Programs of the same head wait for one another to add to the queries' gradient: the more heads alternate, the fewer.
     Among the tiles of a head those with the most queries under a causal mask come first, and of a sequence the first.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, _SEQS, layout=layout)
+    TOGETHER: gl.constexpr = SHAPE.HEADS_TOGETHER
     share = gl.num_programs(0) // SHAPE.NUM_KV_HEADS
-    rank = gl.program_id(0) % share
+    kv_head = gl.program_id(0) // (share * TOGETHER) * TOGETHER + gl.program_id(0) % TOGETHER
+    rank = gl.program_id(0) % (share * TOGETHER) // TOGETHER
     total = 0
     chunk = 0
     before = 0
@@ -174,7 +179,7 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
         rank < total,
         rank - total,
         share - total,
-        gl.program_id(0) // share,
+        kv_head,
         tile,
         first_key + position,
         keys - position,

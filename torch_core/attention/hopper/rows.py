@@ -11,7 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.attention.hopper.softmax import initial_state, rescale, row_state, softmax_step, unpack_weights
+from torch_core.attention.hopper.softmax import (
+    initial_state,
+    rescale,
+    row_references,
+    row_sums,
+    softmax_step,
+    unpack_weights,
+)
 from torch_core.device.hopper_items import item_count, read_item
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
@@ -95,8 +102,8 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
                 skip_tile(keys, values, step, OWN, SHAPE)
                 step += 1
 
-        row_sum, shift = row_state(state)
-        row_sum = gl.convert_layout(row_sum, ROWS)
+        row_sum = gl.convert_layout(row_sums(state), ROWS)
+        shift = row_references(state)
         if SPLIT:
             _store_partial(
                 acc, row_sum, gl.convert_layout(shift, ROWS), call.split, partial_row, tokens, head, OWN, SHAPE

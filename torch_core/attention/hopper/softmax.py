@@ -23,12 +23,28 @@ import re
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["initial_state", "rescale", "row_state", "softmax_step", "unpack_weights"]
+__all__ = [
+    "FACTOR",
+    "MOVED",
+    "REFERENCE",
+    "SCALE",
+    "SUMS",
+    "agreed_rows",
+    "initial_state",
+    "rescale",
+    "row_factors",
+    "row_maxima",
+    "row_references",
+    "row_shifts",
+    "row_sums",
+    "softmax_step",
+    "unpack_weights",
+]
 
 # Elements of a thread that one test of `rescale` covers.
 _RESCALED = gl.constexpr(32)
 # Places in a thread's registers: column bit 0, row + 8, column bit 3, and so on.
-_REFERENCE, _FACTOR, _MOVED, _SUMS, _SCALE = (0, 2), (4, 6), 5, ((8, 9), (10, 11)), 12
+REFERENCE, FACTOR, MOVED, SUMS, SCALE = (0, 2), (4, 6), 5, ((8, 9), (10, 11)), 12
 # Sums beyond it move the reference; weights must stay below the largest float16 too.
 _LIMIT = "0f44800000"
 _ZERO, _ONE, _NOTHING = "0f00000000", "0f3F800000", "0fFF800000"
@@ -49,7 +65,7 @@ def _weights(count: int, convert: str) -> list[str]:
     return lines
 
 
-def _maxima(count: int) -> list[str]:
+def row_maxima(count: int) -> list[str]:
     """Scaled maxima t<row> of the scores of two rows."""
     lines = []
     for row in (0, 1):
@@ -57,10 +73,10 @@ def _maxima(count: int) -> list[str]:
         lines += [f"mov.f32 c{i}, {score};" for i, score in enumerate(scores[:4])]
         lines += [f"max.f32 c{i % 4}, c{i % 4}, {score};" for i, score in enumerate(scores[4:])]
         lines.append(f"max.f32 c0, c0, c1; max.f32 c2, c2, c3; max.f32 t{row}, c0, c2;")
-    return [*lines, *_agree("max.f32", "t"), "mul.f32 t0, t0, scale; mul.f32 t1, t1, scale;"]
+    return [*lines, *agreed_rows("max.f32", "t"), "mul.f32 t0, t0, scale; mul.f32 t1, t1, scale;"]
 
 
-def _agree(operation: str, name: str) -> list[str]:
+def agreed_rows(operation: str, name: str) -> list[str]:
     """A value for each of two rows, reduced over the four threads that share them."""
     return [
         f"shfl.sync.bfly.b32 c{row}, {name}{row}, {lanes}, 0x1f, 0xffffffff; "
@@ -70,7 +86,7 @@ def _agree(operation: str, name: str) -> list[str]:
     ]
 
 
-def _shifts() -> list[str]:
+def row_shifts() -> list[str]:
     # Rows that have seen no key are shifted by 0: -inf - -inf is NaN.
     return [
         f"setp.gt.f32 q, r{row}, {_NOTHING}; neg.f32 n{row}, r{row}; selp.f32 n{row}, n{row}, {_ZERO}, q;"
@@ -79,35 +95,35 @@ def _shifts() -> list[str]:
 
 
 def _later_tile(count: int, convert: str) -> list[str]:
-    lines = [f"mov.f32 r{row}, $in{_REFERENCE[row]}; neg.f32 n{row}, r{row};" for row in (0, 1)]
+    lines = [f"mov.f32 r{row}, $in{REFERENCE[row]}; neg.f32 n{row}, r{row};" for row in (0, 1)]
     lines += _weights(count, convert)
     # A row before its first key has infinite weights here, or NaN: unordered comparisons send it the long way.
     lines.append(
         f"max.NaN.f32 u0, s00, s01; max.NaN.f32 u1, s10, s11; max.NaN.f32 c0, u0, u1; setp.gtu.f32 q, c0, {_LIMIT}; "
         "vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni settled;"
     )
-    lines += [*_agree("max.NaN.f32", "u"), *_maxima(count)]
+    lines += [*agreed_rows("max.NaN.f32", "u"), *row_maxima(count)]
     for row in (0, 1):
         lines.append(
             f"setp.gtu.f32 p, u{row}, {_LIMIT}; sub.f32 c0, r{row}, t{row}; ex2.approx.ftz.f32 c0, c0; "
             f"setp.gt.and.f32 q, r{row}, {_NOTHING}, p; selp.f32 f{row}, c0, {_ONE}, q; @p mov.f32 r{row}, t{row};"
         )
-    return [*lines, *_shifts(), *_weights(count, convert), f"mov.f32 moved, {_ONE};", "settled:"]
+    return [*lines, *row_shifts(), *_weights(count, convert), f"mov.f32 moved, {_ONE};", "settled:"]
 
 
 def _assembly(count: int, first: bool, convert: str) -> str:
-    lines = [f"mov.f32 scale, $in{_SCALE}; mov.f32 moved, {_ZERO}; mov.f32 f0, {_ONE}; mov.f32 f1, {_ONE};"]
+    lines = [f"mov.f32 scale, $in{SCALE}; mov.f32 moved, {_ZERO}; mov.f32 f0, {_ONE}; mov.f32 f1, {_ONE};"]
     if first:
-        lines += [*_maxima(count), "mov.f32 r0, t0; mov.f32 r1, t1;", *_shifts(), *_weights(count, convert)]
+        lines += [*row_maxima(count), "mov.f32 r0, t0; mov.f32 r1, t1;", *row_shifts(), *_weights(count, convert)]
     else:
         lines += _later_tile(count, convert)
     for row in (0, 1):
-        lines.append(f"mov.f32 $out{_REFERENCE[row]}, r{row}; mov.f32 $out{_FACTOR[row]}, f{row};")
-        for odd, place in enumerate(_SUMS[row]):
+        lines.append(f"mov.f32 $out{REFERENCE[row]}, r{row}; mov.f32 $out{FACTOR[row]}, f{row};")
+        for odd, place in enumerate(SUMS[row]):
             total = f"s{row}{odd}"
             add = f"fma.rn.f32 $out{place}, $in{place}, f{row}, {total};"
             lines.append(f"mov.f32 $out{place}, {total};" if first else add)
-    lines.append(f"mov.f32 $out{_MOVED}, moved; mov.f32 $out{_SCALE}, scale;")
+    lines.append(f"mov.f32 $out{MOVED}, moved; mov.f32 $out{SCALE}, scale;")
     names = "scale, moved, w0, w1, r<2>, f<2>, n<2>, t<2>, u<2>, c<4>, s00, s01, s10, s11"
     text = f"{{ .reg .f32 {names}; .reg .pred p, q; {' '.join(lines)} }}"
     # Operands: pairs and state out, scores and state in.
@@ -178,17 +194,28 @@ def unpack_weights(pairs, q, acc):
 
 
 @gluon.jit
-def row_state(state):
-    """(sum of weights, reference) of every row, `[64]` each."""
-    sums = gl.sum(_place(state, 4) + _place(state, 5), 1)
-    return sums, gl.max(_place(state, 0), 1)
+def row_sums(state):
+    """The sum of the weights of every row, `[64]`."""
+    return gl.sum(_place(state, 4) + _place(state, 5), 1)
+
+
+@gluon.jit
+def row_references(state):
+    """The reference of every row, `[64]`."""
+    return gl.max(_place(state, 0), 1)
+
+
+@gluon.jit
+def row_factors(state, x):
+    """What the last tile did to what rows have summed up so far, in the shape and layout of x."""
+    return _spread(_place(state, 2), x)
 
 
 @gluon.jit
 def rescale(acc, state):
     """acc times the factors of the last tile, which a warp skips unless the reference of one of its rows moved."""
     return gl.inline_asm_elementwise(
-        _RESCALE, _RESCALE_CONSTRAINTS, [acc, _spread(_place(state, 2), acc), _spread(_place(state, 3), acc)],
+        _RESCALE, _RESCALE_CONSTRAINTS, [acc, row_factors(state, acc), _spread(_place(state, 3), acc)],
         dtype=gl.float32, is_pure=True, pack=_RESCALED,
     )  # fmt: skip
 

@@ -86,8 +86,8 @@ def hopper_fp8_prefill_kernel(
 
     The design is that of `hopper_prefill_kernel`, with what 8-bit products ask for (FlashAttention-3's fp8 forward,
     arXiv 2407.08608): the matrix units take values with adjacent keys only, so a warpgroup transposes every tile of
-    them, and puts the keys into the order in which the multiplying threads hold their weights. Weights are scaled by
-    2**8 and rounded to e4m3; their sums are not rounded.
+    them, and puts the keys into the order in which the multiplying threads hold their weights. Weights are scaled so
+    that they begin at 2**4 and rounded to e4m3; their sums are not rounded.
 
     Hopper's matrix units keep about 14 bits of the sums of 8-bit products. With PROMOTE the sums of each tile of 128
     values are added up in float32; without it, long rows lose more.

@@ -13,17 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.attention.hopper_fp8.step import (
-    FP8_WEIGHT_BITS,
-    add_product,
-    attend_fp8_tiles,
-    fp8_softmax_step,
-    pack_fp8_weights,
-    weigh_values,
-)
+from torch_core.attention.hopper.softmax import row_references, row_sums
+from torch_core.attention.hopper_fp8.softmax import fp8_softmax_step, initial_fp8_state
+from torch_core.attention.hopper_fp8.step import add_product, attend_fp8_tiles, unpack_fp8_weights, weigh_values
 from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
-from torch_core.device.hopper_rows import finish_rows, own_tiles, store_lse
+from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
 from torch_core.device.mask import LOG2E
 
@@ -86,47 +81,45 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             stage, phase = ring_slot(keys, step)
             zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
             acc = gl.zeros([64, HEAD_SIZE], gl.float32, O_LAYOUT)
-            row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
             mbarrier.wait(keys.full.index(stage), phase)
             s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(keys.empty.index(stage), count=1)
             position = (span.own_end - 1) * BLOCK_N
-            weights, keep, row_max, row_sum = fp8_softmax_step(
-                s, row_max, None, factor, span.first - position, span.last - position, True, LEFT
-            )
-            weights = pack_fp8_weights(weights)
+            s = mask_scores(s, span.first - position, span.last - position, LEFT)
+            state = initial_fp8_state(factor, span.last - position + 1, S_LAYOUT)
+            words, state = fp8_softmax_step(s, state, True)
             step += 1
 
-            step, acc, row_max, weights, keep, row_sum = attend_fp8_tiles(
-                q, rings, step, acc, row_max, weights, keep, row_sum, factor, span.first, span.last, span.body_end,
-                span.own_end - 1, OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
+            step, acc, words, state = attend_fp8_tiles(
+                q, rings, step, acc, words, state, span.first, span.last, span.body_end, span.own_end - 1, OWN,
+                SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
             )  # fmt: skip
-            step, acc, row_max, weights, keep, row_sum = attend_fp8_tiles(
-                q, rings, step, acc, row_max, weights, keep, row_sum, factor, span.first, span.last, span.body_start,
-                span.body_end, OWN, SHAPE, PROMOTE, False, LEFT, S_LAYOUT,
+            step, acc, words, state = attend_fp8_tiles(
+                q, rings, step, acc, words, state, span.first, span.last, span.body_start, span.body_end, OWN,
+                SHAPE, PROMOTE, False, LEFT, S_LAYOUT,
             )  # fmt: skip
             if LEFT:
-                step, acc, row_max, weights, keep, row_sum = attend_fp8_tiles(
-                    q, rings, step, acc, row_max, weights, keep, row_sum, factor, span.first, span.last, span.own_start,
-                    span.body_start, OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
+                step, acc, words, state = attend_fp8_tiles(
+                    q, rings, step, acc, words, state, span.first, span.last, span.own_start, span.body_start,
+                    OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
                 )  # fmt: skip
 
             before, phase = ring_slot(values, step - 1)
             mbarrier.wait(values.full.index(before), phase)
-            product = weigh_values(weights, values.tiles.index(before), acc, PROMOTE)
+            p = unpack_fp8_weights(words, acc)
+            product = weigh_values(p, values.tiles.index(before), acc, PROMOTE)
             product = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(values.empty.index(before), count=1)
-            acc = add_product(acc, keep, product, PROMOTE)
+            acc = add_product(acc, product, PROMOTE)
             if LEFT:
                 for _ in range(span.start, span.own_start):
                     skip_tile(keys, values, step, OWN, SHAPE)
                     step += 1
 
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+            row_sum = gl.convert_layout(row_sums(state), ROWS)
             empty = row_sum == 0.0
-            # Weights and sums are 2**FP8_WEIGHT_BITS times as large as the maximum alone would make them.
-            shift = gl.where(empty, 0.0, row_max * factor - FP8_WEIGHT_BITS)
+            shift = gl.where(empty, 0.0, gl.convert_layout(row_references(state), ROWS))
             inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, SHAPE.PACK)
             acc = acc * gl.convert_layout(inverse * out_factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
             pointers = output.out + first_row.to(gl.int64) * SHAPE.OUT_STRIDES[0] + head * SHAPE.OUT_STRIDES[1]

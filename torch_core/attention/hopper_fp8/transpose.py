@@ -63,7 +63,7 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
     The weight of such a row is 0, but 0 * NaN of unwritten memory is NaN.
 
     A tile's keys come in the order in which a thread of the matrix units holds their weights: bit 0 of a key's number
-    is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `pack_fp8_weights` has the
+    is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `fp8_softmax_step` has the
     same order.
     """
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
