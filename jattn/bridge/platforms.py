@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -22,7 +23,7 @@ def refused_on(platform: str, name: str, error: Callable[[], Exception]) -> Call
         error: makes what is raised; also outside jit, for an array that is on that platform.
     """
 
-    def refuse(context: object, array: object) -> list[object]:
+    def refuse(context: object, array: object) -> Any:
         raise error()
 
     def look(array: jax.Array) -> jax.Array:

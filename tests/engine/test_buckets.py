@@ -54,7 +54,7 @@ def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
     config = EngineConfig(**SIZES, max_logprobs=0)
     made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=True)
 
-    made.programs._lowered(made._decode_bucket(1, made._full, 1))
+    made.programs._traced(made._decode_bucket(1, made._full, 1)).lower()
 
 
 @pytest.mark.parametrize("guesses", [0, 3])
