@@ -19,13 +19,8 @@ _DOWN = (16, 64, 8, 4)
 
 def plan_one_token(call: ExpertsCall[ArraySpec]) -> OperationPlan:
     """Plans a checked call of one token. Outputs: out."""
-    return OperationPlan(
-        name=call.name,
-        inputs=tuple(call.arrays().items()),
-        outputs=tuple(call.outputs().items()),
-        scratch=(("gated", ArraySpec((call.num_pairs, call.down_kernel.shape[1]), "float32")),),
-        launches=(_gate(call), _down(call)),
-    )
+    scratch = {"gated": ArraySpec((call.num_pairs, call.down_kernel.shape[1]), "float32")}
+    return OperationPlan.of(call.name, call.arrays(), (_gate(call), _down(call)), call.outputs(), scratch)
 
 
 def _gate(call: ExpertsCall[ArraySpec]) -> LaunchPlan:

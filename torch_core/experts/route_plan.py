@@ -27,13 +27,9 @@ def plan_route(call: RouteCall[ArraySpec], limits: DeviceLimits) -> OperationPla
     wanted = max(1, min(_MOST_PARTS, 2 * limits.num_sms // tiles))
     part = max(_LEAST_PART, power_of_two(ceil_div(hidden, wanted)))
     num_parts = ceil_div(hidden, part)
-    return OperationPlan(
-        name=call.name,
-        inputs=tuple(call.arrays().items()),
-        outputs=tuple(call.outputs().items()),
-        scratch=(("parts", ArraySpec((num_parts, num_tokens, call.num_experts), "float32")),),
-        launches=(_logits(call, block_t, block_e, part, num_parts), _selection(call, num_parts)),
-    )
+    launches = (_logits(call, block_t, block_e, part, num_parts), _selection(call, num_parts))
+    scratch = {"parts": ArraySpec((num_parts, num_tokens, call.num_experts), "float32")}
+    return OperationPlan.of(call.name, call.arrays(), launches, call.outputs(), scratch)
 
 
 def _logits(call: RouteCall[ArraySpec], block_t: int, block_e: int, part: int, num_parts: int) -> LaunchPlan:

@@ -71,6 +71,7 @@ class KernelVariant:
 
     def source(self) -> ASTSource:
         """The compiler's view of the variant; its `hash()` covers the kernel's source and everything it calls."""
+        _hash_callees_first(self.kernel)
         source_class = GluonASTSource if self.is_gluon else ASTSource
         return source_class(
             fn=self.kernel,
@@ -148,6 +149,22 @@ def check_fits(name: str, shared_memory: int, limits: DeviceLimits) -> None:
             f"{limits.arch / 10}) gives a block {limits.shared_memory}; use implementation='xla', a smaller head_size, "
             "or a Hopper device."
         )
+
+
+def _hash_callees_first(function: Any) -> None:
+    """Makes Triton hash what a function calls before the function.
+
+    Triton 3.6 (runtime/jit.py, DependenciesFinder._update_hash) takes over the constants of a callee that was hashed
+    before, and forgets those of one that it hashes on the way: which hash a kernel has would depend on who came first.
+    """
+    if getattr(function, "hash", "") is not None:
+        return
+    for name in function.fn.__code__.co_names:
+        callee = function.fn.__globals__.get(name)
+        if callee is not function and hasattr(type(callee), "cache_key"):
+            _hash_callees_first(callee)
+    # Hashed by being asked for it.
+    _ = function.cache_key
 
 
 def _tuple_fields(kernel: Any) -> list[tuple[str, tuple[str, ...]]]:
