@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -56,8 +57,9 @@ def run_emulated_launch(launch: LaunchPlan, tensors: Mapping[str, torch.Tensor],
         given[name] = _argument(argument, tensors)
     (programs,) = launch.grid
     for program in range(programs):
-        language = Language(Machine(seed + program), program, programs, launch.num_warps)
-        _emulated(launch.kernel, language, {})(**given)
+        machine = Machine(seed + program)
+        function = _emulated(launch.kernel, Language(machine, program, programs, launch.num_warps), {})
+        machine.run([(launch.name, launch.num_warps, functools.partial(function, **given))])
 
 
 def _argument(argument: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
