@@ -18,10 +18,11 @@ SIZES = {"even": (2048, 1536), "uneven": (1100, 520)}
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_row_is_multiplied_with_what_stands_around_the_product(sizes, activation, dtype, seed):
+@pytest.mark.parametrize("num_tokens", [1, 13])
+def test_rows_are_multiplied_with_what_stands_around_the_product(num_tokens, sizes, activation, dtype, seed):
     in_size, out_size = SIZES[sizes]
     call = linear_call(
-        seed, 1, in_size=in_size, out_size=out_size, dtype=dtype, activation=activation, norm=True, bias=True,
+        seed, num_tokens, in_size=in_size, out_size=out_size, dtype=dtype, activation=activation, norm=True, bias=True,
         residual=True,
     )  # fmt: skip
     assert_linear_as_exact_as_torch(call, ops.run(call.map(torch.Tensor.cuda))["out"].cpu())

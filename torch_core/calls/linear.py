@@ -14,8 +14,8 @@ from torch_core.specs import QUERY_DTYPES, ArraySpec
 
 __all__ = ["MAX_FUSED_ROWS", "LinearCall"]
 
-#: Rows that the kernels take: of more the libraries' products are as fast.
-MAX_FUSED_ROWS = 1
+#: Rows that the kernels take.
+MAX_FUSED_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,6 @@ class LinearCall(Call[A]):
         """Columns of the result."""
         columns = self.kernel.shape[1]
         return columns if self.activation is None else columns // 2
-
-    @property
-    def is_gate_alone(self) -> bool:
-        """Whether nothing but SiLU and its gate stands around the product."""
-        around = (self.bias, self.norm_weight, self.residual)
-        return self.activation == "silu" and all(array is None for array in around)
 
     @property
     def is_empty(self) -> bool:

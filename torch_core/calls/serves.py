@@ -145,8 +145,6 @@ def _rows(call: Call[Any], implementation: str) -> str | None:
     if implementation != "triton" or not isinstance(call, LinearCall):
         return None
     rows = call.hidden_states.shape[0]
-    if call.is_gate_alone:
-        return None
     return f"hidden_states has {rows} rows and their limit is {MAX_FUSED_ROWS}" if rows > MAX_FUSED_ROWS else None
 
 

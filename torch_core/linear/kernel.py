@@ -1,4 +1,4 @@
-"""One row times a matrix that is read once, with a norm in front and an activation or a sum behind."""
+"""Few rows times a matrix that is read once, with an activation or a sum behind, and the norm of rows."""
 
 from __future__ import annotations
 
@@ -7,76 +7,76 @@ import triton.language as tl
 
 from torch_core.device.activations import gated
 
-__all__ = ["linear_row_kernel"]
+__all__ = ["linear_rows_kernel", "norm_rows_kernel"]
 
 
 @triton.jit
-def linear_row_kernel(
+def linear_rows_kernel(
     x,
-    norm_weight,
     kernel,
     bias,
     residual,
     out,
-    epsilon,
+    num_rows,
+    x_row_stride,
     kernel_row_stride,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
-    """`residual + act(norm(x) @ kernel + bias)`. With an ACTIVATION the kernel's columns are gate and up.
+    """`residual + act(x @ kernel + bias)`. With an ACTIVATION the kernel's columns are gate and up.
 
-    Grid: (tiles of BLOCK_N columns,).
-
-    The norm's factor is one number, so it is taken behind the product: nothing waits for the sum of squares.
+    Grid: (tiles of BLOCK_N columns,). The kernel's columns are the rows of the product, so that few rows are no padding
+    of the matrix units. If COPIED `x` and `kernel` are descriptors, whose tiles the copy engine brings.
     """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < OUT
-    read = tl.where(inside, columns, 0) if OUT % BLOCK_N else columns
-    steps = tl.arange(0, BLOCK_K)
-    weights = kernel + steps[:, None].to(tl.int64) * kernel_row_stride + read[None, :]
-    total = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
-    total_up = tl.zeros([BLOCK_K, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    # Elements are loaded a step ahead by hand: the pipeline takes nothing that is so narrow, and would wait for it.
-    ahead = tl.load(x + steps, mask=steps < IN, other=0.0)
-    if norm_weight is not None:
-        ahead_weight = tl.load(norm_weight + steps, mask=steps < IN, other=0.0)
+    column = tl.program_id(0) * BLOCK_N
+    rows, steps = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    columns = column + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    total_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
-        value = ahead.to(tl.float32)
-        following = start + BLOCK_K + steps
-        ahead = tl.load(x + following, mask=following < IN, other=0.0)
-        if norm_weight is not None:
-            squares += value * value
-            value *= ahead_weight.to(tl.float32)
-            ahead_weight = tl.load(norm_weight + following, mask=following < IN, other=0.0)
-        if IN % BLOCK_K == 0:
-            left = tl.load(weights)
+        if COPIED:
+            values = x.load([0, start])
+            left = kernel.load([start, column])
         else:
-            left = tl.load(weights, mask=(start + steps < IN)[:, None], other=0.0)
-        total += value[:, None] * left.to(tl.float32)
+            live = start + steps < IN
+            values = tl.load(
+                x + rows[:, None] * x_row_stride + (start + steps)[None, :],
+                mask=(rows < num_rows)[:, None] & live[None, :], other=0.0,
+            )  # fmt: skip
+            places = kernel + (start + steps)[:, None].to(tl.int64) * kernel_row_stride + columns[None, :]
+            inside = live[:, None] & (columns < OUT)[None, :]
+            left = tl.load(places, mask=inside, other=0.0)
+        total = tl.dot(left.T, values.T, total, input_precision="ieee")
         if ACTIVATION is not None:
-            if IN % BLOCK_K == 0:
-                right = tl.load(weights + OUT)
-            else:
-                right = tl.load(weights + OUT, mask=(start + steps < IN)[:, None], other=0.0)
-            total_up += value[:, None] * right.to(tl.float32)
-        weights += BLOCK_K * kernel_row_stride
-    result = tl.sum(total, 0)
-    factor = 1.0
-    if norm_weight is not None:
-        factor = tl.rsqrt(tl.sum(squares, 0) / IN + epsilon)
-        result *= factor
+            right = kernel.load([start, OUT + column]) if COPIED else tl.load(places + OUT, mask=inside, other=0.0)
+            total_up = tl.dot(right.T, values.T, total_up, input_precision="ieee")
     if bias is not None:
-        result += tl.load(bias + read).to(tl.float32)
+        total += tl.load(bias + columns, mask=columns < OUT, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION is not None:
-        up = tl.sum(total_up, 0) * factor
         if bias is not None:
-            up += tl.load(bias + OUT + read).to(tl.float32)
-        result = gated(result, up, ACTIVATION)
+            total_up += tl.load(bias + OUT + columns, mask=columns < OUT, other=0.0).to(tl.float32)[:, None]
+        total = gated(total, total_up, ACTIVATION)
+    written = (columns < OUT)[:, None] & (rows < num_rows)[None, :]
+    places = rows[None, :] * OUT + columns[:, None]
     if residual is not None:
-        result = result.to(x.dtype.element_ty).to(tl.float32) + tl.load(residual + read).to(tl.float32)
-    tl.store(out + columns, result.to(out.dtype.element_ty), mask=inside)
+        added = tl.load(residual + places, mask=written, other=0.0).to(tl.float32)
+        total = total.to(out.dtype.element_ty).to(tl.float32) + added
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def norm_rows_kernel(x, weight, out, epsilon, x_row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Divides each row by its root mean square, in float32, and rounds before the weight. Grid: (rows,)."""
+    row, elements = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = elements < SIZE
+    dtype: tl.constexpr = out.dtype.element_ty
+    factors = tl.load(weight + elements, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row * x_row_stride + elements, mask=inside, other=0.0).to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    tl.store(out + row * SIZE + elements, (values.to(dtype).to(tl.float32) * factors).to(dtype), mask=inside)

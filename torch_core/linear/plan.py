@@ -1,15 +1,11 @@
-"""The plan of a linear map of one row: a launch that reads the kernel once."""
+"""The plan of a linear map of few rows: a launch that reads the kernel once, behind one for the norm."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from triton.experimental.gluon.language import NVMMASharedLayout
-
 from torch_core.calls import LinearCall
-from torch_core.linear.hopper import hopper_linear_row_kernel
-from torch_core.linear.hopper_rows import COLUMNS, ROWS, STEPS, hopper_gated_rows_kernel
-from torch_core.linear.kernel import linear_row_kernel
+from torch_core.linear.kernel import linear_rows_kernel, norm_rows_kernel
 from torch_core.linear.tiles import Tile, linear_tile
 from torch_core.plan.operands import ceil_div, named_launch, power_of_two
 from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
@@ -17,88 +13,80 @@ from torch_core.specs import ArraySpec
 
 __all__ = ["plan_linear"]
 
-_ARCH = 90
-# A row and its norm's weights lie in the registers of a program.
-_LONGEST_ROW = 32768
+_COPY_ENGINE_ARCH = 90
+_ALIGNED_BYTES = 16
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def plan_linear(call: LinearCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: out."""
-    if call.hidden_states.shape[0] > 1:
-        return OperationPlan.of(call.name, call.arrays(), (_gated_rows(call, limits),), call.outputs())
-    tile = linear_tile(call.out_size, is_gated=call.activation is not None)
-    launch = _hopper(call, tile) if _is_hopper(call, limits, tile) else _portable(call)
-    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs())
+    launches, scratch, x = [], {}, "hidden_states"
+    if call.norm_weight is not None:
+        x = "normed"
+        scratch[x] = ArraySpec(tuple(call.hidden_states.shape), call.hidden_states.dtype)
+        launches.append(_norm(call))
+    spec = scratch.get(x, call.hidden_states)
+    launches.append(_product(call, x, spec, limits))
+    return OperationPlan.of(call.name, call.arrays(), tuple(launches), call.outputs(), scratch)
 
 
-def _is_hopper(call: LinearCall[ArraySpec], limits: DeviceLimits, tile: Tile) -> bool:
-    """Returns whether the copy engine can follow the kernel, and no step of the row is a part of one."""
-    in_size, stride = call.kernel.shape[0], call.kernel.element_strides[0]
-    return (
-        limits.arch == _ARCH
-        and call.kernel.dtype in ("bfloat16", "float16")
-        and call.activation in (None, "silu")
-        and call.kernel.aligned
-        and stride % 8 == 0
-        and in_size % tile.steps == 0
-        and in_size <= _LONGEST_ROW
+def _norm(call: LinearCall[ArraySpec]) -> LaunchPlan:
+    num_rows, size = call.hidden_states.shape
+    arguments: dict[str, Argument] = {
+        "x": Pointer("hidden_states"),
+        "weight": Pointer("norm_weight"),
+        "out": Pointer("normed"),
+        "epsilon": Scalar(call.norm_epsilon, "fp32"),
+        "x_row_stride": Scalar(call.hidden_states.element_strides[0], "i64"),
+    }
+    constants = {"SIZE": size, "BLOCK": power_of_two(size)}
+    return named_launch(
+        norm_rows_kernel, (num_rows,), arguments, constants, writes=("normed",), num_warps=8, num_stages=1
     )
 
 
-def _hopper(call: LinearCall[ArraySpec], tile: Tile) -> LaunchPlan:
-    box = (tile.steps, tile.columns)
-    layout = NVMMASharedLayout(swizzle_byte_width=2 * tile.columns, element_bitwidth=16, rank=2)
-    kernel = Descriptor("kernel", call.kernel.shape, (call.kernel.element_strides[0], 1), box, layout)
-    in_size = call.kernel.shape[0]
-    constants = {"IN": in_size, "ROW": power_of_two(in_size), "GATED": call.activation is not None}
-    return _launch(hopper_linear_row_kernel, call, tile, {"kernel": kernel}, constants)
-
-
-def _gated_rows(call: LinearCall[ArraySpec], limits: DeviceLimits) -> LaunchPlan:
-    (num_rows, in_size), kernel = call.hidden_states.shape, call.kernel
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def _product(call: LinearCall[ArraySpec], x: str, spec: ArraySpec, limits: DeviceLimits) -> LaunchPlan:
+    (num_rows, in_size), kernel = spec.shape, call.kernel
+    tile = linear_tile(call.out_size, spec.dtype, is_gated=call.activation is not None)
+    block_rows = max(8, power_of_two(num_rows))
+    is_copied = limits.arch >= _COPY_ENGINE_ARCH and _is_matrix(spec) and _is_matrix(kernel)
     arguments: dict[str, Argument] = {
-        "rows": Descriptor(
-            "hidden_states",
-            (num_rows, in_size),
-            (call.hidden_states.element_strides[0], 1),
-            (ROWS.value, STEPS.value),
-            layout,
-        ),
-        "weights": Descriptor(
-            "kernel", kernel.shape, (kernel.element_strides[0], 1), (STEPS.value, COLUMNS.value), layout
-        ),
+        "x": Pointer(x),
+        "kernel": Pointer("kernel"),
         "out": Pointer("out"),
         "num_rows": Scalar(num_rows, "i32", specialize=False),
+        "x_row_stride": Scalar(spec.element_strides[0], "i64"),
+        "kernel_row_stride": Scalar(kernel.element_strides[0], "i64"),
+        **{name: ABSENT if getattr(call, name) is None else Pointer(name) for name in ("bias", "residual")},
     }
-    constants = {"IN": in_size, "OUT": call.out_size, "STAGES": 4}
-    return named_launch(
-        hopper_gated_rows_kernel,
-        (limits.num_sms,),
-        arguments,
-        constants,
-        writes=("out",),
-        num_warps=4,
-        num_stages=1,
-        hot=True,
-    )
-
-
-def _portable(call: LinearCall[ArraySpec]) -> LaunchPlan:
-    arguments = {"kernel": Pointer("kernel"), "kernel_row_stride": Scalar(call.kernel.element_strides[0], "i64")}
-    constants = {"IN": call.kernel.shape[0], "ACTIVATION": call.activation}
-    return _launch(linear_row_kernel, call, Tile(32, 64, 4, 4), arguments, constants)
+    if is_copied:
+        arguments["x"] = _tiles(x, spec, (block_rows, tile.steps))
+        arguments["kernel"] = _tiles("kernel", kernel, (tile.steps, tile.columns))
+    constants: dict[str, Any] = {
+        "IN": in_size,
+        "OUT": call.out_size,
+        "ACTIVATION": call.activation,
+        "BLOCK_M": block_rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.steps,
+        "STAGES": tile.num_stages,
+        "COPIED": is_copied,
+    }
+    return _launch(call, tile, arguments, constants)
 
 
 def _launch(
-    kernel: Any, call: LinearCall[ArraySpec], tile: Tile, arguments: dict[str, Argument], constants: dict[str, Any]
+    call: LinearCall[ArraySpec], tile: Tile, arguments: dict[str, Argument], constants: dict[str, Any]
 ) -> LaunchPlan:
-    given: dict[str, Argument] = {
-        name: ABSENT if getattr(call, name) is None else Pointer(name) for name in ("norm_weight", "bias", "residual")
-    }
-    given |= {"x": Pointer("hidden_states"), "out": Pointer("out"), "epsilon": Scalar(call.norm_epsilon, "fp32")}
-    constants |= {"OUT": call.out_size, "BLOCK_N": tile.columns, "BLOCK_K": tile.steps, "STAGES": tile.num_stages}
     grid = (ceil_div(call.out_size, tile.columns),)
-    return named_launch(
-        kernel, grid, given | arguments, constants, writes=("out",), num_warps=tile.num_warps, num_stages=1, hot=True
-    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "hot": True}
+    return named_launch(linear_rows_kernel, grid, arguments, constants, writes=("out",), **options)
+
+
+def _tiles(name: str, spec: ArraySpec, box: tuple[int, int]) -> Descriptor:
+    return Descriptor(name, spec.shape, (spec.element_strides[0], 1), box)
+
+
+def _is_matrix(spec: ArraySpec) -> bool:
+    """Returns whether the copy engine can follow an array."""
+    return spec.aligned and spec.element_strides[0] * _BYTES[spec.dtype] % _ALIGNED_BYTES == 0

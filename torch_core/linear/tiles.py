@@ -1,4 +1,4 @@
-"""Tiles of a linear map of one row on Hopper, by what was measured."""
+"""Tiles of a linear map of few rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def linear_tile(out_size: int, *, is_gated: bool) -> Tile:
-    """Returns the tile for a result of so many columns."""
+def linear_tile(out_size: int, dtype: str, *, is_gated: bool) -> Tile:
+    """Returns the tile for a result of so many columns: enough programs for the device, enough bytes in flight."""
+    if dtype == "float32":
+        return Tile(32, 32, 4, 3)
     if is_gated:
-        return Tile(32, 64, 4, 5)
-    # Two programs on a multiprocessor, or one.
-    return Tile(32, 256, 8, 4 if out_size > 4224 else 6)
+        return Tile(64, 64, 4, 4)
+    return Tile(64, 128, 4, 4) if out_size > 4224 else Tile(32, 128, 4, 6)

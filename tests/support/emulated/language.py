@@ -90,10 +90,6 @@ class Language:
         with np.errstate(all="ignore"):
             return Tensor(np.exp2(x.array))
 
-    def rsqrt(self, x: Tensor) -> Tensor:
-        with np.errstate(all="ignore"):
-            return Tensor(1 / np.sqrt(x.array))
-
     def floor(self, x: Tensor) -> Tensor:
         return Tensor(np.floor(x.array))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -57,9 +56,8 @@ def run_emulated_launch(launch: LaunchPlan, tensors: Mapping[str, torch.Tensor],
         given[name] = _argument(argument, tensors)
     (programs,) = launch.grid
     for program in range(programs):
-        machine = Machine(seed + program)
-        function = _emulated(launch.kernel, Language(machine, program, programs, launch.num_warps), {})
-        machine.run([(launch.name, launch.num_warps, functools.partial(function, **given))])
+        language = Language(Machine(seed + program), program, programs, launch.num_warps)
+        _emulated(launch.kernel, language, {})(**given)
 
 
 def _argument(argument: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
