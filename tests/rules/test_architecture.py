@@ -31,13 +31,11 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.blocks": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.attention": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.experts": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
-    "torch_core.linear": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.planner": {
         "torch_core.plan",
         "torch_core.attention",
         "torch_core.blocks",
         "torch_core.experts",
-        "torch_core.linear",
         "torch_core.calls",
     },
     "torch_core.variants": {"torch_core.plan", "torch_core.calls", "torch_core.planner"},
@@ -120,7 +118,6 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.blocks": {"triton"},
     "torch_core.attention": {"triton"},
     "torch_core.experts": {"triton"},
-    "torch_core.linear": {"triton"},
 }
 NEVER = {"torch_core": {"jax", "jaxlib", "flax"}}
 FORBIDDEN_CALLS = {"eval", "exec"}
