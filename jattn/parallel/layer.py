@@ -71,4 +71,4 @@ def attend_spread(
     is_near = spec.window_left is not None or spec.attention_chunk is not None or call.alibi_slopes is not None
     if metadata.max_query_len == 1 or is_near or is_rounded:
         new = None
-    return paged_attention(call, axis_name, new=new, split_heads=True, **place)["out"], kv_cache
+    return paged_attention(call, axis_name, new=new, split_heads=True, peers=metadata.peers, **place)["out"], kv_cache
