@@ -108,8 +108,7 @@ def all_gather_attention(
 
     Args:
         query, key, value, axis_name, causal: as in `ring_attention`.
-        **options: those of `jattn.attention`: scale, sliding_window, attention_chunk, alibi_slopes, sinks,
-            logits_soft_cap, implementation ...
+        **options: further ones of `jattn.attention`.
 
     Returns:
         float[batch, tokens, num_heads, value_head_size].
