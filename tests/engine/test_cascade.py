@@ -58,7 +58,8 @@ def test_requests_that_share_nothing_run_the_plain_program(decoder, seed) -> Non
     ids=["off", "batch invariant", "no prefix cache", "one sequence", "window", "ALiBi"],
 )
 def test_where_it_cannot_serve_no_program_is_made_for_it(model_changes, changes) -> None:
-    model, config = tiny_decoder(**model_changes), EngineConfig(**(SIZES | {"enable_cascade_attention": True} | changes))
+    model = tiny_decoder(**model_changes)
+    config = EngineConfig(**(SIZES | {"enable_cascade_attention": True} | changes))
 
     assert Cascade.of(model, config, group_layers(model.paged_spec.windows)) is None
 
