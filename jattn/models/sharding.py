@@ -60,12 +60,14 @@ class ParameterShards:
     def placed(self, array: jax.Array | np.ndarray, mesh: Mesh) -> jax.Array:
         """Returns the parts of a whole parameter, each on its device.
 
-        From a device the parameter first goes to every device of the mesh, whole, and each keeps its own part.
+        From a device the parameter first goes to every device of the mesh, whole, and each keeps its own part. Over
+        several processes each gives the whole, or all give an array that is spread over them.
         """
         sharding = NamedSharding(mesh, self.spec)
-        if self.order is None and isinstance(array, jax.Array) and sharding.is_fully_addressable:
+        on_devices = isinstance(array, jax.Array) and array.is_fully_addressable == sharding.is_fully_addressable
+        if self.order is None and on_devices:
             return jax.device_put(array, sharding)
-        if not isinstance(array, jax.Array) or not sharding.is_fully_addressable:
+        if not on_devices:
             host = np.asarray(array)
             return self.loaded(lambda axis, places: host if axis is None else host.take(places, axis), host.dtype, mesh)
         everywhere = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
