@@ -203,6 +203,7 @@ class Decoder(nnx.Module):
             if config.layer_windows
             else (),
             eos_token_ids=config.eos_token_ids,
+            forced_eos_token_id=config.forced_eos_token_id,
         )
 
     def __call__(
