@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     config = dataclasses.replace(config, default_sampling=llm.default_sampling)
     if llm.generates and not arguments.no_warmup:
         # Minutes on a CPU, and a progress bar is for terminals alone.
-        print("jattn: compiling what any request can need; --no-warmup serves at once", file=sys.stderr, flush=True)
+        sys.stderr.write("jattn: compiling what any request can need; --no-warmup serves at once\n")
         llm.engine.warmup()
     if not arguments.no_access_log:
         # A stream of its own: lines of JSON and nothing else.
