@@ -11,12 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import make_ring, open_slot
 
-__all__ = ["COLUMNS", "HALF", "ROWS", "STEPS", "hopper_expert_product_kernel"]
+__all__ = ["COLUMNS", "ROWS", "STEPS", "hopper_expert_product_kernel"]
 
 #: Rows and columns of a tile, elements of a row that one step multiplies.
 ROWS = gl.constexpr(128)
-#: Rows of a warpgroup, and of one copy.
-HALF = gl.constexpr(64)
 COLUMNS = gl.constexpr(256)
 STEPS = gl.constexpr(64)
 
@@ -61,7 +59,7 @@ def hopper_expert_product_kernel(
 ):
     """Tile `i` of ROWS rows of `out` is the product of tile `i` of `rows` with the kernel of its expert.
 
-    A program of a persistent grid: one warp fills a ring of tiles by the copy engine, two warpgroups of HALF the rows
+    A program of a persistent grid: one warp fills a ring of tiles by the copy engine, two warpgroups of 64 rows
     multiply. What rows of padding hold goes into nobody else's.
     """
     dtype: gl.constexpr = out.dtype.element_ty
@@ -84,20 +82,20 @@ def hopper_expert_product_kernel(
 
 @gluon.jit
 def _multiply(OWN: gl.constexpr, work, ring, weight_tiles, IN: gl.constexpr, OUT: gl.constexpr):
-    """One warpgroup: the rows HALF * OWN and on of each tile."""
+    """One warpgroup: the rows 64 * OWN and on of each tile."""
     TILES: gl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     STAGES: gl.constexpr = ring.full.shape[0]
     step = 0
     for item in range(gl.program_id(0), work.items, gl.num_programs(0)):
         tile = item // TILES
-        first = tile * ROWS + OWN * HALF
+        first = tile * ROWS + OWN * 64
         # The last tile of an expert has half its rows on average: half the products will do for it then.
         if gl.load(work.sorted_ids + first) >= 0:
-            acc = gl.zeros([HALF, COLUMNS], gl.float32, _PRODUCT)
+            acc = gl.zeros([64, COLUMNS], gl.float32, _PRODUCT)
             for i in range(IN // STEPS):
                 slot = step % STAGES
                 mbarrier.wait(ring.full.index(slot), (step // STAGES) & 1)
-                left = ring.tiles.index(slot).slice(OWN * HALF, HALF)
+                left = ring.tiles.index(slot).slice(OWN * 64, 64)
                 acc = warpgroup_mma(left, weight_tiles.index(slot), acc, is_async=True)
                 # The product before this one is done with its slot.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -111,7 +109,7 @@ def _multiply(OWN: gl.constexpr, work, ring, weight_tiles, IN: gl.constexpr, OUT
             column = item % TILES * COLUMNS
             expert = gl.load(work.tile_experts + tile)
             # Half by half: whole rows of a tile would need the room of a slot more.
-            halves = gl.split(acc.reshape([HALF, 2, COLUMNS // 2]).permute(0, 2, 1))
+            halves = gl.split(acc.reshape([64, 2, COLUMNS // 2]).permute(0, 2, 1))
             _store_half(halves[0], expert, first, column, work, OUT)
             _store_half(halves[1], expert, first, column + COLUMNS // 2, work, OUT)
         else:
@@ -129,7 +127,7 @@ def _store_half(half, expert, first, column, work, OUT: gl.constexpr):
         added = gl.load(work.bias + expert.to(gl.int64) * OUT + columns, mask=columns < OUT, other=0.0)
         half += added.to(gl.float32)[None, :]
     result = gl.convert_layout(half.to(work.out.dtype.element_ty), _STORES)
-    rows = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, _STORES))
+    rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, _STORES))
     columns = column + gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, _STORES))
     gl.store(work.out + rows.to(gl.int64)[:, None] * OUT + columns[None, :], result, mask=(columns < OUT)[None, :])
 
@@ -144,17 +142,11 @@ def _load_tiles(work, ring, weight_tiles, IN: gl.constexpr, OUT: gl.constexpr):
         tile = item // TILES
         column = item % TILES * COLUMNS
         row = gl.load(work.tile_experts + tile) * IN
-        is_whole = gl.load(work.sorted_ids + tile * ROWS + HALF) >= 0
         for i in range(IN // STEPS):
             slot = step % STAGES
             full = ring.full.index(slot)
             mbarrier.wait(ring.empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            rows = ring.tiles.index(slot)
-            if is_whole:
-                mbarrier.expect(full, 2 * STEPS * (ROWS + COLUMNS))
-                async_load(work.rows, [tile * ROWS + HALF, i * STEPS], full, rows.slice(HALF, HALF))
-            else:
-                mbarrier.expect(full, 2 * STEPS * (HALF + COLUMNS))
-            async_load(work.rows, [tile * ROWS, i * STEPS], full, rows.slice(0, HALF))
+            mbarrier.expect(full, 2 * STEPS * (ROWS + COLUMNS))
+            async_load(work.rows, [tile * ROWS, i * STEPS], full, ring.tiles.index(slot))
             async_load(work.weights, [row + i * STEPS, column], full, weight_tiles.index(slot))
             step += 1

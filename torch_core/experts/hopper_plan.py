@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.calls import ExpertsCall
-from torch_core.experts.hopper import COLUMNS, HALF, ROWS, STEPS, hopper_expert_product_kernel
+from torch_core.experts.hopper import COLUMNS, ROWS, STEPS, hopper_expert_product_kernel
 from torch_core.experts.tiles import Tile
 from torch_core.plan.operands import named_launch
 from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
@@ -38,7 +38,7 @@ def hopper_product(call: ExpertsCall[ArraySpec], limits: DeviceLimits, num_tiles
     stride = call.down_kernel.element_strides[1]
     arguments: dict[str, Argument] = {
         "rows": Descriptor(
-            "gated", (num_tiles * ROWS.value, in_size), (in_size, 1), (HALF.value, STEPS.value), _MATRIX
+            "gated", (num_tiles * ROWS.value, in_size), (in_size, 1), (ROWS.value, STEPS.value), _MATRIX
         ),
         "weights": Descriptor(
             "down_kernel", (experts * in_size, out_size), (stride, 1), (STEPS.value, COLUMNS.value), _MATRIX
