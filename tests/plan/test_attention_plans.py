@@ -75,11 +75,6 @@ def test_chunks_grow_with_the_static_size_of_the_batch():
     assert sizes[0] < sizes[-1]
 
 
-@pytest.mark.parametrize(("table_tokens", "chunk"), [(131072, 4096), (262144, 3072), (524288, 3584)])
-def test_of_few_waves_of_programs_the_last_is_nearly_full(table_tokens, chunk):
-    assert chunk_size(num_seqs=1, table_tokens=table_tokens, head_programs=8, key_bytes=2) == chunk
-
-
 @pytest.mark.parametrize("key_bytes", [1, 2, 4])
 @pytest.mark.parametrize("table_tokens", [16, 1000, 1088, 2112, 8192, 8256, 100_000])
 def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_bytes):

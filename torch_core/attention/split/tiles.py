@@ -15,11 +15,6 @@ _MAX_CHUNK = 4096
 _TARGET_PROGRAMS = 256
 _SMALL_WORK = {1: 1 << 16, 2: 1 << 17, 4: 1 << 17}
 _SMALL_TARGET = 128
-# Programs of 16-bit keys that the device holds, three on a multiprocessor. Of few waves the last one must be nearly
-# full: 512 programs took 306 us over 262,144 keys, 256 of twice as many keys each 264.
-_HELD_PROGRAMS = 396
-_FEW_WAVES = 3
-_LONG_TABLE = 1 << 16
 # Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
 # the table is wide, and leave after about a microsecond.
 _MAX_PROGRAMS = 8192
@@ -65,10 +60,7 @@ def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_byte
     work = num_seqs * table_tokens * head_programs
     if work <= _SMALL_WORK[key_bytes]:
         return max(_MIN_CHUNK, power_of_two(ceil_div(work, _SMALL_TARGET)))
-    waves = ceil_div(work, _MAX_CHUNK * _HELD_PROGRAMS)
-    is_uneven = key_bytes == 2 and 1 < waves <= _FEW_WAVES and table_tokens > _LONG_TABLE
-    most = ceil_div(work, waves * _HELD_PROGRAMS) if is_uneven else _MAX_CHUNK
-    wanted = max(_MIN_CHUNK, min(most, ceil_div(work, _TARGET_PROGRAMS)), ceil_div(work, _MAX_PROGRAMS))
+    wanted = max(_MIN_CHUNK, min(_MAX_CHUNK, ceil_div(work, _TARGET_PROGRAMS)), ceil_div(work, _MAX_PROGRAMS))
     if wanted >= table_tokens:
         return max(_MIN_CHUNK, power_of_two(table_tokens))
     chunk = ceil_div(table_tokens, ceil_div(table_tokens, wanted))
