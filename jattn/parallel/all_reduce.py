@@ -60,9 +60,7 @@ class Peers:
         return cls(table, workspace)
 
 
-def all_reduce(
-    x: jax.Array, axis_name: str, peers: jax.Array | None = None, *, residual: jax.Array | None = None
-) -> jax.Array:
+def all_reduce(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:
     """Returns the sum over a mesh axis, inside `jax.shard_map`: of small arrays by the kernel, of others by `psum`.
 
     The kernel adds in float32 in the order of devices and rounds once, so that all have the same bits. It has no
@@ -72,7 +70,6 @@ def all_reduce(
         x: this device's part.
         axis_name: the mesh axis.
         peers: this device's part of `Peers.table`; None for `psum` always.
-        residual: like x and the same on all devices; it is added to the rounded sum.
     """
     if peers is not None:
         # Needs triton, which whoever made the table has found.
@@ -80,11 +77,8 @@ def all_reduce(
 
         spec, world = array_spec(x), jax.lax.axis_size(axis_name)
         if sums(spec, world):
-            plan = plan_all_reduce(spec, world, has_residual=residual is not None)
-            given = {"x": x, "peers": peers} if residual is None else {"x": x, "residual": residual, "peers": peers}
-            return call_operation(plan, given)["out"]
-    found = jax.lax.psum(x, axis_name)
-    return found if residual is None else residual + found
+            return call_operation(plan_all_reduce(spec, world), {"x": x, "peers": peers})["out"]
+    return jax.lax.psum(x, axis_name)
 
 
 def exchange(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:

@@ -27,23 +27,19 @@ class Devices:
         rows = np.asarray([[rank, own, *addresses] for rank, own in enumerate(addresses)], np.uint64)
         self.tables = torch.from_numpy(rows.view(np.int32))
 
-    def run(
-        self, rank: int, x: torch.Tensor, plan: OperationPlan | None = None, **further: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, rank: int, x: torch.Tensor, plan: OperationPlan | None = None) -> torch.Tensor:
         plan = plan_all_reduce(ArraySpec(tuple(x.shape), dtype_name(x.dtype)), WORLD) if plan is None else plan
-        return run_interpreted_operation(_impatient(plan), {"x": x, "peers": self.tables[rank], **further})["out"]
+        return run_interpreted_operation(_impatient(plan), {"x": x, "peers": self.tables[rank]})["out"]
 
-    def summed(
-        self, parts: list[torch.Tensor], plan: OperationPlan | None = None, **further: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def summed(self, parts: list[torch.Tensor], plan: OperationPlan | None = None) -> list[torch.Tensor]:
         """What every rank gets: the first one's blocks run again, once the others have sent theirs."""
         num_blocks = -(-parts[0].nbytes // 1024)
         counts = [workspace.view(torch.int32)[:num_blocks] for workspace in self.workspaces]
         before = counts[0].clone()
-        self.run(0, parts[0], plan, **further)
-        others = [self.run(rank, part, plan, **further) for rank, part in enumerate(parts[1:], 1)]
+        self.run(0, parts[0], plan)
+        others = [self.run(rank, part, plan) for rank, part in enumerate(parts[1:], 1)]
         counts[0].copy_(before)
-        return [self.run(0, parts[0], plan, **further), *others]
+        return [self.run(0, parts[0], plan), *others]
 
 
 def _impatient(plan: OperationPlan) -> OperationPlan:
@@ -65,17 +61,6 @@ def test_every_rank_has_the_float32_sum_rounded_once(dtype: str, shape: tuple[in
     results = Devices().summed(parts)
 
     expected = (parts[0].float() + parts[1].float()).to(torch_dtype(dtype))
-    assert all(torch.equal(result, expected) for result in results)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_residual_is_added_to_the_rounded_sum(dtype: str, seed: int) -> None:
-    parts, residual = parts_of((3, 514), dtype, seed), parts_of((3, 514), dtype, seed + 1)[0]
-    plan = plan_all_reduce(ArraySpec((3, 514), dtype), WORLD, has_residual=True)
-
-    results = Devices().summed(parts, plan, residual=residual)
-
-    expected = residual + (parts[0].float() + parts[1].float()).to(torch_dtype(dtype))
     assert all(torch.equal(result, expected) for result in results)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -80,50 +77,6 @@ def test_each_has_what_all_have_for_it(parts: int, dtype: str, seed: int) -> Non
     found = exchanged(jax.device_put(x, NamedSharding(mesh, SPLIT)), peers.table)
     for rank in range(2):
         np.testing.assert_array_equal(found[rank], x[:, rank % parts])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_residual_is_added_to_the_rounded_sum(dtype: str, seed: int) -> None:
-    mesh, peers = peers_of_two()
-    x = jax.random.normal(jax.random.key(seed), (2, 2, 4096), dtype)
-    residual = jnp.full((2, 4096), 0.3, dtype)
-    summed = mapped(lambda x, table: parallel.all_reduce(x, "tp", table, residual=residual[None]), mesh)
-
-    found = summed(jax.device_put(x, NamedSharding(mesh, SPLIT)), peers.table)
-    first, second = x.astype(jnp.float32)
-    for each in found:
-        np.testing.assert_array_equal(each, residual + (first + second).astype(dtype))
-
-
-# In a process of its own: it loses its GPUs.
-ALONE = """
-from dataclasses import replace
-import jax, jax.numpy as jnp, numpy as np
-from jattn import parallel
-from jattn.bridge.native import call_operation
-from torch_core.all_reduce.plan import plan_all_reduce
-from torch_core.specs import ArraySpec
-mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2], object), ("tp",))
-peers = parallel.Peers.of(mesh, "tp")
-plan = plan_all_reduce(ArraySpec((64,), "float32"), 2)
-(launch,) = plan.launches
-constants = dict(launch.constexprs) | {"MAX_POLLS": 1 << 16}
-plan = replace(plan, launches=(replace(launch, constexprs=tuple(constants.items())),))
-x = jax.device_put(jnp.ones(64), jax.devices()[0])
-table = peers.table.addressable_shards[0].data
-try:
-    jax.block_until_ready(jax.jit(lambda x, table: call_operation(plan, {"x": x, "peers": table}))(x, table))
-except jax.errors.JaxRuntimeError:
-    print("an error")
-"""
-
-
-def test_a_device_that_is_waited_for_in_vain_is_an_error() -> None:
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert "an error" in done.stdout, done.stderr
 
 
 def test_a_large_array_is_summed_by_psum() -> None:

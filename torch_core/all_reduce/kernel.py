@@ -18,7 +18,6 @@ __all__ = ["all_reduce_kernel", "exchange_kernel", "stop_with_an_error"]
 @triton.jit
 def all_reduce_kernel(
     x,
-    residual,
     peers,
     out,
     num_words,
@@ -27,11 +26,7 @@ def all_reduce_kernel(
     MAX_BLOCKS: tl.constexpr,
     MAX_POLLS: tl.constexpr,
 ):
-    """Writes the sum over WORLD devices of BLOCK 32-bit words of x, added in float32 in the order of ranks.
-
-    A residual is added to the rounded sum, as a launch of its own would.
-    """
-    ELEMENT: tl.constexpr = out.dtype.element_ty
+    """Writes the sum over WORLD devices of BLOCK 32-bit words of x, added in float32 in the order of ranks."""
     block = tl.program_id(0)
     own, calls, call = _begin(peers, block)
     index = block * BLOCK + tl.arange(0, BLOCK)
@@ -44,15 +39,17 @@ def all_reduce_kernel(
     high = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(WORLD):
         found = _receive(own, peer, index, mask, call, WORLD, BLOCK, MAX_BLOCKS, MAX_POLLS)
-        found_low, found_high = _floats(found, ELEMENT)
-        low += found_low
-        high += found_high
-    total = _words(low, high, ELEMENT)
-    if residual is not None:
-        added = tl.load(residual.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
-        low, high = _floats(total, ELEMENT)
-        added_low, added_high = _floats(added, ELEMENT)
-        total = _words(low + added_low, high + added_high, ELEMENT)
+        if out.dtype.element_ty == tl.float32:
+            low += found.to(tl.float32, bitcast=True)
+        else:
+            low += found.to(tl.int16).to(out.dtype.element_ty, bitcast=True).to(tl.float32)
+            high += (found >> 16).to(tl.int16).to(out.dtype.element_ty, bitcast=True).to(tl.float32)
+
+    if out.dtype.element_ty == tl.float32:
+        total = low.to(tl.int32, bitcast=True)
+    else:
+        bits_low = low.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        total = bits_low | (high.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) << 16)
     tl.store(out.to(tl.pointer_type(tl.int32)) + index, total, mask=mask)
     tl.store(calls, call)
 
@@ -63,23 +60,22 @@ def exchange_kernel(
     peers,
     out,
     num_words,
+    part_stride,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     MAX_POLLS: tl.constexpr,
-    IS_ONE_PART: tl.constexpr,
 ):
     """Writes part [rank] of every device's x, BLOCK 32-bit words of it, one behind the other in the order of ranks.
 
-    With IS_ONE_PART what x is goes to all.
+    With a part_stride of 0 all have the one part that x is.
     """
     block = tl.program_id(0)
     own, calls, call = _begin(peers, block)
     index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_words
     for peer in tl.static_range(WORLD):
-        part = 0 if IS_ONE_PART else peer * num_words
-        word = tl.load(x + part + index, mask=mask, other=0)
+        word = tl.load(x + peer * part_stride + index, mask=mask, other=0)
         _send(word, peers, peer, index, mask, call, WORLD, BLOCK, MAX_BLOCKS)
     for peer in tl.static_range(WORLD):
         found = _receive(own, peer, index, mask, call, WORLD, BLOCK, MAX_BLOCKS, MAX_POLLS)
@@ -132,28 +128,6 @@ def _receive(
         stop_with_an_error()
     # All ones are a NaN in every float type.
     return tl.where(is_late, -1, found.to(tl.int32))
-
-
-@triton.jit
-def _floats(words, ELEMENT: tl.constexpr):
-    """Returns the two numbers of each word in float32; one, and 0, where ELEMENT is as wide as a word."""
-    if ELEMENT.primitive_bitwidth == 32:
-        low = words.to(tl.float32, bitcast=True)
-        high = tl.zeros_like(low)
-    else:
-        low = words.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@triton.jit
-def _words(low, high, ELEMENT: tl.constexpr):
-    if ELEMENT.primitive_bitwidth == 32:
-        words = low.to(tl.int32, bitcast=True)
-    else:
-        words = low.to(ELEMENT).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        words |= high.to(ELEMENT).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return words
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_core.all_reduce.kernel import all_reduce_kernel, exchange_kernel
 from torch_core.errors import InvalidInput
 from torch_core.plan.operands import ceil_div, named_launch
-from torch_core.plan.plan import ABSENT, Argument, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import OperationPlan, Pointer, Scalar
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
 __all__ = ["exchanges", "peers_size", "plan_all_reduce", "plan_exchange", "sums", "workspace_words"]
@@ -38,13 +38,12 @@ def peers_size(world: int) -> int:
     return 4 + 2 * world
 
 
-def plan_all_reduce(x: ArraySpec, world: int, *, has_residual: bool = False) -> OperationPlan:
-    """Plans the sum of x over devices; buffers are "x", "residual" if there is one, "peers" and "out".
+def plan_all_reduce(x: ArraySpec, world: int) -> OperationPlan:
+    """Plans the sum of x over devices; buffers are "x", "peers" and "out".
 
     Args:
         x: each device's part, contiguous.
         world: devices.
-        has_residual: an array like x, the same on all devices, is added to the sum.
 
     Raises:
         InvalidInput: a dtype or a size that the kernel does not take.
@@ -54,8 +53,7 @@ def plan_all_reduce(x: ArraySpec, world: int, *, has_residual: bool = False) -> 
             f"all_reduce: x is {x.dtype}{list(x.shape)}; over {world} devices it must be of {', '.join(_DTYPES)}, and "
             f"of whole 32-bit words, {_max_bytes(world)} bytes at most. Sum it with jax.lax.psum."
         )
-    given = {"x": x, "residual": x} if has_residual else {"x": x}
-    return _plan("all_reduce", all_reduce_kernel, given, x, _num_bytes(x) // 4, world)
+    return _plan("all_reduce", all_reduce_kernel, x, x, _num_bytes(x) // 4, world)
 
 
 def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
@@ -74,28 +72,28 @@ def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
             f"exchange: x is {x.dtype}{list(x.shape)}; over {world} devices it must be int32, one part or {world}, of "
             f"{_max_bytes(world)} bytes at most. Move it with jax.lax.all_gather or all_to_all."
         )
-    out = ArraySpec((world, words), "int32")
-    return _plan("exchange", exchange_kernel, {"x": x}, out, words, world, IS_ONE_PART=parts == 1)
+    stride = {"part_stride": Scalar(words if parts > 1 else 0, "i32", specialize=False)}
+    return _plan("exchange", exchange_kernel, x, ArraySpec((world, words), "int32"), words, world, stride)
 
 
 def _plan(
     name: str,
     kernel: object,
-    given: dict[str, ArraySpec],
+    x: ArraySpec,
     out: ArraySpec,
     num_words: int,
     world: int,
-    **further: bool,
+    further: dict[str, Scalar] | None = None,
 ) -> OperationPlan:
-    inputs = {**given, "peers": ArraySpec((peers_size(world),), "int32")}
-    arguments: dict[str, Argument] = {
-        "residual": ABSENT,
-        **{name: Pointer(name) for name in (*inputs, "out")},
+    arguments = {
+        **{name: Pointer(name) for name in ("x", "peers", "out")},
         "num_words": Scalar(num_words, "i32", specialize=False),
+        **(further or {}),
     }
-    constants = {"WORLD": world, "BLOCK": _BLOCK, "MAX_BLOCKS": _MAX_BLOCKS, "MAX_POLLS": _MAX_POLLS, **further}
+    constants = {"WORLD": world, "BLOCK": _BLOCK, "MAX_BLOCKS": _MAX_BLOCKS, "MAX_POLLS": _MAX_POLLS}
     options = {"writes": ("out",), "num_warps": _WARPS, "num_stages": 1, "hot": True}
     launch = named_launch(kernel, (ceil_div(num_words, _BLOCK),), arguments, constants, **options)
+    inputs = {"x": x, "peers": ArraySpec((peers_size(world),), "int32")}
     return OperationPlan.of(name, inputs, (launch,), {"out": ArraySpec(out.shape, out.dtype)})
 
 
