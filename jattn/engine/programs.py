@@ -82,8 +82,9 @@ class Programs:
         operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs))))
         # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
         is_wide = all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
-        self._is_on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
-        self._has_cublas = is_wide and self._is_on_gpu
+        self._has_cublas = is_wide and any(
+            device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
+        )
         cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
         self._step, self._compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
 
@@ -126,14 +127,8 @@ class Programs:
         return self._step.trace(*self._operands, state, buffer, self._peers, bucket=bucket, max_blocks=self._max_blocks)
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
-        options = {}
-        if self._has_cublas and bucket.num_inputs in _CUBLAS_ROWS:
-            options["xla_gpu_enable_triton_gemm"] = False
-        if self._is_on_gpu and bucket.num_inputs == 1:
-            # XLA makes a multiplication and a sum of a product of one row with up to 16 MiB of weights, at a third of
-            # the speed of a product.
-            options["xla_gpu_enable_dot_strength_reduction"] = False
-        return lowered.compile(compiler_options=options or None)
+        prefers_cublas = self._has_cublas and bucket.num_inputs in _CUBLAS_ROWS
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if prefers_cublas else None)
 
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
         self._compiled[bucket] = compiled
