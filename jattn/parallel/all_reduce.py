@@ -108,7 +108,12 @@ def exchange(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> ja
 
 
 def _see_each_other(devices: list[Any]) -> bool:
-    if any(device.platform != "gpu" or device.process_index != jax.process_index() for device in devices):
+    # Not by their platform, "gpu", which AMD's have too.
+    try:
+        own = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return False
+    if any(device not in own for device in devices):
         return False
     can_access = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
     answer = ctypes.c_int(0)
