@@ -20,6 +20,7 @@ from torch_core.calls import (
     IndexerCall,
     LatentCall,
     LatentWriteCall,
+    LinearCall,
     MergeCall,
     PagedCall,
     RotaryWriteCall,
@@ -97,6 +98,7 @@ for _call_class in (
     ChoiceCall,
     ExpertsCall,
     RouteCall,
+    LinearCall,
     SharedPrefix,
 ):
     _register(_call_class)
