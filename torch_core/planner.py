@@ -22,7 +22,6 @@ from torch_core.calls import (
     IndexerCall,
     LatentCall,
     LatentWriteCall,
-    LinearCall,
     MergeCall,
     RotaryWriteCall,
     RouteCall,
@@ -32,7 +31,6 @@ from torch_core.calls import (
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.experts.plan import plan_experts
 from torch_core.experts.route_plan import plan_route
-from torch_core.linear.plan import plan_linear
 from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.specs import ArraySpec
 
@@ -84,8 +82,6 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         return plan_experts(call, limits)
     if isinstance(call, RouteCall):
         return plan_route(call, limits)
-    if isinstance(call, LinearCall):
-        return plan_linear(call, limits)
     raise InvalidInput(f"{type(call).__name__} is no call that the kernels have a plan for.")
 
 

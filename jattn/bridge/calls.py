@@ -20,7 +20,6 @@ from torch_core.calls import (
     IndexerCall,
     LatentCall,
     LatentWriteCall,
-    LinearCall,
     MergeCall,
     PagedCall,
     RotaryWriteCall,
@@ -98,7 +97,6 @@ for _call_class in (
     ChoiceCall,
     ExpertsCall,
     RouteCall,
-    LinearCall,
     SharedPrefix,
 ):
     _register(_call_class)

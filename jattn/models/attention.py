@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn.metadata import AttentionMetadata
 from jattn.models.config import ModelConfig
-from jattn.models.layers import linear, norm, projected
+from jattn.models.layers import linear, norm
 from jattn.models.rotary import apply_rotary
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn import PagedAttention, attention_fn
@@ -89,35 +89,25 @@ class Attention(nnx.Module):
         return self.config.position_embedding in ("alibi", "relative")
 
     def forward_paged(
-        self,
-        x: jax.Array,
-        angles: Angles | None,
-        kv_cache: jax.Array,
-        metadata: AttentionMetadata,
-        *,
-        norm: Any = None,
-        residual: jax.Array | None = None,
+        self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
-        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache.
-
-        A norm in front and what is added behind may be given, too.
-        """
+        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         core, parallel, biases = self.paged_attention, self.parallel, self._biases(angles)
         if parallel is not None and parallel.context_size > 1:
             k_scale, v_scale = core.scales_of(kv_cache, None, None)
             scales = {"k_scale": k_scale, "v_scale": v_scale}
             options: dict[str, Any] = {**core.options, **biases, **scales, "group_size": parallel.context_size}
-            qkv = self._project(x, angles, norm)
+            qkv = self._project(x, angles)
             output, kv_cache = attend_spread(*qkv, kv_cache, metadata, parallel.axis, **options)
-            return projected(self.o_proj, output.reshape(*x.shape[:-1], -1), residual=residual), kv_cache
+            return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
         if self._turns_in_the_write(angles):
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
-            qkv, key, value = self._heads(x, norm), None, None
+            qkv, key, value = self._heads(x), None, None
             query, kv_cache = core.rotate_and_write(qkv, cos_sin, kv_cache, metadata.slot_mapping)
         else:
-            query, key, value = self._project(x, angles, norm)
+            query, key, value = self._project(x, angles)
         output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
-        return projected(self.o_proj, output.reshape(*x.shape[:-1], -1), residual=residual), kv_cache
+        return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
 
     def forward_dense(
         self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
@@ -159,15 +149,15 @@ class Attention(nnx.Module):
         plain = self.rotates and self.num_kv_heads and self.config.qk_norm is None and angles is not None
         return bool(plain) and self.paged_attention.rotates_in_one_launch
 
-    def _heads(self, x: jax.Array, norm: Any = None) -> jax.Array:
+    def _heads(self, x: jax.Array) -> jax.Array:
         """Returns the heads of query, key and value, one after the other."""
         count = self.config.num_attention_heads + 2 * self.num_kv_heads
-        return projected(self.qkv_proj, x, norm=norm).reshape(*x.shape[:-1], count, self.config.head_dim)
+        return self.qkv_proj(x).reshape(*x.shape[:-1], count, self.config.head_dim)
 
-    def _project(self, x: jax.Array, angles: Angles | None, norm: Any = None) -> tuple[jax.Array, Any, Any]:
+    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, Any, Any]:
         """Returns query, key and value; None for keys and values that are another layer's."""
         config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
-        heads = self._heads(x, norm)
+        heads = self._heads(x)
         rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
         if config.qk_norm is not None:
             parts = ((self.q_norm, rotated[..., :num_heads, :]), (self.k_norm, rotated[..., num_heads:, :]))

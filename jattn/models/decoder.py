@@ -62,30 +62,10 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(config, rngs=rngs)
         self.mlp_output_norm = norm(config) if after else None
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether a norm stands before each of two parts, one after the other, and nothing else in between."""
-        config = self.config
-        return (
-            config.norms_before_and_after == (True, False)
-            and config.parallel_block is None
-            and config.residual_multiplier == 1
-            and config.latent is None
-            and self.cross_attn is None
-        )
-
     def __call__(
         self, x: jax.Array, angles: Angles | None, kv_cache: Any, metadata: AttentionMetadata
     ) -> tuple[jax.Array, Any]:
         """Maps packed tokens `[tokens, hidden]` and this layer's cache, or pair of caches, to the next ones."""
-        if self._is_plain:
-            # Of a cut model the sum over the devices comes before what it is added to.
-            is_whole = self.parallel is None
-            part, kv_cache = self.self_attn.forward_paged(
-                x, angles, kv_cache, metadata, norm=self.input_layernorm, residual=x if is_whole else None
-            )
-            x = part if is_whole else x + self._summed(part, "heads", metadata.peers)
-            return self._feed_forward(x, metadata.peers, self.post_attention_layernorm, x), kv_cache
         normed = _through(self.input_layernorm, x)
         attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
         cross = None
@@ -135,16 +115,10 @@ class DecoderLayer(nnx.Module):
         branch = self._feed_forward(_through(self.post_attention_layernorm, seen), peers)
         return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
 
-    def _feed_forward(
-        self, x: jax.Array, peers: jax.Array | None, norm: Any = None, residual: jax.Array | None = None
-    ) -> jax.Array:
+    def _feed_forward(self, x: jax.Array, peers: jax.Array | None) -> jax.Array:
         if self.is_sparse:
-            out = self._summed(self.moe(_through(norm, x)), "experts", peers)
-        elif self.parallel is None:
-            return self.mlp(x, norm=norm, residual=residual)
-        else:
-            out = self._summed(self.mlp(x, norm=norm), "mlp", peers)
-        return out if residual is None else residual + out
+            return self._summed(self.moe(x), "experts", peers)
+        return self._summed(self.mlp(x), "mlp", peers)
 
     def _summed(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:
         return x if self.parallel is None else self.parallel.summed(x, axis, peers)

@@ -10,10 +10,9 @@ from flax import nnx
 
 from jattn.models.config import ModelConfig
 from jattn.models.tensor_parallel import TensorParallel
-from jattn.ops import fused_linear, fuses_linear
 from jattn.ops.activations import activated, gated
 
-__all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "linear", "norm", "projected"]
+__all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "linear", "norm"]
 
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
@@ -36,28 +35,6 @@ def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rng
         **options: of `nnx.Linear`; `param_dtype` is the dtype of the parameters.
     """
     return nnx.Linear(in_features, out_features, use_bias=use_bias, kernel_init=INITIALIZER, rngs=rngs, **options)
-
-
-def projected(
-    linear: Any, x: jax.Array, *, norm: Any = None, activation: str | None = None, residual: jax.Array | None = None
-) -> jax.Array:
-    """Returns `residual + act(linear(norm(x)))`, parts that are None left out: one launch where few rows are decoded.
-
-    Args:
-        linear: a linear layer, `[..., in]` to `[..., out]`, which may have been exchanged for a quantised one.
-        x: `[..., in]`.
-        norm: a module in front.
-        activation: of a gated layer, whose columns are gate and up.
-        residual: `[..., out]`.
-    """
-    if _is_fused(linear, x, norm):
-        options = {} if norm is None else {"norm_weight": norm.weight[...], "norm_epsilon": norm.epsilon}
-        bias = None if linear.bias is None else linear.bias[...]
-        return fused_linear(x, linear.kernel[...], bias=bias, activation=activation, residual=residual, **options)
-    out = linear(x if norm is None else norm(x))
-    if activation is not None:
-        out = gated(activation, out)
-    return out if residual is None else residual + out
 
 
 class RMSNorm(nnx.Module):
@@ -166,24 +143,11 @@ class MLP(nnx.Module):
         self.is_gated = config.gated_mlp
         self.down_proj = linear(inner, width, **options)
 
-    def __call__(self, x: jax.Array, *, norm: Any = None, residual: jax.Array | None = None) -> jax.Array:
-        """Maps `[..., hidden]` to `[..., hidden]`, with a norm in front and what is added behind, if they are given."""
-        if self.is_gated:
-            inner = projected(self.gate_up_proj, x, norm=norm, activation=self.hidden_act)
-        else:
-            inner = activated(self.hidden_act, projected(self.up_proj, x, norm=norm))
-        return projected(self.down_proj, inner, residual=residual)
-
-
-def _is_fused(linear: Any, x: jax.Array, norm: Any) -> bool:
-    """Returns whether a kernel of ours takes a linear layer with what stands around it: few rows where kernels run."""
-    return (
-        x.ndim == 2
-        and fuses_linear(x.shape[0])
-        and isinstance(linear, nnx.Linear)
-        and linear.kernel[...].dtype == x.dtype
-        and (norm is None or (isinstance(norm, RMSNorm) and norm.norm_type == "rms_norm"))
-    )
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., hidden]` to `[..., hidden]`."""
+        if not self.is_gated:
+            return self.down_proj(activated(self.hidden_act, self.up_proj(x)))
+        return self.down_proj(gated(self.hidden_act, self.gate_up_proj(x)))
 
 
 def _mean(x: jax.Array, parallel: TensorParallel | None) -> jax.Array:

@@ -20,7 +20,6 @@ from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
 from jattn.ops.experts import fused_experts, route_experts
-from jattn.ops.fused_linear import fused_linear, fuses_linear
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
 from jattn.ops.masked import masked_attention
@@ -43,8 +42,6 @@ __all__ = [
     "choose",
     "dropout_seeds",
     "fused_experts",
-    "fused_linear",
-    "fuses_linear",
     "indexer_topk",
     "launches_kernels",
     "masked_attention",

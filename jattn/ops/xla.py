@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jattn.bridge.calls import empty_outputs
 from jattn.ops import latents, softmax
 from jattn.ops.indexer import chosen_slots, indexer_logits
-from jattn.ops.products import fused_linear
 from jattn.ops.rotary import rotate
 from jattn.ops.routed import fused_experts, route_experts
 from jattn.ops.softmax import compute_dtype
@@ -32,7 +31,6 @@ from torch_core.calls import (
     IndexerCall,
     LatentCall,
     LatentWriteCall,
-    LinearCall,
     MergeCall,
     PagedCall,
     RotaryWriteCall,
@@ -77,8 +75,6 @@ def run(call: Call[jax.Array]) -> dict[str, jax.Array]:
         return _one_program(fused_experts)(call)
     if isinstance(call, RouteCall):
         return _one_program(route_experts)(call)
-    if isinstance(call, LinearCall):
-        return _one_program(fused_linear)(call)
     raise Unsupported(f"{call.name} has no implementation in jnp.")
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.models import layers
 from tests.support.tiny_models import PagedRun, dense_logits, paged_step, tiny_config, tiny_model
 
 IMPLEMENTATIONS = ["xla", "torch"]
@@ -96,19 +95,3 @@ def test_a_donated_cache_is_updated_in_place(seed):
     compiled = step.lower(run.graph, run.state, *arguments).compile()
     memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == sum(cache.nbytes for cache in run.caches)
-
-
-@pytest.mark.parametrize("changes", [{}, {"gated_mlp": False}, {"mlp_bias": True, "attention_bias": True}])
-def test_a_step_with_fused_linear_maps_is_the_step_without(changes, seed, monkeypatch):
-    model = tiny_model(tiny_config(**changes), seed)
-    (tokens,) = random_tokens(seed, 6)
-
-    def hidden_states():
-        run = PagedRun(model)
-        step = jax.jit(lambda state, *arguments: nnx.merge(run.graph, state)(*arguments)[0])
-        return step(run.state, *run.arguments([tokens], 6, None))
-
-    expected = hidden_states()
-    # As where kernels run, and whatever the rows.
-    monkeypatch.setattr(layers, "fuses_linear", lambda num_tokens: True)
-    assert np.array_equal(hidden_states(), expected)

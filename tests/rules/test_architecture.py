@@ -32,13 +32,11 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.attention": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.experts": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.all_reduce": {"torch_core.plan"},
-    "torch_core.linear": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.planner": {
         "torch_core.plan",
         "torch_core.attention",
         "torch_core.blocks",
         "torch_core.experts",
-        "torch_core.linear",
         "torch_core.calls",
     },
     "torch_core.variants": {"torch_core.plan", "torch_core.all_reduce", "torch_core.calls", "torch_core.planner"},
@@ -125,7 +123,6 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.attention": {"triton"},
     "torch_core.experts": {"triton"},
     "torch_core.all_reduce": {"triton"},
-    "torch_core.linear": {"triton"},
 }
 NEVER = {"torch_core": {"jax", "jaxlib", "flax"}}
 FORBIDDEN_CALLS = {"eval", "exec"}

@@ -13,7 +13,6 @@ from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_ca
 from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
 from torch_core.calls.experts import ACTIVATIONS, ExpertsCall
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
-from torch_core.calls.linear import MAX_FUSED_ROWS, LinearCall
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.rotary import RotaryWriteCall
 from torch_core.calls.routing import SCORING_FUNCS, RouteCall
@@ -24,7 +23,6 @@ from torch_core.calls.values import check_values
 __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
-    "MAX_FUSED_ROWS",
     "SCORE_FIELDS",
     "SCORING_FUNCS",
     "SERVES",
@@ -38,7 +36,6 @@ __all__ = [
     "IndexerCall",
     "LatentCall",
     "LatentWriteCall",
-    "LinearCall",
     "MergeCall",
     "PagedCall",
     "RotaryWriteCall",

@@ -10,7 +10,6 @@ from torch_core.calls.backward import DenseBackwardCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.experts import ExpertsCall
 from torch_core.calls.latent import LatentCall
-from torch_core.calls.linear import MAX_FUSED_ROWS, LinearCall
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.routing import RouteCall
 from torch_core.errors import Unsupported
@@ -29,7 +28,7 @@ _LATENT_BIASES = (*SCORE_FIELDS, "seq_causal")
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
     *SCORE_FIELDS, "sinks", "seq_causal", "slot_mapping", "block_mapping", "dropout_seeds", "topk_weights", "topk_ids",
-    "gate_up_bias", "down_bias", "bias", "correction_bias", "norm_weight", "residual",
+    "gate_up_bias", "down_bias", "bias", "correction_bias",
 )  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 
@@ -78,7 +77,7 @@ def _query_dtype(call: Call[Any], implementation: str) -> str | None:
         served = (*QUERY_DTYPES, *(FP8_DTYPES if isinstance(call, TableCall) else ()))
     elif isinstance(call, MergeCall):
         name, found, served = "out_a", dtype_name(call.out_a), QUERY_DTYPES
-    elif isinstance(call, (ExpertsCall, LinearCall, RouteCall)):
+    elif isinstance(call, (ExpertsCall, RouteCall)):
         name, found, served = "hidden_states", dtype_name(call.hidden_states), QUERY_DTYPES
     else:
         return None
@@ -140,13 +139,6 @@ def _strides(call: Call[Any], implementation: str) -> str | None:
     return None
 
 
-def _rows(call: Call[Any], implementation: str) -> str | None:
-    if implementation != "triton" or not isinstance(call, LinearCall):
-        return None
-    rows = call.hidden_states.shape[0]
-    return f"hidden_states has {rows} rows and their limit is {MAX_FUSED_ROWS}" if rows > MAX_FUSED_ROWS else None
-
-
 def _derivative(call: Call[Any], implementation: str) -> str | None:
     if not isinstance(call, DenseBackwardCall) or implementation == "xla":
         return None
@@ -202,11 +194,6 @@ SERVES: tuple[Served, ...] = (
     Served("logits_soft_cap, sinks, together too", _ALL),
     Served("layers of experts (fused_experts): every activation of ACTIVATIONS, biases, ids of other devices", _ALL),
     Served("routers (route_experts): softmax and sigmoid, groups of experts, a correction bias", _ALL),
-    Served(
-        "rows of fused_linear, with a norm, an activation and a residual",
-        {"triton": f"up to {MAX_FUSED_ROWS}", "torch": "any", "xla": "any"},
-        _rows,
-    ),
     Served("dropout of dense attention, forward and backward, the same weights in all", _ALL),
     Served("log-sum-exp output, float32, natural logarithm", _ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", _ALL),

@@ -22,7 +22,6 @@ from torch_core.calls import (
     IndexerCall,
     LatentCall,
     LatentWriteCall,
-    LinearCall,
     MergeCall,
     PagedCall,
     RotaryWriteCall,
@@ -36,7 +35,6 @@ from torch_core.cpu.dense import attention
 from torch_core.cpu.experts import fused_experts, route_experts
 from torch_core.cpu.indexer import indexer_logits
 from torch_core.cpu.latent import mla_attention, write_latent_cache
-from torch_core.cpu.linear import fused_linear
 from torch_core.cpu.merge import merge_states
 from torch_core.cpu.paged import paged_attention
 from torch_core.cpu.rotary import rotate_and_write
@@ -58,7 +56,6 @@ _FUNCTIONS: dict[type, Callable[[Any], dict[str, Tensor] | None]] = {
     ChoiceCall: chosen_slots,
     ExpertsCall: fused_experts,
     RouteCall: route_experts,
-    LinearCall: fused_linear,
 }
 
 

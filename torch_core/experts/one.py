@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.activations import gated
+from torch_core.experts.kernel import gated
 
 __all__ = ["one_token_down_kernel", "one_token_gate_kernel"]
 

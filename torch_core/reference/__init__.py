@@ -10,7 +10,6 @@ from torch_core.reference.backward import attention_backward
 from torch_core.reference.cache import copy_blocks, write_kv_cache
 from torch_core.reference.experts import fused_experts
 from torch_core.reference.latent import mla_attention, write_latent_cache
-from torch_core.reference.linear import fused_linear
 from torch_core.reference.merge import merge_states
 from torch_core.reference.rotary import rotate_and_write
 from torch_core.reference.routing import route_experts
@@ -21,7 +20,6 @@ __all__ = [
     "attention_backward",
     "copy_blocks",
     "fused_experts",
-    "fused_linear",
     "indexer_logits",
     "merge_states",
     "mla_attention",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_core.calls import ExpertsCall
 
-__all__ = ["activated", "fused_experts"]
+__all__ = ["fused_experts"]
 
 
 def fused_experts(call: ExpertsCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
@@ -26,7 +26,7 @@ def fused_experts(call: ExpertsCall[Tensor], *, compute_dtype: torch.dtype = tor
                 continue
             inner = _linear(call.hidden_states[token], call.gate_up_kernel, call.gate_up_bias, expert, compute_dtype)
             gate, up = inner.chunk(2)
-            inner = activated(call.activation, gate, up)
+            inner = _activated(call.activation, gate, up)
             out[token] += weight * _linear(inner, call.down_kernel, call.down_bias, expert, compute_dtype)
     return out
 
@@ -36,8 +36,7 @@ def _linear(x: Tensor, kernel: Tensor, bias: Tensor | None, expert: int, dtype: 
     return out if bias is None else out + bias[expert].to(dtype)
 
 
-def activated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
-    """Returns `act(gate) * up`."""
+def _activated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
     if activation == "silu":
         return gate / (1 + (-gate).exp()) * up
     if activation == "gelu":

@@ -17,7 +17,6 @@ from torch_core.calls import (
     IndexerCall,
     LatentCall,
     LatentWriteCall,
-    LinearCall,
     MergeCall,
     PagedCall,
     RotaryWriteCall,
@@ -123,9 +122,6 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "route": _route(4096),
         "route one": _route(1),
         "route some in groups": replace(_route(16), scoring_func="sigmoid", n_group=8, topk_group=4),
-        "linear": _linear(4096, 4096, residual=True),
-        "linear behind a norm": _linear(4096, 6144, norm=True),
-        "linear gated": _linear(4096, 28672, norm=True, activation="silu"),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
@@ -261,19 +257,6 @@ def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySp
 def _route(num_tokens: int) -> RouteCall[ArraySpec]:
     return RouteCall(
         hidden_states=ArraySpec((num_tokens, 2048), "bfloat16"), kernel=ArraySpec((2048, 128), "bfloat16"), top_k=8
-    )
-
-
-def _linear(
-    in_size: int, columns: int, *, norm: bool = False, residual: bool = False, **options: Any
-) -> LinearCall[ArraySpec]:
-    """The linear maps of a token of an 8B Llama."""
-    return LinearCall(
-        hidden_states=ArraySpec((1, in_size), "bfloat16"),
-        kernel=ArraySpec((in_size, columns), "bfloat16"),
-        norm_weight=ArraySpec((in_size,), "bfloat16") if norm else None,
-        residual=ArraySpec((1, columns), "bfloat16") if residual else None,
-        **options,
     )
 
 
