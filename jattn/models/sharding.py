@@ -68,8 +68,12 @@ class ParameterShards:
         if self.order is None and on_devices:
             return jax.device_put(array, sharding)
         if not on_devices:
-            host = np.asarray(array)
-            return self.loaded(lambda axis, places: host if axis is None else host.take(places, axis), host.dtype, mesh)
+            take: Any = jnp.take if isinstance(array, jax.Array) else np.take
+
+            def some(axis: int | None, places: np.ndarray) -> np.ndarray:
+                return np.asarray(array if axis is None else take(array, places, axis))
+
+            return self.loaded(some, array.dtype, mesh)
         everywhere = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
         return _taken(sharding, self.axis)(everywhere, self.order)
 
