@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from torch_core.all_reduce.plan import plan_all_reduce
 from torch_core.calls import (
     Call,
     ChoiceCall,
@@ -167,6 +168,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     for label, call in calls.items():
         with suppress(Unsupported):
             plans[label] = plan_call(call, DeviceLimits(arch=arch))
+    plans["sum over devices"] = plan_all_reduce(ArraySpec((1, 4096), "bfloat16"), 2)
     if arch == 90:
         older = DeviceLimits(arch=80)
         plans |= {
