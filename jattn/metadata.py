@@ -66,6 +66,8 @@ class AttentionMetadata:
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
         groups: sequences that share prefixes; None to attend each on its own.
         cross: what cross attention reads; None for a model without.
+        peers: what a model that is cut sums small arrays with, this device's part of `jattn.parallel.Peers.table`; None
+            for XLA's sums.
         block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
             static. None where that is not known.
     """
@@ -77,7 +79,14 @@ class AttentionMetadata:
     max_query_len: int = field(metadata={"static": True})
     groups: PrefixGroups | None = None
     cross: CrossMetadata | None = None
+    peers: jax.Array | None = None
     block_size: int | None = field(default=None, metadata={"static": True})
+
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """What an attention op asks about the sequences, by its keywords."""
+        names = ("block_tables", "seq_lens", "query_start_loc", "max_query_len")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def build(
@@ -259,5 +268,5 @@ class GroupedMetadata:
 
 
 def _arrays() -> list[str]:
-    others = ("max_query_len", "groups", "cross", "block_size")
+    others = ("max_query_len", "groups", "cross", "peers", "block_size")
     return [each.name for each in fields(AttentionMetadata) if each.name not in others]

@@ -105,10 +105,10 @@ def context_call(
         Unsupported: windows, chunks, ALiBi and whatever else `local_call` refuses.
     """
     _refuse(call, interleave_size)
-    if _window(call.spec) is not None or call.spec.attention_chunk is not None or call.alibi_slopes is not None:
+    if found := call.sees_distances:
         raise Unsupported(
-            f"{call.name}: the context of queries of up to {call.max_query_len} tokens is spread over ranks, and a "
-            "window, chunk or ALiBi differs from token to token. Pass no new keys (new=None): then each token is a "
+            f"{call.name}: the context of queries of up to {call.max_query_len} tokens is spread over ranks, and "
+            f"{found} differs from token to token. Pass no new keys (new=None): then each token is a "
             "sequence of its own."
         )
     before = call.seq_lens - (call.query_start_loc[1:] - call.query_start_loc[:-1])
@@ -149,19 +149,18 @@ def _window(spec: AttentionSpec) -> int | None:
 
 
 def _refuse(call: PagedCall[Any], interleave_size: int) -> None:
-    spec = call.spec
+    spec, slopes = call.spec, call.alibi_slopes is not None
     reasons = {
         "seq_causal": call.seq_causal is not None,
         "mm_prefix_range": call.mm_prefix_range is not None,
         "qq_bias": call.qq_bias is not None,
         "relative_bias": call.relative_bias is not None,
-        "square-root ALiBi": call.alibi_slopes is not None and spec.use_alibi_sqrt,
-        "ALiBi with runs of more than one token (interleave_size)": call.alibi_slopes is not None
-        and interleave_size > 1,
+        "square-root ALiBi": slopes and spec.use_alibi_sqrt,
+        "ALiBi with runs of more than one token (interleave_size)": slopes and interleave_size > 1,
         "a window or chunk without the causal mask": not spec.causal
         and call.max_query_len > 1
         and (spec.window_left, spec.window_right, spec.attention_chunk) != (None, None, None),
-        "ALiBi without the causal mask": not spec.causal and call.max_query_len > 1 and call.alibi_slopes is not None,
+        "ALiBi without the causal mask": not spec.causal and call.max_query_len > 1 and slopes,
         "an fp8 output": call.result_dtype in FP8_DTYPES or call.out_scale is not None,
     }
     clash = [reason for reason, found in reasons.items() if found]

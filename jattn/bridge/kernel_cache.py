@@ -7,6 +7,7 @@ kernel of the process does: whoever shares an account or sets that variable shou
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelCache", "KernelImage", "TensorMap", "default_directory"]
 
 # Part of every key: raise it when the contents of a file change their meaning.
-_FORMAT = 1
+_FORMAT = 2
 _COMPILING = threading.Lock()
 
 
@@ -55,6 +56,7 @@ class KernelImage:
     Attributes:
         name: the entry point in `ptx`.
         ptx: the code.
+        cubin: the machine code that Triton made of it, which is what torch launches too.
         num_warps: warps of one block, the workers of a warp-specialised kernel included.
         shared_memory: bytes of dynamic shared memory.
         tensor_maps: one per descriptor parameter, in order.
@@ -62,6 +64,7 @@ class KernelImage:
 
     name: str
     ptx: str
+    cubin: bytes
     num_warps: int
     shared_memory: int
     tensor_maps: tuple[TensorMap, ...] = ()
@@ -140,6 +143,7 @@ def _compile(variant: KernelVariant, arch: int) -> KernelImage:
     return KernelImage(
         name=metadata.name,
         ptx=compiled.asm["ptx"],
+        cubin=compiled.asm["cubin"],
         num_warps=metadata.num_warps,
         shared_memory=metadata.shared,
         tensor_maps=tuple(_tensor_map(entry) for entry in getattr(metadata, "tensordesc_meta", None) or ()),
@@ -185,14 +189,14 @@ def _read(path: Path) -> KernelImage | None:
         if record["checksum"] != _checksum(body):
             return None
         maps = tuple(TensorMap(m["element_type"], m["swizzle"], tuple(m["box"])) for m in body["tensor_maps"])
-        return KernelImage(**{**body, "tensor_maps": maps})
+        return KernelImage(**{**body, "cubin": base64.b64decode(body["cubin"]), "tensor_maps": maps})
     except (OSError, ValueError, KeyError, TypeError):
         # Missing, or cut short by another program: the caller compiles and replaces it.
         return None
 
 
 def _write(path: Path, image: KernelImage) -> None:
-    body = asdict(image)
+    body = {**asdict(image), "cubin": base64.b64encode(image.cubin).decode()}
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

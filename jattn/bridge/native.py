@@ -1,14 +1,15 @@
 """An OperationPlan as XLA custom calls: no Python, no copy and no allocation when it runs.
 
-Every use of jaxlib's Triton launcher, which is not a public JAX API, is in this file. The launcher is the FFI target
-`triton_kernel_call_ffi` that jaxlib registers; it takes PTX, grid and by-value arguments as one opaque attribute, and
-XLA captures it in CUDA graphs. The way to build the attribute is the one of TransformerEngine
+Every use of jaxlib's Triton launcher, which is not a public JAX API, is in this file and in `jattn.bridge.launch`. The
+launcher is the FFI target `triton_kernel_call_ffi` that jaxlib registers; it takes code, grid and by-value arguments as
+one opaque attribute, and XLA captures it in CUDA graphs. The way to build the attribute is the one of TransformerEngine
 (transformer_engine/jax/triton_extensions).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import re
@@ -20,6 +21,7 @@ import jax
 
 from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
+from jattn.bridge.launch import TARGET, KernelCode, launch_kernel
 from jattn.bridge.platforms import refused_on
 from torch_core.calls import Call
 from torch_core.errors import InvalidInput, Unsupported
@@ -27,10 +29,6 @@ from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, Operation
 from torch_core.specs import ArraySpec
 
 __all__ = ["TARGET", "call_operation", "device_limits", "kernel_cache", "run_native", "why_not"]
-
-#: The custom call that every launch becomes. `jax.export` must be told that it may appear:
-#: `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]`.
-TARGET = "triton_kernel_call_ffi"
 
 # From this version on XLA may capture the target in CUDA graphs (jax pull request 37094).
 _OLDEST_JAXLIB = (0, 10, 1)
@@ -88,11 +86,12 @@ def call_operation(
             not fit the device; the message says what to use instead.
     """
     values = {name: _checked(plan.name, name, arrays.get(name), spec) for name, spec in plan.inputs}
+    own = limits is None
     limits = device_limits() if limits is None else limits
     cache = kernel_cache() if cache is None else cache
-    specs = plan.specs
     for launch in plan.launches:
-        values.update(_call(plan, launch, specs, values, limits, cache))
+        code = _code(launch, tuple((name, plan.specs[name]) for name in launch.buffers), limits, cache)
+        values.update(_call(launch, code if own else KernelCode(code.whole), plan.specs, values))
     return {name: values[name] for name in (*(name for name, _ in plan.outputs), *plan.in_place)}
 
 
@@ -135,12 +134,7 @@ def kernel_cache() -> KernelCache:
 
 
 def _call(
-    plan: OperationPlan,
-    launch: LaunchPlan,
-    specs: Mapping[str, ArraySpec],
-    values: Mapping[str, jax.Array],
-    limits: DeviceLimits,
-    cache: KernelCache,
+    launch: LaunchPlan, code: KernelCode, specs: Mapping[str, ArraySpec], values: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
     # The kernel takes the custom call's operands and then its results, in order. Results that alias an operand come
     # last: the kernel writes them through the operand and has no parameter left for them.
@@ -148,19 +142,19 @@ def _call(
     created = [name for name in launch.buffers if name not in values]
     aliased = [name for name in launch.writes if name in values]
     results = created + aliased
-    call = jax.ffi.ffi_call(
-        TARGET,
+    found = launch_kernel(
+        code,
+        [values[name] for name in operands],
         [jax.ShapeDtypeStruct(specs[name].shape, specs[name].dtype) for name in results],
-        input_output_aliases={operands.index(name): results.index(name) for name in aliased},
+        {operands.index(name): results.index(name) for name in aliased},
     )
-    opaque = _opaque(launch, tuple((name, specs[name]) for name in launch.buffers), limits, cache)
-    return dict(zip(results, call(*(values[name] for name in operands), opaque=opaque), strict=True))
+    return dict(zip(results, found, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def _opaque(
+def _code(
     launch: LaunchPlan, specs: tuple[tuple[str, ArraySpec], ...], limits: DeviceLimits, cache: KernelCache
-) -> bytes:
+) -> KernelCode:
     launcher = _launcher()
     # Needs triton, which _launcher has found.
     from torch_core.plan.compile import check_fits, kernel_variant
@@ -184,15 +178,40 @@ def _opaque(
         elif isinstance(argument, Scalar):
             value = float(argument.value) if argument.type == "fp32" else int(argument.value)
             parameters.append(launcher.create_scalar_parameter(value, argument.type))
-    return _serialise(launcher, image, launch.grid, parameters, limits.arch)
+    name = f"// {hashlib.sha256(image.cubin).hexdigest()}"
+    named = _serialised(launcher, image, name, launch.grid, parameters, limits.arch)
+    return KernelCode(
+        whole=zlib.compress(_serialised(launcher, image, image.ptx, launch.grid, parameters, limits.arch)),
+        named=zlib.compress(named),
+        loader=zlib.compress(named + _machine_code(image)),
+    )
 
 
-def _serialise(launcher: Any, image: KernelImage, grid: tuple[int, ...], parameters: list[Any], arch: int) -> bytes:
-    # Without TTIR: the launcher never reads it, and parses the whole message again on every uncaptured launch.
-    kernel = launcher.TritonKernel(image.name, image.num_warps, 1, image.shared_memory, image.ptx, "", arch)
+def _serialised(
+    launcher: Any, image: KernelImage, ptx: str, grid: tuple[int, ...], parameters: list[Any], arch: int
+) -> bytes:
+    # Without TTIR, which the launcher never reads.
+    kernel = launcher.TritonKernel(image.name, image.num_warps, 1, image.shared_memory, ptx, "", arch)
     x, y, z = grid + (1,) * (3 - len(grid))
-    call = launcher.TritonKernelCall(kernel, x, y, z, parameters)
-    return zlib.compress(call.to_proto(image.name, b""))
+    return launcher.TritonKernelCall(kernel, x, y, z, parameters).to_proto(image.name, b"")
+
+
+def _machine_code(image: KernelImage) -> bytes:
+    """Returns what, behind a serialised call, gives its kernel machine code (jaxlib/gpu/triton.proto).
+
+    The launcher then takes its PTX for a name and looks no code up by another.
+    """
+    module = _field(1, image.cubin) + _field(2, image.name.encode()) + b"\x18" + _varint(image.shared_memory)
+    return _field(1, _field(1, _field(11, module)))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(number: int) -> bytes:
+    low = number & 127
+    return bytes([low]) if number < 128 else bytes([low | 128]) + _varint(number >> 7)
 
 
 def _descriptor_parameters(launcher: Any, descriptor: Descriptor, tensor_map: TensorMap) -> list[Any]:

@@ -59,7 +59,7 @@ class Cascade:
         if len(groups.groups) > 1 and groups.groups[0].sliding_window is None:
             layers = [layer for layer in layers if layer.sliding_window is None]
         biased = any(isinstance(module, Attention) and module.sees_distances for _, module in nnx.iter_modules(model))
-        if not wanted or not layers or any(hidden) or biased or any(map(_sees_distances, layers)):
+        if not wanted or not layers or any(hidden) or biased or any(layer.sees_distances for layer in layers):
             return None
         first = layers[0]
         heads = {"num_query_heads": first.num_heads, "num_kv_heads": first.num_kv_heads}
@@ -86,8 +86,3 @@ class Cascade:
         starts[: len(groups.piece_starts)] = groups.piece_starts
         starts[len(groups.piece_starts) :] = groups.piece_starts[-1]
         return replace(bucket, piece_tokens=self.piece_tokens)
-
-
-def _sees_distances(layer: PagedAttention) -> bool:
-    masks = (layer.sliding_window, layer.attention_chunk, layer.alibi_slopes)
-    return any(mask is not None for mask in masks)

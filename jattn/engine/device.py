@@ -24,7 +24,7 @@ from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_laye
 from torch_core.errors import InvalidInput
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["Device", "open_device"]
+__all__ = ["Device", "check_types", "open_device"]
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
@@ -85,12 +85,10 @@ class Device:
         self._announce("warmup")
         self.runner.warmup(report, wanted)
 
-    def follow(self) -> None:
-        """Does what the first process does to its devices, until that closes its engine."""
-        if self.channel is None:
-            return
+    def follow(self, channel: Channel) -> bool:
+        """Does what the first process does to its devices, until its engine sleeps; returns whether it is closed."""
         while True:
-            what, *arguments = self.channel.receive()
+            what, *arguments = channel.receive()
             if what == "moves":
                 self.pool.scrub_blocks(arguments[0])
                 self.pool.copy_blocks(arguments[1])
@@ -102,8 +100,7 @@ class Device:
                 self.runner.warmup(lambda *_: None)
             elif what in ("lend", "close"):
                 self.pool.close()
-                if what == "close":
-                    return
+                return what == "close"
             else:
                 self.runner.follow(what, *arguments)
 
@@ -196,6 +193,25 @@ def open_device(
         channel=channel,
     )
     return device, cache_config, plan
+
+
+def check_types(model: object, config: object) -> None:
+    """Refuses what is no model or no config.
+
+    Raises:
+        InvalidInput: as said, with what is missing.
+    """
+    if not isinstance(model, nnx.Module):
+        raise InvalidInput(f"model is a {type(model).__name__}; it must be an nnx.Module: a jattn.models.PagedModel.")
+    if not isinstance(getattr(model, "paged_spec", None), PagedSpec):
+        raise InvalidInput(
+            f"model is a {type(model).__name__} without a paged_spec; give it one, a jattn.models.PagedSpec, as an "
+            "attribute of its class or its own."
+        )
+    if not callable(getattr(model, "logits", None)):
+        raise InvalidInput(f"model is a {type(model).__name__} without logits(hidden); see jattn.models.PagedModel.")
+    if not isinstance(config, EngineConfig):
+        raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")
 
 
 def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:

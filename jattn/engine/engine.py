@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import News, Outbox, TokenDelta
-from jattn.engine.device import open_device
+from jattn.engine.device import check_types, open_device
 from jattn.engine.intake import Intake
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.noise import assume_computed
@@ -22,8 +22,9 @@ from jattn.engine.progress import progress
 from jattn.engine.request import Request
 from jattn.engine.speculation import SpeculationStats
 from jattn.engine.turns import Turns
+from jattn.engine.weights import Arrivals, Weights
 from jattn.load import TextTokenizer
-from jattn.models import PagedModel, PagedSpec
+from jattn.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.cache import CacheStats
 from torch_core.checks import shown
@@ -74,7 +75,7 @@ class Engine(contextlib.AbstractContextManager):
         tokenizer: TextTokenizer | None = None,
     ) -> None:
         config = EngineConfig() if config is None else config
-        _check_types(model, config)
+        check_types(model, config)
         mesh, *others = replica_meshes(config)
         if others:
             raise InvalidInput(
@@ -367,7 +368,9 @@ class Engine(contextlib.AbstractContextManager):
         """Goes on with other weights of the same model, between two steps; nothing is compiled.
 
         Cached prefixes of the old weights are dropped. Arrays that lie on the engine's device, or are sharded as its
-        own are, are taken without a copy: do not donate them afterwards. Others are brought there.
+        own are, are taken without a copy: do not donate them afterwards. Others are brought there. Over several
+        processes every one calls this while the engine sleeps, each with the whole parameters or all with arrays that
+        are spread over them; if one is refused, all are.
 
         Args:
             state: of the model: an `nnx.State`, a nested mapping of arrays, or a module; all parameters, and those of
@@ -379,45 +382,54 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and is named; or it is closed.
             PoolLost: as `step`, while requests are finished; the weights are the old ones, as after any error.
-            Unsupported: an engine of several processes.
         """
-        leaves = self.fitting_weights(state)
+        leaves = self.fitting_weights(state, unfinished)
         self.finish(unfinished)
         self.replace_weights(leaves)
 
-    def fitting_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any]) -> list[jax.Array]:
-        """Returns what `replace_weights` takes, checked and brought to the devices; see `update_weights`."""
-        if self._owner.device.channel is not None:
-            raise Unsupported("update_weights over several processes is not there yet; build the engine anew.")
-        return self._owner.device.runner.weights.fitting(state)
+    def fitting_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], unfinished: str) -> list[jax.Array]:
+        """Returns what `replace_weights` takes, and checks what `finish` takes; see `update_weights`."""
+
+        def check(weights: Weights) -> Arrivals:
+            if unfinished not in ("restart", "finish"):
+                raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+            return weights.checked(state)
+
+        return self._owner.fitting(check)
 
     def finish(self, unfinished: str) -> None:
-        """Runs the requests that are there to their end, or checks that they shall not; see `update_weights`."""
-        if unfinished not in ("restart", "finish"):
-            raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+        """Runs the requests that are there to their end, if they shall; see `update_weights`."""
         remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
         while any(request.finish_reason is None for request in remaining):
             self._turns.run(self._owner.advance)
 
     def replace_weights(self, leaves: list[jax.Array]) -> None:
-        """Goes on with what `fitting_weights` returned; nothing in it can fail."""
+        """Goes on with what `fitting_weights` or `fitting_scales` returned; nothing in it can fail."""
         self._turns.run(lambda: self._owner.replace_weights(leaves))
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
         """Goes on with other scales of an 8-bit cache: unfinished requests are computed again, nothing is compiled.
 
         Raises:
-            InvalidInput: the cache is not one of 8 bits, or the scales are not those of its layers.
+            InvalidInput: the cache is not one of 8 bits, or the scales are not those of its layers; several processes
+                as in `update_weights`.
         """
-        if not isinstance(scales, KVCacheScales):
-            raise InvalidInput(f"scales is {shown(scales)}; it must be KVCacheScales.")
-        device = self._owner.device
-        if device.pool.spec.dtype not in LARGEST_CODE:
-            raise InvalidInput(
-                f"the cache is {device.pool.spec.dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has."
-            )
-        leaves = device.runner.weights.with_scales(scales.values(device.pool.spec.dtype))
-        self._turns.run(lambda: self._owner.replace_weights(leaves))
+        self.replace_weights(self.fitting_scales(scales))
+
+    def fitting_scales(self, scales: KVCacheScales) -> list[jax.Array]:
+        """Returns what `replace_weights` takes; see `set_kv_cache_scales`."""
+        dtype = self._owner.device.pool.spec.dtype
+
+        def check(weights: Weights) -> Arrivals:
+            if not isinstance(scales, KVCacheScales):
+                raise InvalidInput(f"scales is {shown(scales)}; it must be KVCacheScales.")
+            if dtype not in LARGEST_CODE:
+                raise InvalidInput(
+                    f"the cache is {dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has."
+                )
+            return weights.checked_scales(scales.values(dtype))
+
+        return self._owner.fitting(check)
 
     def sleep(self) -> None:
         """Gives the pool's memory back until `wake`: to a trainer, say. Weights and programs stay.
@@ -443,10 +455,11 @@ class Engine(contextlib.AbstractContextManager):
         self._owner.abandoned.append(_checked(outbox))
 
     def follow(self) -> bool:
-        """Does what the engine of process 0 does, until that is closed; returns whether there was one to follow."""
-        if self._owner.device.channel is None or not jax.process_index():
+        """Does what process 0's engine does until that sleeps (call it again) or closes; False if there is none."""
+        channel = self._owner.device.channel
+        if channel is None or not jax.process_index():
             return False
-        self._owner.device.follow()
+        self._owner.follow(channel)
         return True
 
     def settle(self) -> None:
@@ -484,17 +497,3 @@ def _checked(outbox: object) -> Outbox:
     if not isinstance(outbox, Outbox):
         raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
     return outbox
-
-
-def _check_types(model: object, config: object) -> None:
-    if not isinstance(model, nnx.Module):
-        raise InvalidInput(f"model is a {type(model).__name__}; it must be an nnx.Module: a jattn.models.PagedModel.")
-    if not isinstance(getattr(model, "paged_spec", None), PagedSpec):
-        raise InvalidInput(
-            f"model is a {type(model).__name__} without a paged_spec; give it one, a jattn.models.PagedSpec, as an "
-            "attribute of its class or its own."
-        )
-    if not callable(getattr(model, "logits", None)):
-        raise InvalidInput(f"model is a {type(model).__name__} without logits(hidden); see jattn.models.PagedModel.")
-    if not isinstance(config, EngineConfig):
-        raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")

@@ -56,6 +56,7 @@ class Intake:
         starts = (model.decoder_start_token_id, model.forced_bos_token_id)
         self._decoder_start = tuple(token for token in starts if token is not None)
         self._eos_token_ids = frozenset(model.eos_token_ids)
+        self._forced_eos_token_id = model.forced_eos_token_id
         self._config = config
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
@@ -145,6 +146,7 @@ class Intake:
                 bad_words,
                 grammar if grammar is None or index == 0 else grammar.copy(),
                 index,
+                forced_eos_token_id=None if params.ignore_eos else self._forced_eos_token_id,
                 prompt=prompt,
                 salt=salt,
                 order=number + index + priority * _ARRIVALS_OF_A_PRIORITY,

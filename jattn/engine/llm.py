@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,13 @@ class LLM(contextlib.AbstractContextManager):
                 progress=sys.stderr.isatty(),
             )
             if use_generation_config:
-                self.default_sampling = load_generation_defaults(folder).sampling
+                defaults = load_generation_defaults(folder)
+                self.default_sampling = defaults.sampling
+                if defaults.unserved:
+                    warnings.warn(
+                        f"generation_config.json has {', '.join(defaults.unserved)}, whose effect is missing here.",
+                        stacklevel=2,
+                    )
         served: Any = model
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jattn.engine.owner import Owner
 from torch_core.errors import InvalidInput, Unsupported
@@ -42,7 +44,7 @@ def assume_computed(owner: Owner, prompts: Sequence[Sequence[int]]) -> None:
     work = owner.begin()
     work.settle()
     work.cache.reset()
-    device.pool.run(_noise)
+    device.pool.run(_jitted_noise(device.pool.sharding))
     longest = work.cache.config.max_step_tokens or _MOST_TOKENS
     for index, prompt in enumerate(prompts):
         name = f"noise {index}"
@@ -55,7 +57,11 @@ def assume_computed(owner: Owner, prompts: Sequence[Sequence[int]]) -> None:
     owner.end(work)
 
 
-@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+@functools.lru_cache(maxsize=8)
+def _jitted_noise(sharding: NamedSharding | None) -> Any:
+    return jax.jit(_noise, donate_argnums=0, keep_unused=True, out_shardings=(None, sharding))
+
+
 def _noise(kv_caches: _Caches) -> tuple[None, _Caches]:
     # Layers of a shape have the same noise, in memory of their own.
     made = {(each.shape, each.dtype): _made(each) for each in kv_caches}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -12,7 +13,9 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.device import Device
 from jattn.engine.log import event
+from jattn.engine.processes import Channel, check_together
 from jattn.engine.request import Request
+from jattn.engine.weights import Arrivals, Weights
 from jattn.engine.work import Work
 from jattn.pool import check_room
 from torch_core.cache import CacheConfig
@@ -159,6 +162,26 @@ class Owner:
                 self.requests.pop(request.request_id, None)
         self.end(work)
 
+    def fitting(self, check: Callable[[Weights], Arrivals]) -> list[jax.Array]:
+        """Returns what `replace_weights` takes, checked and brought to the devices: in every process or in none.
+
+        Args:
+            check: what comes for the leaves that there are.
+
+        Raises:
+            InvalidInput: it does not fit, here or in another process; several processes, and the engine is awake.
+        """
+        device = self.device
+        weights = device.runner.weights
+        if device.channel is None:
+            return weights.brought(check(weights))
+        if not self._asleep:
+            raise InvalidInput(
+                "the engine has several processes and is awake: its steps would mix the old weights and the new ones. "
+                "Call sleep() in process 0, which ends follow() in the others, then this in every process."
+            )
+        return weights.brought(check_together(lambda: check(weights)))
+
     def replace_weights(self, leaves: list[jax.Array]) -> None:
         """Goes on with other weights: what was computed with the old ones is dropped, prefixes and all."""
         weights = self.device.runner.weights
@@ -190,6 +213,14 @@ class Owner:
                 check_room(device.pool.num_bytes)
                 device.renew()
             self._asleep = False
+
+    def follow(self, channel: Channel) -> None:
+        """Does what the first process does to its devices, until its engine sleeps or is closed."""
+        self._asleep = False
+        if self.device.follow(channel):
+            self.close()
+        else:
+            self._asleep = True
 
     def close(self) -> None:
         """Cancels every request and gives the pool's memory back."""

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.engine.config import EngineConfig
 from jattn.models import Decoder, PagedModel, TensorParallel, shard_model
+from jattn.parallel import Peers
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
@@ -53,6 +54,10 @@ class Placement:
             return jax.device_put(array, next(iter(jnp.zeros(()).devices())))
         # Not device_put, which compares the values of all processes.
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, PartitionSpec()), lambda _: array)
+
+    def peers(self) -> Peers | None:
+        """Allocates what the devices sum small arrays with; None where XLA sums all, see `jattn.parallel.Peers`."""
+        return None if self.mesh is None else Peers.of(self.mesh, "tp")
 
     def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Returns a function of all devices' arrays from one of a device's.

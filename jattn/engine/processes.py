@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,7 +26,9 @@ from jattn.engine.config import EngineConfig
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["HEARTBEAT_SECONDS", "Announce", "Channel", "check_agreement", "join", "shared_channel"]
+__all__ = ["HEARTBEAT_SECONDS", "Announce", "Channel", "check_agreement", "check_together", "join", "shared_channel"]
+
+Result = TypeVar("Result")
 
 #: Of silence until JAX's coordination service takes a process for dead and ends the others.
 HEARTBEAT_SECONDS = 20
@@ -87,6 +89,27 @@ def check_agreement(facts: dict[str, Any]) -> None:
                 f"process {process} differs from process 0 in {', '.join(differing)}{here}. Start all with the same "
                 "versions, model and sizes."
             )
+
+
+def check_together(check: Callable[[], Result]) -> Result:
+    """Runs a check in every process, which all must call, and returns what it returns; or it fails in all.
+
+    Raises:
+        InvalidInput: it failed here; or elsewhere, and the first such process is named.
+    """
+    found, failure = [], None
+    try:
+        found.append(check())
+    except InvalidInput as error:
+        failure = error
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array([failure is not None])))
+    if failure is not None:
+        raise failure
+    if failed.size:
+        raise InvalidInput(
+            f"process {failed[0]} refused what it was given, so nothing has changed; its error says why."
+        )
+    return found[0]
 
 
 class Channel:

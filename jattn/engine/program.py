@@ -100,6 +100,7 @@ class _Batch:
         token_ids: int32[tokens].
         state: of the sampler.
         kv_caches: of all layers.
+        peers: see `AttentionMetadata`.
     """
 
     model: Model
@@ -109,6 +110,7 @@ class _Batch:
     token_ids: jax.Array
     state: SamplerState
     kv_caches: KVCaches
+    peers: jax.Array | None
 
     @property
     def metadata(self) -> Any:
@@ -127,6 +129,7 @@ class _Batch:
                 # Found in the tables of the first group.
                 groups=_groups(fields, bucket) if index == 0 else None,
                 cross=cross,
+                peers=self.peers,
             )
             for index, (tables, slots) in enumerate(map(group_fields, range(len(layers.groups))))
         )
@@ -173,7 +176,7 @@ def jitted_step(
 ) -> Any:
     """Returns the jitted step of one kind of model and of its cache groups.
 
-    The step is `step(kv_caches, leaves, last_tokens, state, buffer, *, bucket, max_blocks)` and returns
+    The step is `step(kv_caches, leaves, last_tokens, state, buffer, peers, *, bucket, max_blocks)` and returns
     `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
     `-1 - row` stands for `last_tokens[row]`.
 
@@ -189,7 +192,7 @@ def jitted_step(
     def step(*operands: Any, **sizes: Any) -> Any:
         return placement.mapped(
             functools.partial(_step, graph, treedef, layers, **sizes),
-            in_specs=(cache_spec, list(leaf_specs), whole, whole, whole),
+            in_specs=(cache_spec, list(leaf_specs), whole, whole, whole, PartitionSpec("tp")),
             out_specs=(whole, cache_spec),
         )(*operands)
 
@@ -222,6 +225,7 @@ def _step(
     last_tokens: jax.Array,
     state: SamplerState,
     buffer: jax.Array,
+    peers: jax.Array | None,
     *,
     bucket: Bucket,
     max_blocks: int,
@@ -233,7 +237,7 @@ def _step(
 
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
-    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches)
+    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
         if bucket.encodes:
@@ -331,7 +335,7 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     num_tokens = fields["seq_lens"] - (last_rows - first)
     # Who has a slot has no guesses: what is drawn behind the first place is of nobody.
     slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
-    logits, shards = _logits(model, hidden[rows.reshape(-1)])
+    logits, shards = _logits(model, hidden[rows.reshape(-1)], batch.peers)
     tokens, logprobs, new_state = bucket.sampler(
         logits,
         Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
@@ -350,13 +354,15 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
 
 
-def _logits(model: PagedModel, hidden: jax.Array) -> tuple[jax.Array, VocabShards | None]:
+def _logits(
+    model: PagedModel, hidden: jax.Array, peers: jax.Array | None = None
+) -> tuple[jax.Array, VocabShards | None]:
     """Returns float32[rows, vocab], or this device's part of it and which part it is."""
     logits = model.logits(hidden).astype(jnp.float32)
     parallel: TensorParallel | None = getattr(model, "parallel", None)
     if parallel is None or parallel.parts("vocab") == 1:
         return logits, None
-    return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1])
+    return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1], peers)
 
 
 def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:

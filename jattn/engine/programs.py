@@ -42,6 +42,7 @@ class Programs:
         placement: the devices.
         layers: the model's cache groups.
         state_of: shapes of what a full step's sampler has, by the number of its sequences.
+        peers: what the devices sum small arrays with; see `jattn.parallel.Peers`.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
 
@@ -57,6 +58,7 @@ class Programs:
         placement: Placement,
         layers: LayerGroups,
         state_of: Callable[[int], SamplerState],
+        peers: jax.Array | None,
         *,
         max_num_seqs: int,
         max_blocks: int,
@@ -74,7 +76,10 @@ class Programs:
             self._on_all((max_num_seqs,)),
         )
         self._state_of = state_of
-        operands = tuple(jax.tree.leaves((self._operands, state_of(max_num_seqs))))
+        self._peers = jax.tree.map(
+            lambda table: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=table.sharding), peers
+        )
+        operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs))))
         # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
         is_wide = all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
         self._has_cublas = is_wide and any(
@@ -119,7 +124,7 @@ class Programs:
         buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
         is_full = bucket.sampler.kind is SamplingKind.FULL
         state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
-        return self._step.trace(*self._operands, state, buffer, bucket=bucket, max_blocks=self._max_blocks)
+        return self._step.trace(*self._operands, state, buffer, self._peers, bucket=bucket, max_blocks=self._max_blocks)
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
         prefers_cublas = self._has_cublas and bucket.num_inputs in _CUBLAS_ROWS

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import jax
 from flax import nnx
 
 from jattn.engine.config import EngineConfig
@@ -214,20 +215,11 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
     ) -> None:
         """Goes on with other weights in every copy, or in none if one fails; see `Engine.update_weights`."""
-
-        def update() -> None:
-            fitting = [engine.fitting_weights(state) for engine in self.engines]
-            for engine in self.engines:
-                engine.finish(unfinished)
-            for engine, leaves in zip(self.engines, fitting, strict=True):
-                engine.replace_weights(leaves)
-            self._router.forget()
-
-        self._turns.run(update)
+        self._replace(lambda engine: engine.fitting_weights(state, unfinished), unfinished)
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
-        """Goes on with other scales of an 8-bit cache in every copy; see `Engine.set_kv_cache_scales`."""
-        self._each(lambda engine: engine.set_kv_cache_scales(scales))
+        """Goes on with other scales of an 8-bit cache in every copy, or in none; see `Engine.set_kv_cache_scales`."""
+        self._replace(lambda engine: engine.fitting_scales(scales), "restart")
 
     def sleep(self) -> None:
         """Gives the memory of all pools back until `wake`; if one cannot, all stay awake."""
@@ -269,6 +261,17 @@ class DataParallelEngine(contextlib.AbstractContextManager):
                 action(engine)
 
         self._turns.run(act)
+
+    def _replace(self, fitting: Callable[[Engine], list[jax.Array]], unfinished: str) -> None:
+        def replace() -> None:
+            fitted = [fitting(engine) for engine in self.engines]
+            for engine in self.engines:
+                engine.finish(unfinished)
+            for engine, leaves in zip(self.engines, fitted, strict=True):
+                engine.replace_weights(leaves)
+            self._router.forget()
+
+        self._turns.run(replace)
 
     def _all_or_none(self, action: Callable[[Engine], None], undo: Callable[[Engine], None]) -> None:
         """Puts all copies to sleep or wakes them; if one fails, those that changed go back."""

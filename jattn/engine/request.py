@@ -118,6 +118,7 @@ class Request:
         params: how to sample; max_tokens is a number.
         sampling: the same for the device, `Rows.pack`.
         eos_token_ids: tokens that end it.
+        forced_eos_token_id: its last token if it comes to max_tokens, whatever is sampled; None for none.
         is_plain: whether it needs nothing of the sampler but a temperature.
         needs_slot: whether its tokens or tables must be on the device.
         bad_words: tokens of the words that must not come.
@@ -150,6 +151,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     index: int = 0
+    forced_eos_token_id: int | None = None
     prompt: str | None = None
     salt: bytes | None = None
     outbox: Outbox = field(default_factory=Outbox)

@@ -111,6 +111,7 @@ class ModelRunner:
             announce=announce,
         )
         self._hidden: Any = None
+        self._generation: int | None = None
         self.forget()
         self.weights = Weights(cast(nnx.Module, model))
         self._prompt_logprobs = jitted_prompt_logprobs(
@@ -122,6 +123,7 @@ class ModelRunner:
             placement,
             layers,
             self._slots.shapes,
+            None if self._peers is None else self._peers.table,
             max_num_seqs=config.max_num_seqs,
             max_blocks=max_blocks,
         )
@@ -169,7 +171,12 @@ class ModelRunner:
     def _run(self, bucket: Bucket, state: SamplerState, buffer: np.ndarray) -> Sampled:
         # Compiled behind the pool's checks of JAX's settings.
         sampled, self._last_tokens, state = self._pool.run(
-            lambda *operands: self.programs(bucket)(*operands), self.weights.leaves, self._last_tokens, state, buffer
+            lambda *operands: self.programs(bucket)(*operands),
+            self.weights.leaves,
+            self._last_tokens,
+            state,
+            buffer,
+            None if self._peers is None else self._peers.table,
         )
         if state.tables is not None:
             self._slots.tables = state.tables
@@ -213,6 +220,9 @@ class ModelRunner:
         """Drops what it knows of earlier steps: their tokens and their tables."""
         with jax.transfer_guard_host_to_device("allow"):
             self._last_tokens = self._placement.put(np.zeros(self._config.max_num_seqs, np.int32))
+            if self._generation != self._pool.generation:
+                # In a step that failed, and took the pool with it, devices may have counted their sums apart.
+                self._generation, self._peers = self._pool.generation, self._placement.peers()
         self._tables = [BlockTableCache() for _ in self._layers.groups]
         self._slots.forget()
 

@@ -14,6 +14,7 @@ import numpy as np
 from jattn.engine.logprobs import Logprobs, token_logprobs
 from jattn.engine.params import SamplingParams
 from jattn.engine.tables import SamplerState, SlotTables
+from jattn.parallel import exchange
 
 __all__ = [
     "LogitsProcessor",
@@ -86,11 +87,13 @@ class VocabShards:
         axis: the mesh axis.
         vocab_size: of all devices together.
         count: logits of one device.
+        peers: as in `jattn.parallel.all_reduce`.
     """
 
     axis: str
     vocab_size: int
     count: int
+    peers: jax.Array | None = None
 
     def gathered(self, logits: jax.Array) -> jax.Array:
         """Returns all logits [rows, vocab_size], on every device."""
@@ -108,7 +111,7 @@ class VocabShards:
         value = jnp.take_along_axis(x, best[:, None], axis=1)[:, 0]
         token = best + jax.lax.axis_index(self.axis) * self.count
         message = jnp.stack([jax.lax.bitcast_convert_type(value, jnp.int32), token])
-        values, tokens = jnp.moveaxis(jax.lax.all_gather(message, self.axis), 1, 0)
+        values, tokens = jnp.moveaxis(exchange(message[None], self.axis, self.peers), 1, 0)
         first = jnp.argmax(jax.lax.bitcast_convert_type(values, jnp.float32), axis=0)
         return jnp.take_along_axis(tokens, first[None], axis=0)[0]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -15,7 +17,10 @@ from jattn.models import Decoder, ParameterShards, TensorParallel, parameter_sha
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["Weights"]
+__all__ = ["Arrivals", "Weights"]
+
+#: For places among the leaves, what brings an array there. Over several processes all of them call it.
+Arrivals: TypeAlias = dict[int, Callable[[], jax.Array]]
 
 
 class Weights:
@@ -51,10 +56,8 @@ class Weights:
         self._places = {name: variable.get_value() for name, variable in variables.items()}
         self._needed = {name for name, variable in variables.items() if isinstance(variable, nnx.Param)}
 
-    def fitting(self, state: nnx.Module | nnx.State | Mapping[Any, Any]) -> list[jax.Array]:
-        """Returns the leaves with those of another state in their place; nothing has changed yet.
-
-        Arrays that lie where the old ones do are taken as they are, without a copy; others are brought there.
+    def checked(self, state: nnx.Module | nnx.State | Mapping[Any, Any]) -> Arrivals:
+        """Returns how to bring the arrays of another state to the places of these; nothing has moved yet.
 
         Args:
             state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there. Of a
@@ -75,19 +78,20 @@ class Weights:
             raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")
         if missing := self._needed - given.keys():
             raise InvalidInput(f"state lacks {min(missing)}; {len(missing)} of {len(self._needed)} parameters do.")
-        leaves = list(self.leaves)
+        found: Arrivals = {}
         for name, leaf in given.items():
-            place = self._places[name]
-            old = self.leaves[place]
+            old = self.leaves[self._places[name]]
             if name in shards:
-                whole = _checked(name, leaf, jax.ShapeDtypeStruct(shards[name].shape, old.dtype))
-                leaves[place] = shards[name].placed(whole, cast(Any, old.sharding).mesh)
+                _check(name, leaf, jax.ShapeDtypeStruct(shards[name].shape, old.dtype))
+                bring = functools.partial(shards[name].placed, leaf, cast(Any, old.sharding).mesh)
             else:
-                leaves[place] = _checked(name, leaf, old)
-        return jax.device_put(leaves, [leaf.sharding for leaf in self.leaves])
+                _check(name, leaf, old)
+                bring = functools.partial(_brought, leaf, old.sharding)
+            found[self._places[name]] = bring
+        return found
 
-    def with_scales(self, scales: Mapping[str, jax.Array]) -> list[jax.Array]:
-        """Returns the leaves with other scales of an 8-bit cache, by path; nothing has changed yet.
+    def checked_scales(self, scales: Mapping[str, jax.Array]) -> Arrivals:
+        """Returns the same of other scales of an 8-bit cache, by path.
 
         Raises:
             InvalidInput: they are not those of the model's layers; the first one is named.
@@ -95,9 +99,19 @@ class Weights:
         own = {name for name in self._places if _is_scale(name)}
         if wrong := own.symmetric_difference(scales):
             raise InvalidInput(f"scales must be of the model's {len(own) // 2} layers; {min(wrong)} is of one alone.")
+        places = {self._places[name]: scale for name, scale in scales.items()}
+        return {
+            place: functools.partial(_brought, scale, self.leaves[place].sharding) for place, scale in places.items()
+        }
+
+    def brought(self, arrivals: Arrivals) -> list[jax.Array]:
+        """Returns the leaves with others in their places; these stay as they are.
+
+        Arrays that lie where the old ones do are taken as they are, without a copy.
+        """
         leaves = list(self.leaves)
-        for name, scale in scales.items():
-            leaves[self._places[name]] = jax.device_put(scale, leaves[self._places[name]].sharding)
+        for place, bring in arrivals.items():
+            leaves[place] = bring()
         return leaves
 
 
@@ -109,14 +123,19 @@ def _name(path: Any) -> str:
     return ".".join(map(str, path))
 
 
-def _checked(name: str, leaf: Any, old: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+def _check(name: str, leaf: Any, old: jax.Array | jax.ShapeDtypeStruct) -> None:
     found = (getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
     if found != (old.shape, old.dtype):
         what = f"{found[1]}{list(found[0])}" if found[0] is not None else f"a {type(leaf).__name__}"
         raise InvalidInput(f"{name} is {what}; the model's is {old.dtype}{list(old.shape)}.")
-    if not isinstance(leaf, jax.Array):
-        # A copy: XLA's CPU backend would go on reading the caller's own memory.
-        return jnp.array(leaf)
-    if leaf.is_deleted():
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise InvalidInput(f"{name} was donated or deleted; give the array that took its place.")
-    return leaf
+
+
+def _brought(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable == sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    # Not device_put, which compares the values of all processes. A copy: XLA's CPU backend would go on reading the
+    # caller's own memory.
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: np.array(host[part]))

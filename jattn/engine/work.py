@@ -160,6 +160,7 @@ class Work:
             new = _until_stop(new, request.eos_token_ids)
             request.outbox.note(request)
             result.keep_logprobs(request, index, len(new))
+            _force_end(request, new)
             request.output_token_ids += new
             self.cache.append_tokens(request.request_id, new)
             if request.metrics.first_token_time is None:
@@ -177,6 +178,15 @@ def _own_transfers() -> Iterator[None]:
     """Lets uploads of metadata and downloads of tokens pass the user's transfer guards, which look for his own."""
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield
+
+
+def _force_end(request: Request, new: list[int]) -> None:
+    """Puts the token that ends a text in the place of the last one that it may have, as certain as transformers."""
+    if request.forced_eos_token_id is None or len(request.output_token_ids) + len(new) < request.max_tokens:
+        return
+    new[-1] = request.forced_eos_token_id
+    if request.logprobs:
+        request.logprobs[-1] = request.logprobs[-1]._replace(logprob=0.0, rank=1)
 
 
 def _until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:

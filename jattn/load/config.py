@@ -71,6 +71,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
             **options,
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+            forced_eos_token_id=raw.get("forced_eos_token_id"),
             architecture=family.architecture,
         )
     except (InvalidInput, Unsupported) as error:
@@ -134,6 +135,7 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
+        "forced_eos_token_id": config.forced_eos_token_id,
         # transformers' own default may lie outside the vocabulary.
         "pad_token_id": None,
         **family.inert,

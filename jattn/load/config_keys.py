@@ -38,6 +38,7 @@ _STRUCTURE = (
     "dtype",
     "bos_token_id",
     "eos_token_id",
+    "forced_eos_token_id",
     "quantization_config",
 )
 #: What is read by the functions of a family.
@@ -76,7 +77,6 @@ _IGNORED = (
     "finetuning_task",
     "force_bos_token_to_be_generated",
     "forced_bos_token_id",
-    "forced_eos_token_id",
     "hidden_dropout",
     "id2label",
     "initial_context_length",

@@ -14,6 +14,33 @@ from torch_core.errors import InvalidInput
 __all__ = ["GenerationDefaults", "load_generation_defaults", "token_ids"]
 
 _NAME = "generation_config.json"
+_RANGES = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 1e3)}
+# What would change a text and has no counterpart here, and the value that asks for nothing.
+_UNSERVED: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "constraints": None,
+    "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "watermarking_config": None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +51,15 @@ class GenerationDefaults:
         temperature: 0 where the file says not to sample.
         top_k: keep so many of the likeliest tokens; 0 for all.
         top_p: keep the likeliest tokens up to this mass.
+        min_p: keep the tokens of at least this share of the likeliest one's probability.
+        repetition_penalty: of the logits of tokens that were there before.
         max_tokens: new tokens at most.
         bos_token_id: the token that starts a document.
         eos_token_ids: the tokens that end a generation.
         decoder_start_token_id: the token that a decoder behind an encoder starts with.
         forced_bos_token_id: the one that always follows it.
+        forced_eos_token_id: the last one of a text that is as long as it may be.
+        unserved: keys of the file that would change a text and are not honoured.
 
     Raises:
         InvalidInput: a value out of range.
@@ -37,14 +68,18 @@ class GenerationDefaults:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     max_tokens: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    unserved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, 1e3), ("top_p", 1e-9, 1.0)):
+        for name, (low, high) in _RANGES.items():
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), low, high)
         for name, low in (("top_k", 0), ("max_tokens", 1)):
@@ -54,12 +89,14 @@ class GenerationDefaults:
     @property
     def sampling(self) -> dict[str, Any]:
         """What was said about sampling, by keyword of `SamplingParams`."""
-        named = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
+        named = {name: getattr(self, name) for name in (*_RANGES, "top_k", "max_tokens")}
         return {name: value for name, value in named.items() if value is not None}
 
 
 def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaults:
-    """Reads generation_config.json of a model folder; everything is None without one. Other keys are not looked at.
+    """Reads generation_config.json of a model folder; everything is None without one.
+
+    `max_length` is not looked at: it counts the prompt.
 
     Raises:
         InvalidInput: the file is broken or a value is out of range.
@@ -69,14 +106,19 @@ def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaul
         return GenerationDefaults()
     raw = read_object(path, _NAME)
     values: dict[str, Any] = {"temperature": 0.0} if raw.get("do_sample") is False else {}
-    same = ("top_k", "top_p", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
+    same = (
+        "top_k", "top_p", "min_p", "repetition_penalty", "bos_token_id", "decoder_start_token_id",
+        "forced_bos_token_id", "forced_eos_token_id",
+    )  # fmt: skip
     keys = {"max_new_tokens": "max_tokens"} | {name: name for name in same}
     if raw.get("do_sample") is not False:
         keys["temperature"] = "temperature"
+    values |= {name: raw.get(key) for key, name in keys.items()}
+    values["unserved"] = tuple(name for name, none in _UNSERVED.items() if raw.get(name) not in (None, none, [], {}))
     try:
         if raw.get("eos_token_id") is not None:
             values["eos_token_ids"] = token_ids(raw["eos_token_id"], "eos_token_id")
-        return GenerationDefaults(**values, **{name: raw.get(key) for key, name in keys.items()})
+        return GenerationDefaults(**values)
     except InvalidInput as error:
         raise InvalidInput(f"{_NAME}: {error}") from None
 

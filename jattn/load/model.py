@@ -68,8 +68,8 @@ def load_model(
 
     Everything is checked before the first array is made: config.json against a list of known keys, every
     safetensors header against the shapes that follow from the config, the tokenizer against the vocabulary. Code,
-    pickles and links that leave the folder are refused. From generation_config.json only the token ids
-    `bos_token_id` and `eos_token_id` are taken; they win over config.json's (`load_generation_defaults` has the rest).
+    pickles and links that leave the folder are refused. From generation_config.json only the ids of tokens are taken,
+    those that are forced too; they win over config.json's (`load_generation_defaults` has the rest).
 
     Weights are mapped into memory and go to the device tensor by tensor, where they are cast, transposed and joined.
     Those in FP8 (with scales by tensor, by output or by blocks of 128 x 128) and MXFP4 become numbers of `dtype` there,
@@ -154,7 +154,7 @@ def load_model(
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
     defaults = load_generation_defaults(folder)
-    names = ("bos_token_id", "eos_token_ids")
+    names = ("bos_token_id", "eos_token_ids", "forced_eos_token_id")
     if config.encoder is not None:
         names += ("decoder_start_token_id", "forced_bos_token_id")
     named = {name: getattr(defaults, name) for name in names}

@@ -64,7 +64,10 @@ def save_model(
     )
     _write_json(path / "config.json", rendered)
     end = list(config.eos_token_ids) or None
-    _write_json(path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": end})
+    tokens = {
+        "bos_token_id": config.bos_token_id, "eos_token_id": end, "forced_eos_token_id": config.forced_eos_token_id
+    }  # fmt: skip
+    _write_json(path / "generation_config.json", tokens)
     if isinstance(tokenizer, TextTokenizer) and tokenizer.chat_template is not None:
         _write(path / "chat_template.jinja", tokenizer.chat_template.encode())
     if tokenizer is not None:

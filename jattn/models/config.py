@@ -121,6 +121,7 @@ class ModelConfig:
             None for a model without.
         decoder_start_token_id: the token that every generation starts with, in a model with an encoder.
         forced_bos_token_id: one that always follows it there; None for none.
+        forced_eos_token_id: the last one of a text that is as long as it may be; None for none.
         logits_bias: the logits have a bias.
         tie_word_embeddings: the output projection is the embedding.
         attention_bias: the query, key and value projections have a bias.
@@ -189,6 +190,7 @@ class ModelConfig:
     encoder: ModelConfig | None = None
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
     logits_bias: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -343,7 +345,7 @@ class ModelConfig:
             )
 
     def _check_tokens(self) -> None:
-        single = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
+        single = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
         named = [(name, getattr(self, name)) for name in single if getattr(self, name) is not None]
         named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
         for name, token in named:

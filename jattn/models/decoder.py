@@ -71,7 +71,7 @@ class DecoderLayer(nnx.Module):
         cross = None
         if self.cross_attn is not None:
             cross = functools.partial(self.cross_attn.forward_paged, kv_cache=kv_cache, metadata=metadata)
-        return self._added(x, normed, attended, lambda branch: branch, cross), kv_cache
+        return self._added(x, normed, attended, lambda branch: branch, cross, metadata.peers), kv_cache
 
     def forward_dense(
         self,
@@ -91,29 +91,37 @@ class DecoderLayer(nnx.Module):
         return self._added(x, normed, attended, dropout, cross)
 
     def _added(
-        self, x: jax.Array, normed: jax.Array, attended: jax.Array, dropout: _Branch, cross: _Branch | None
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        attended: jax.Array,
+        dropout: _Branch,
+        cross: _Branch | None,
+        peers: jax.Array | None = None,
     ) -> jax.Array:
         """Adds what attention found, and what the other parts make of it, to the residual stream."""
-        attended = self._summed(attended, "heads")
+        attended = self._summed(attended, "heads", peers)
         if self.config.norm_placement == "residual":
             x = _through(self.attention_output_norm, x + dropout(attended))
             if cross is not None:
                 x = _through(self.cross_attention_norm, x + dropout(cross(x)))
-            return _through(self.mlp_output_norm, x + dropout(self._feed_forward(x)))
+            return _through(self.mlp_output_norm, x + dropout(self._feed_forward(x, peers)))
         kind, scale = self.config.parallel_block, self.config.residual_multiplier
         after_attention = x + _scaled(dropout(_through(self.attention_output_norm, attended)), scale)
         if cross is not None:
             seen = _through(self.cross_attention_norm, after_attention)
             after_attention = after_attention + _scaled(dropout(cross(seen)), scale)
         seen = normed if kind == "shared_norm" else x if kind == "two_norms" else after_attention
-        branch = self._feed_forward(_through(self.post_attention_layernorm, seen))
+        branch = self._feed_forward(_through(self.post_attention_layernorm, seen), peers)
         return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
 
-    def _feed_forward(self, x: jax.Array) -> jax.Array:
-        return self._summed(self.moe(x), "experts") if self.is_sparse else self._summed(self.mlp(x), "mlp")
+    def _feed_forward(self, x: jax.Array, peers: jax.Array | None) -> jax.Array:
+        if self.is_sparse:
+            return self._summed(self.moe(x), "experts", peers)
+        return self._summed(self.mlp(x), "mlp", peers)
 
-    def _summed(self, x: jax.Array, axis: str) -> jax.Array:
-        return x if self.parallel is None else self.parallel.summed(x, axis)
+    def _summed(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:
+        return x if self.parallel is None else self.parallel.summed(x, axis, peers)
 
 
 class Decoder(nnx.Module):
@@ -203,6 +211,7 @@ class Decoder(nnx.Module):
             if config.layer_windows
             else (),
             eos_token_ids=config.eos_token_ids,
+            forced_eos_token_id=config.forced_eos_token_id,
         )
 
     def __call__(
@@ -243,7 +252,8 @@ class Decoder(nnx.Module):
         """
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
-        x, angles = self.embedded(token_ids, positions)
+        peers = metadata.of_layer(0)[0].peers
+        x, angles = self.embedded(token_ids, positions, peers)
         caches = list(kv_caches)
         yield x, tuple(caches)
         for index, layer in enumerate(self.layers):
@@ -350,16 +360,19 @@ class Decoder(nnx.Module):
             yield x
         yield _through(self.norm, x)
 
-    def embedded(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, Angles | None]:
+    def embedded(
+        self, token_ids: jax.Array, positions: jax.Array, peers: jax.Array | None = None
+    ) -> tuple[jax.Array, Angles | None]:
         """Returns the first layer's input, and what attention makes of positions, if anything.
 
         Args:
             token_ids: int32[..., tokens], or what the embedding has for them, float[..., tokens, hidden].
             positions: int32[tokens].
+            peers: see `AttentionMetadata`.
         """
         config = self.config
         is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
-        x = _scaled(token_ids if is_embedded else self._embed(token_ids), config.embedding_multiplier)
+        x = _scaled(token_ids if is_embedded else self._embed(token_ids, peers), config.embedding_multiplier)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions + config.position_offset)
         if self.token_type_embedding is not None:
@@ -375,7 +388,7 @@ class Decoder(nnx.Module):
             return x, (angles, angles)
         return x, (angles, rotary_angles(positions, inverse_frequencies(config, local=True)))
 
-    def _embed(self, token_ids: jax.Array) -> jax.Array:
+    def _embed(self, token_ids: jax.Array, peers: jax.Array | None) -> jax.Array:
         parallel = self.parallel
         if parallel is None or parallel.parts("vocab") == 1:
             return self.embed_tokens(token_ids)
@@ -384,7 +397,7 @@ class Decoder(nnx.Module):
         is_own = (local >= 0) & (local < count)
         # All but one of the sum's terms are 0, so that it rounds nothing.
         own = self.embed_tokens(jnp.where(is_own, local, 0))
-        return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab")
+        return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab", peers)
 
 
 def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:

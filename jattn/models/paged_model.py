@@ -41,6 +41,7 @@ class PagedSpec:
             is the encoder's input then, and a generation starts with decoder_start_token_id.
         decoder_start_token_id: that token; None without an encoder.
         forced_bos_token_id: one that always follows it; None for none.
+        forced_eos_token_id: the last one of a generation of max_tokens, whatever was sampled; None for none.
 
     Raises:
         InvalidInput: a value out of range.
@@ -65,6 +66,7 @@ class PagedSpec:
     max_encoder_len: int = 0
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_model_len", "num_layers"):
@@ -76,6 +78,8 @@ class PagedSpec:
             raise InvalidInput(f"eos_token_ids is {self.eos_token_ids!r}; it must be a tuple of token ids.")
         for index, token in enumerate(self.eos_token_ids):
             check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
+        if self.forced_eos_token_id is not None:
+            check_int("forced_eos_token_id", self.forced_eos_token_id, 0, self.vocab_size - 1)
         check_int("max_encoder_len", self.max_encoder_len, 0, _MOST)
         if self.max_encoder_len:
             check_int("decoder_start_token_id", self.decoder_start_token_id, 0, self.vocab_size - 1)

@@ -60,14 +60,20 @@ class ParameterShards:
     def placed(self, array: jax.Array | np.ndarray, mesh: Mesh) -> jax.Array:
         """Returns the parts of a whole parameter, each on its device.
 
-        From a device the parameter first goes to every device of the mesh, whole, and each keeps its own part.
+        From a device the parameter first goes to every device of the mesh, whole, and each keeps its own part. Over
+        several processes each gives the whole, or all give an array that is spread over them.
         """
         sharding = NamedSharding(mesh, self.spec)
-        if self.order is None and isinstance(array, jax.Array) and sharding.is_fully_addressable:
+        on_devices = isinstance(array, jax.Array) and array.is_fully_addressable == sharding.is_fully_addressable
+        if self.order is None and on_devices:
             return jax.device_put(array, sharding)
-        if not isinstance(array, jax.Array) or not sharding.is_fully_addressable:
-            host = np.asarray(array)
-            return self.loaded(lambda axis, places: host if axis is None else host.take(places, axis), host.dtype, mesh)
+        if not on_devices:
+            take: Any = jnp.take if isinstance(array, jax.Array) else np.take
+
+            def some(axis: int | None, places: np.ndarray) -> np.ndarray:
+                return np.asarray(array if axis is None else take(array, places, axis))
+
+            return self.loaded(some, array.dtype, mesh)
         everywhere = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
         return _taken(sharding, self.axis)(everywhere, self.order)
 

@@ -9,6 +9,7 @@ import jax
 
 from jattn.models.config import ModelConfig
 from jattn.models.logical_axes import DEFAULT_RULES
+from jattn.parallel import all_reduce
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -60,9 +61,9 @@ class TensorParallel:
         """Returns over how many devices a logical axis is split."""
         return self.size if self.rules[name] is not None else 1
 
-    def summed(self, x: jax.Array, name: str) -> jax.Array:
-        """Returns the sum over the devices that split a logical axis."""
-        return jax.lax.psum(x, self.axis) if self.parts(name) > 1 else x
+    def summed(self, x: jax.Array, name: str, peers: jax.Array | None = None) -> jax.Array:
+        """Returns the sum over the devices that split a logical axis; `peers` as in `jattn.parallel.all_reduce`."""
+        return all_reduce(x, self.axis, peers) if self.parts(name) > 1 else x
 
     def first(self, name: str, count: int) -> jax.Array | int:
         """Returns the index of this device's first entry of an axis, of which each device has `count`."""

@@ -122,6 +122,11 @@ class PagedAttention(nnx.Module):
         slopes = None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32)
         return {**{name: getattr(self, name) for name in CORE_OPTIONS}, "alibi_slopes": slopes}
 
+    @property
+    def sees_distances(self) -> bool:
+        """Whether the layer's own mask or bias asks for the positions of keys, beside the causal mask."""
+        return any(getattr(self, name, None) is not None for name in ops.POSITIONAL)
+
     def __call__(
         self,
         query: jax.Array,
@@ -176,10 +181,7 @@ class PagedAttention(nnx.Module):
         output = ops.paged_attention(
             query,
             kv_cache,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            max_query_len=metadata.max_query_len,
+            **metadata.sequences,
             groups=metadata.groups,
             causal=self.causal,
             kv_chunk_size=self.kv_chunk_size,

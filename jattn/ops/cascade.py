@@ -19,7 +19,7 @@ def attend_groups(
     call: PagedCall[jax.Array], groups: PrefixGroups | None, implementation: str | None
 ) -> dict[str, jax.Array]:
     """Runs a call; prefixes that its sequences share are attended once, where the call's mask allows it."""
-    if groups is None or calls.cascade_clash(call) is not None:
+    if groups is None or call.sees_distances:
         return run(call, implementation)
     tables, lens, starts = jnp.asarray(call.block_tables), groups.prefix_lens, groups.piece_starts
     first = jnp.minimum(starts[:-1], lens.size - 1)

@@ -1,12 +1,16 @@
-"""Context parallelism: sequences whose tokens are spread over the devices of a mesh axis, inside `jax.shard_map`."""
+"""Inside `jax.shard_map`: sequences whose tokens are spread over devices, and sums of small arrays."""
 
+from jattn.parallel.all_reduce import Peers, all_reduce, exchange
 from jattn.parallel.decode import merge_over_axis, paged_attention, write_kv_cache
 from jattn.parallel.layer import attend_spread
 from jattn.parallel.prefill import all_gather_attention, ring_attention, zigzag_order
 
 __all__ = [
+    "Peers",
     "all_gather_attention",
+    "all_reduce",
     "attend_spread",
+    "exchange",
     "merge_over_axis",
     "paged_attention",
     "ring_attention",

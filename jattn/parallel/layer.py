@@ -55,20 +55,10 @@ def attend_spread(
     if key is not None and value is not None:
         write = WriteCall(key=key, value=value, kv_cache=kv_cache, slot_mapping=metadata.slot_mapping, **scales)
         kv_cache, new = write_kv_cache(write, axis_name, **place)["kv_cache"], (key, value)
-    call = paged_call(
-        query,
-        kv_cache,
-        metadata.block_tables,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        max_query_len=metadata.max_query_len,
-        **scales,
-        **options,
-    )
+    call = paged_call(query, kv_cache, **metadata.sequences, **scales, **options)
     # Where a mask differs from token to token each reads the cache by itself; and what 8 bits round, they round for the
     # tokens of the same step too.
-    spec, is_rounded = call.spec, kv_cache.dtype.itemsize == 1
-    is_near = spec.window_left is not None or spec.attention_chunk is not None or call.alibi_slopes is not None
-    if metadata.max_query_len == 1 or is_near or is_rounded:
+    is_rounded = kv_cache.dtype.itemsize == 1
+    if metadata.max_query_len == 1 or call.sees_distances or is_rounded:
         new = None
     return paged_attention(call, axis_name, new=new, split_heads=True, **place)["out"], kv_cache

@@ -7,6 +7,7 @@ device takes one from the front and its mirror image from the back: all have the
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import ops
+from jattn.ops.arguments import attention_spec
 from torch_core.calls import DenseCall, backward_of
 from torch_core.context_parallel import merge_parts
 from torch_core.errors import InvalidInput, Unsupported
@@ -88,7 +90,9 @@ def ring_attention(
             f"query has shape {list(query.shape)} and key {list(key.shape)}; both are two chunks of equal length, of "
             "one batch (zigzag_order)."
         )
-    spec = AttentionSpec(scale=scale or query.shape[-1] ** -0.5, causal=causal, logits_soft_cap=logits_soft_cap)
+    options: dict[str, Any] = dict.fromkeys(ops.MASK_OPTIONS)
+    options |= {"scale": scale, "causal": causal, "logits_soft_cap": logits_soft_cap}
+    spec = attention_spec(query, **options)
     return _ring(_Ring(axis_name, spec, implementation), query, key, value)
 
 
@@ -108,8 +112,7 @@ def all_gather_attention(
 
     Args:
         query, key, value, axis_name, causal: as in `ring_attention`.
-        **options: those of `jattn.attention`: scale, sliding_window, attention_chunk, alibi_slopes, sinks,
-            logits_soft_cap, implementation ...
+        **options: further ones of `jattn.attention`.
 
     Returns:
         float[batch, tokens, num_heads, value_head_size].
@@ -287,7 +290,6 @@ def _derive(ring: _Ring, rows: _Rows, key: jax.Array, value: jax.Array, causal: 
 
 
 def _call(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> DenseCall[jax.Array]:
-    spec = AttentionSpec(scale=ring.spec.scale, causal=causal, logits_soft_cap=ring.spec.logits_soft_cap)
     packed = [x.reshape(-1, *x.shape[2:]) for x in (query, key, value)]
     starts = [jnp.arange(x.shape[0] + 1, dtype=jnp.int32) * x.shape[1] for x in (query, key)]
     return DenseCall(
@@ -296,7 +298,7 @@ def _call(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causa
         value=packed[2],
         query_start_loc=starts[0],
         key_start_loc=starts[1],
-        spec=spec,
+        spec=replace(ring.spec, causal=causal),
         max_query_len=query.shape[1],
         max_key_len=key.shape[1],
         with_lse=True,

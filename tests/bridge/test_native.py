@@ -46,10 +46,10 @@ def launcher(monkeypatch):
         create_array_parameter=lambda zeroed, alignment: ["array", zeroed, alignment],
         create_scalar_parameter=lambda value, kind: [kind, value],
     )
-    native._opaque.cache_clear()
+    native._code.cache_clear()
     monkeypatch.setattr(native, "_launcher", lambda: fake)
     yield fake
-    native._opaque.cache_clear()
+    native._code.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_opaque_attribute_holds_kernel_grid_and_scalars(launcher, cache):
     plan = double_and_add(40)
     launch = plan.launches[0]
     specs = tuple((name, plan.specs[name]) for name in launch.buffers)
-    record = json.loads(zlib.decompress(native._opaque(launch, specs, LIMITS, cache)))
+    record = json.loads(zlib.decompress(native._code(launch, specs, LIMITS, cache).whole))
     assert record == {
         "name": "double_kernel",
         "launch": [4, 1, 0, 90],
@@ -143,7 +143,7 @@ def test_a_program_with_native_calls_can_be_exported(launcher, cache):
 
 def test_the_result_is_deterministic_so_that_compilation_caches_hit(launcher, cache):
     first = _lowered(_step(cache), *ARRAYS).as_text()
-    native._opaque.cache_clear()
+    native._code.cache_clear()
     assert _lowered(_step(KernelCache(None)), *ARRAYS).as_text() == first
 
 

@@ -38,12 +38,12 @@ def hopper(monkeypatch, cache):
         create_array_parameter=lambda *arguments: arguments,
         create_scalar_parameter=lambda *arguments: arguments,
     )
-    native._opaque.cache_clear()
+    native._code.cache_clear()
     monkeypatch.setattr(native, "_launcher", lambda: fake)
     monkeypatch.setattr(native, "kernel_cache", lambda: cache)
     monkeypatch.setattr(native, "device_limits", DeviceLimits)
     yield
-    native._opaque.cache_clear()
+    native._code.cache_clear()
 
 
 def _array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -233,13 +233,13 @@ def test_the_kernels_are_launched_on_parts_without_a_collective() -> None:
         call = WriteCall(key=key, value=key, slot_mapping=slots, kv_cache=cache)
         return partitioned(native.run_native)(call)["kv_cache"]
 
-    native._opaque.cache_clear()
+    native._code.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_launcher", lambda: launcher)
         patch.setattr(native, "kernel_cache", lambda: KernelCache(None))
         patch.setattr(native, "device_limits", DeviceLimits)
         text = jax.jit(write, donate_argnums=0).trace(cache, key, slots).lower(lowering_platforms=("cuda",)).as_text()
-    native._opaque.cache_clear()
+    native._code.cache_clear()
 
     assert text.count(f"@{native.TARGET}") == 1
     assert "tensor<32x2x16x4x128xbf16>" in text

@@ -56,6 +56,15 @@ def test_greedy_tokens_are_those_of_one_gpu(way: str) -> None:
     assert [each.output_token_ids for each in requests] == run(Engine(model, EngineConfig(**SIZES)), prompts)
 
 
+@TWO_GPUS
+def test_tokens_dealt_out_over_gpus_with_the_same_key_head_are_those_of_one() -> None:
+    model = tiny_decoder(hidden_size=64, head_dim=16, num_key_value_heads=1, implementation="triton")
+    prompts = prompts_of(1, 3, 9, 17, 30, 8, 5)
+    spread = EngineConfig(**SIZES, tensor_parallel_size=2, decode_context_parallel_size=2)
+
+    assert run(Engine(model, spread), prompts) == run(Engine(model, EngineConfig(**SIZES)), prompts)
+
+
 @pytest.mark.parametrize("way", ["whole heads", "split heads", "chunk"])
 def test_a_step_on_spread_sequences_is_that_of_one_gpu(way: str) -> None:
     mesh, rng = mesh_of("cp"), np.random.default_rng(3)

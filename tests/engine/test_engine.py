@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def quickly() -> None:
-    """Here the programs are those that a user's engine runs."""
+    """Here the programs are optimised, as those that a user's engine runs."""
 
 
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -453,22 +453,24 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("model_changes", "config", "message"),
     [
-        ({"config": {"block_size": 4}}, "config is a dict; it must be an EngineConfig, or None."),
+        ({}, {"block_size": 4}, "config is a dict; it must be an EngineConfig, or None."),
         (
-            {"model": tiny_decoder(implementation="fast")},
+            {"implementation": "fast"},
+            None,
             "implementation is 'fast'; use one of 'triton', 'torch', 'xla', or None to let jattn choose.",
         ),
         (
-            {"config": EngineConfig(num_host_blocks=10**9)},
+            {},
+            EngineConfig(num_host_blocks=10**9),
             r"num_host_blocks is 1000000000; they need 4,096,000,000,000 bytes and this machine has [\d,]+\.",
         ),
     ],
 )
-def test_an_engine_that_could_never_run_is_not_built(decoder, arguments, message) -> None:
+def test_an_engine_that_could_never_run_is_not_built(model_changes, config, message) -> None:
     with pytest.raises(InvalidInput) as error:
-        Engine(**{"model": decoder, **arguments})
+        Engine(tiny_decoder(**model_changes), config)
 
     assert str(error.value) == message or re.fullmatch(message, str(error.value))
 

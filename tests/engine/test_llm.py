@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 
 from jattn.engine import LLM, EngineConfig, SamplingParams, generate
 from jattn.engine.prompts import chat_prompt
@@ -223,7 +225,10 @@ def test_a_chat_is_the_templates_prompt(llm) -> None:
 
 
 def test_a_chat_needs_a_template(llm) -> None:
-    with pytest.raises(InvalidInput, match=r"^the model has no chat template; pass chat_template\.$"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"^the model has no chat template; pass chat_template \(to a command, --chat-template FILE\)\.$",
+    ):
         llm.chat([{"role": "u", "content": "hi"}])
 
 
@@ -253,3 +258,31 @@ def test_a_folders_own_defaults_hold_for_requests_without_parameters(tmp_path, s
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
         assert len(output.outputs[0].token_ids) == 3 or output.outputs[0].finish_reason == "stop"
         assert plain.get_default_sampling_params() == SamplingParams()
+
+
+def test_a_text_that_was_cut_ends_with_the_token_that_the_folder_forces(tmp_path, seed) -> None:
+    folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1, eos_token_ids=())
+    (folder / "generation_config.json").write_text('{"forced_eos_token_id": 5}')
+    asked = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1)
+    with LLM(folder, config=EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, batch_invariant=True)) as llm:
+        own, forced = (
+            llm.generate([[7, 8, 9]], each)[0].outputs[0] for each in (replace(asked, ignore_eos=True), asked)
+        )
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).generate(
+        torch.tensor([[7, 8, 9]]), max_new_tokens=4, do_sample=False
+    )
+
+    assert forced.token_ids == (*own.token_ids[:-1], 5)
+    assert theirs[0, -1] == 5
+    assert forced.logprobs[:-1] == own.logprobs[:-1]
+    assert (forced.logprobs[-1][5].logprob, forced.logprobs[-1][5].rank) == (0.0, 1)
+
+
+def test_a_folder_that_asks_for_what_is_not_served_is_loaded_with_a_warning(tmp_path, seed) -> None:
+    folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1)
+    (folder / "generation_config.json").write_text('{"num_beams": 4}')
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=64)
+    named = r"^generation_config\.json has num_beams, whose effect is missing here\.$"
+    with pytest.warns(UserWarning, match=named), LLM(folder, config=config):
+        pass

@@ -8,6 +8,7 @@ import pytest
 
 from jattn.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
+from tests.support.devices import on_four_devices
 from torch_core.errors import InvalidInput
 
 DECODES = "1 sequences, 1 tokens, queries up to 1, plain"
@@ -29,6 +30,19 @@ def test_a_prompt_taken_for_computed_is_found_in_the_cache_and_nothing_else_is_c
 
     assert request.num_cached_tokens == 8
     assert engine.num_compilations == 1
+
+
+@on_four_devices
+def test_a_pool_that_is_cut_over_devices_takes_prompts_for_computed_too() -> None:
+    model = tiny_decoder(num_key_value_heads=4)
+    config = EngineConfig(block_size=4, max_num_seqs=1, num_scheduler_steps=1, tensor_parallel_size=4)
+    with Engine(model, config) as engine:
+        engine.assume_computed([list(range(8))])
+        request = engine.add(list(range(9)), SamplingParams(max_tokens=2, ignore_eos=True))
+        while engine.num_unfinished:
+            engine.step()
+
+    assert request.num_cached_tokens == 8
 
 
 def test_prompts_are_not_taken_for_computed_while_requests_are_unfinished(engine: Engine) -> None:

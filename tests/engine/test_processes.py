@@ -8,25 +8,35 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jattn.engine import LLM, EngineConfig, SamplingParams, join
+from jattn.engine import LLM, Engine, EngineConfig, SamplingParams, join
 from jattn.engine.processes import HEARTBEAT_SECONDS, check_agreement, shared_channel
+from tests.engine import retrained
 from torch_core.errors import InvalidInput
 
 PROMPT = "The for statement is used to"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(process: int, port: int, *arguments: str) -> subprocess.Popen[str]:
     """One of two processes that generate with one model, a CPU device each."""
-    command = [sys.executable, "-m", "jattn.cli", "generate", "--prompt", PROMPT, "--tensor-parallel-size", "2"]
+    command = ["jattn.cli", "generate", "--prompt", PROMPT, "--tensor-parallel-size", "2"]
     command += ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(process)]
+    return run(*command, *arguments)
+
+
+def run(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python module as a process that has one CPU device."""
+    command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen([*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def free_port() -> int:
@@ -83,6 +93,28 @@ def test_when_a_process_dies_the_other_ends_with_an_error_within_a_minute(victim
 
     assert code != 0
     assert time.monotonic() - died < 60
+
+
+@pytest.mark.nightly
+def test_processes_take_new_weights_in_their_sleep_all_or_none() -> None:
+    port = str(free_port())
+    (code, out, error), (other_code, *_) = outcomes([run("tests.engine.retrained", port, each) for each in ("0", "1")])
+
+    assert (code, other_code) == (0, 0), error
+    found = json.loads(next(line for line in out.splitlines() if line.startswith("found")).removeprefix("found"))
+    whole = Engine(retrained.tiny_decoder(), replace(retrained.CONFIG, tensor_parallel_size=1))
+    expected = [retrained.said(whole)]
+    for seed in (1, 3):
+        whole.update_weights(retrained.weights(seed))
+        expected.append(retrained.said(whole))
+    first, second, third = expected
+    # Those that one process refused are nobody's.
+    assert found["said"] == [first, second, second, third]
+    awake = [text for text in found["refused"] if text.startswith("the engine has several processes and is awake")]
+    assert len(awake) == 3
+    assert [text for text in found["refused"] if text not in awake] == [
+        "process 1 refused what it was given, so nothing has changed; its error says why."
+    ]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

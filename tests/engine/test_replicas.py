@@ -7,7 +7,16 @@ from unittest import mock
 
 import pytest
 
-from jattn.engine import DataParallelEngine, Engine, EngineConfig, Outbox, SamplingParams, open_engine
+from jattn.engine import (
+    DataParallelEngine,
+    Engine,
+    EngineConfig,
+    KVCacheScales,
+    Outbox,
+    SamplingParams,
+    calibrate_kv_cache,
+    open_engine,
+)
 from jattn.engine.device import Device
 from jattn.engine.weights import Weights
 from tests.engine.conftest import tiny_decoder
@@ -110,16 +119,21 @@ def test_outboxes_cancelled_requests_and_the_end_are_those_of_an_engine() -> Non
 
 @on_four_devices
 def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
-    engine = two()
+    engine = two(kv_cache_dtype="fp8")
+    ones = KVCacheScales(dict.fromkeys(calibrate_kv_cache(large_decoder()).ranges, (448.0, 448.0)))
     first, second = (each._owner.device for each in engine.engines)
     weights = [device.runner.weights for device in (first, second)]
     before = [each.leaves for each in weights]
     # The first copy has done its part by then.
     with (
-        mock.patch.object(Weights, "fitting", side_effect=[before[0], InvalidInput("no room")]),
-        pytest.raises(InvalidInput, match="no room"),
+        mock.patch.object(Weights, "brought", side_effect=[before[0], InvalidInput("no room")] * 2),
     ):
-        engine.update_weights(large_decoder())
+        for change in (
+            lambda: engine.update_weights(large_decoder()),
+            lambda: engine.set_kv_cache_scales(ones),
+        ):
+            with pytest.raises(InvalidInput, match="no room"):
+                change()
     with (
         mock.patch.object(Device, "lend", side_effect=[first.pool.close(), InvalidInput("no room")]),
         pytest.raises(InvalidInput, match="no room"),

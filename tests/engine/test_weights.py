@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine.weights import Weights
 from jattn.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
@@ -171,9 +173,13 @@ def test_weights_that_do_not_fit_are_refused_by_their_path_and_nothing_changes(e
     assert run(engine, prompts) == expected
 
 
-def test_an_unknown_choice_for_unfinished_requests_is_refused(engine, other) -> None:
-    with pytest.raises(InvalidInput, match="unfinished is 'drop'; it must be 'restart' or 'finish'"):
+def test_an_unknown_choice_for_unfinished_requests_is_refused_before_any_weight_moves(engine, other) -> None:
+    with (
+        mock.patch.object(Weights, "brought") as brought,
+        pytest.raises(InvalidInput, match="unfinished is 'drop'; it must be 'restart' or 'finish'"),
+    ):
         engine.update_weights(other, unfinished="drop")
+    brought.assert_not_called()
 
 
 def test_a_sleeping_engine_holds_no_pool_and_loses_no_request(engine, decoder, seed) -> None:

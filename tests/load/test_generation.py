@@ -28,6 +28,17 @@ def test_sampling_defaults_are_read_under_the_names_of_sampling_params(tmp_path)
     assert defaults.eos_token_ids == (3,)
 
 
+def test_min_p_and_the_repetition_penalty_are_sampling_defaults(tmp_path):
+    values = {"min_p": 0.1, "repetition_penalty": 1.05}
+    assert load_generation_defaults(written(tmp_path, "generation_config.json", values)).sampling == values
+
+
+def test_keys_that_would_change_a_text_and_are_not_honoured_are_named(tmp_path):
+    values = {"num_beams": 4, "no_repeat_ngram_size": 0, "suppress_tokens": [7], "bad_words_ids": [], "max_length": 20}
+    defaults = load_generation_defaults(written(tmp_path, "generation_config.json", values))
+    assert defaults.unserved == ("num_beams", "suppress_tokens")
+
+
 def test_a_file_that_says_not_to_sample_means_temperature_zero(tmp_path):
     values = {"do_sample": False, "temperature": 0.6}
     assert load_generation_defaults(written(tmp_path, "generation_config.json", values)).temperature == 0.0

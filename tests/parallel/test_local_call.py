@@ -135,5 +135,5 @@ def test_what_one_rank_cannot_tell_is_refused(name: str, seed: int) -> None:
 
 def test_a_context_has_no_window(seed: int) -> None:
     case = paged_case(seed, seq_lens=LENS, query_lens=SEVERAL, block_size=16, spec=mask(window_left=3))
-    with pytest.raises(Unsupported, match=r"queries of up to 5 tokens is spread over ranks, and a window, chunk or"):
+    with pytest.raises(Unsupported, match=r"5 tokens is spread over ranks, and a sliding window differs"):
         context_call(call_of(case, 2, 0, 1), dcp_world_size=2, dcp_rank=0, library=torch)

@@ -125,6 +125,8 @@ def test_what_is_not_served_is_refused() -> None:
     query, key, value = (x[:, :3] for x in given)
     with pytest.raises(InvalidInput, match=r"^query has shape \[2, 3, 4, 16\] and key \[2, 3, 2, 16\]; both are two"):
         parallel.ring_attention(query, key, value, "cp")
+    with pytest.raises(InvalidInput, match=r"^scale is 0.0; it must be finite and not zero"):
+        parallel.ring_attention(given[0], given[1], given[2], "cp", scale=0.0)
     with pytest.raises(
         InvalidInput, match=r"^num_tokens is 12; it must be a multiple of 8, two chunks for each device"
     ):

@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.blocks": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.attention": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
     "torch_core.experts": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
+    "torch_core.all_reduce": {"torch_core.plan"},
     "torch_core.planner": {
         "torch_core.plan",
         "torch_core.attention",
@@ -38,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.experts",
         "torch_core.calls",
     },
-    "torch_core.variants": {"torch_core.plan", "torch_core.calls", "torch_core.planner"},
+    "torch_core.variants": {"torch_core.plan", "torch_core.all_reduce", "torch_core.calls", "torch_core.planner"},
     "torch_core.cpu": {"torch_core.calls", "torch_core.packed"},
     "torch_core.run": {"torch_core.plan", "torch_core.planner", "torch_core.cpu", "torch_core.calls"},
     "torch_core.ops": {"torch_core.run", "torch_core.calls", "torch_core.packed"},
@@ -63,10 +64,12 @@ ARROWS: dict[str, set[str]] = {
     "jattn.metadata": {"torch_core.metadata"},
     "jattn.ops": {"jattn.bridge", "jattn.metadata", "torch_core.calls"},
     "jattn.parallel": {
+        "jattn.bridge",
         "jattn.ops",
         "jattn.metadata",
         "torch_core.calls",
         "torch_core.metadata",
+        "torch_core.all_reduce",
         "torch_core.context_parallel",
     },
     "jattn.pool": {"jattn.bridge", "torch_core.calls"},
@@ -78,6 +81,7 @@ ARROWS: dict[str, set[str]] = {
         "jattn.models",
         "jattn.load",
         "jattn.ops",
+        "jattn.parallel",
         "jattn.pool",
         "jattn.metadata",
         "torch_core.cache",
@@ -118,6 +122,7 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.blocks": {"triton"},
     "torch_core.attention": {"triton"},
     "torch_core.experts": {"triton"},
+    "torch_core.all_reduce": {"triton"},
 }
 NEVER = {"torch_core": {"jax", "jaxlib", "flax"}}
 FORBIDDEN_CALLS = {"eval", "exec"}

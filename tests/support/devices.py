@@ -73,7 +73,8 @@ def _process(count: int) -> ProcessPoolExecutor:
 
 def _start(count: int) -> None:
     # Before anything asks for a device.
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_core.calls import (
+    SCORE_FIELDS,
     AttentionCall,
     DenseBackwardCall,
     DenseCall,
@@ -100,7 +101,7 @@ def is_plain(call: AttentionCall[ArraySpec]) -> bool:
 
 
 # Fields that do more to a score than that.
-_EXTRAS = frozenset(("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "k_scale_cache", "dropout_seeds"))
+_EXTRAS = frozenset((*SCORE_FIELDS, "k_scale_cache", "dropout_seeds"))
 
 
 def make_launch(

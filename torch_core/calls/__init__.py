@@ -5,11 +5,11 @@ array: the public functions make calls of tensors or JAX arrays, planners take `
 implementation takes the call whole, so that nothing is lost on the way and a new option is no argument of anybody's.
 """
 
-from torch_core.calls.attention import AttentionCall, DenseCall, PagedCall, TableCall, cache_fields
+from torch_core.calls.attention import SCORE_FIELDS, AttentionCall, DenseCall, PagedCall, TableCall, cache_fields
 from torch_core.calls.backward import DenseBackwardCall, backward_of, forward_of
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
-from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, cascade_clash, shared_prefix
+from torch_core.calls.cascade import SharedPrefix, cascade_attention, cascade_calls, shared_prefix
 from torch_core.calls.dropout import dropout_limit, keep_factor, keep_mask
 from torch_core.calls.experts import ACTIVATIONS, ExpertsCall
 from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_write
@@ -23,6 +23,7 @@ from torch_core.calls.values import check_values
 __all__ = [
     "ACTIVATIONS",
     "IMPLEMENTATIONS",
+    "SCORE_FIELDS",
     "SCORING_FUNCS",
     "SERVES",
     "AttentionCall",
@@ -48,7 +49,6 @@ __all__ = [
     "cache_fields",
     "cascade_attention",
     "cascade_calls",
-    "cascade_clash",
     "check_chosen_values",
     "check_values",
     "choice_of",

@@ -12,7 +12,10 @@ from torch_core.calls.dropout import check_rate
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 
-__all__ = ["AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
+__all__ = ["SCORE_FIELDS", "AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
+
+#: Arrays that do more to a score than to hide it by bounds which all rows share.
+SCORE_FIELDS = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,19 @@ class AttentionCall(Call[A]):
     def drops(self) -> bool:
         """Softmax weights are dropped."""
         return False
+
+    @property
+    def sees_distances(self) -> str | None:
+        """What of mask and bias depends on where a key stands, beside the causal mask; None for nothing."""
+        spec = self.spec
+        given = {
+            "a sliding window": spec.window_left is not None or spec.window_right is not None,
+            "attention_chunk": spec.attention_chunk is not None,
+            "ALiBi": self.alibi_slopes is not None,
+            "relative_bias": self.relative_bias is not None,
+            "mm_prefix_range": self.mm_prefix_range is not None,
+        }
+        return next((name for name, is_given in given.items() if is_given), None)
 
     @property
     def is_empty(self) -> bool:

@@ -15,7 +15,7 @@ from torch_core.calls.merge import MergeCall
 from torch_core.errors import Unsupported
 from torch_core.specs import FP8_DTYPES, ArraySpec
 
-__all__ = ["SharedPrefix", "cascade_attention", "cascade_calls", "cascade_clash", "shared_prefix"]
+__all__ = ["SharedPrefix", "cascade_attention", "cascade_calls", "shared_prefix"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def cascade_calls(call: PagedCall[A], prefix: SharedPrefix[A]) -> tuple[PagedCal
     """
     _check(prefix.map(lambda array: ArraySpec(tuple(array.shape), dtype_name(array))))
     spec = call.spec
-    if found := cascade_clash(call):
+    if found := call.sees_distances:
         raise Unsupported(f"cascade attention does not serve {found}; build the metadata with common_prefix_len=0.")
     # Half a result is not stored in 8 bits.
     exact = {} if call.result_dtype not in FP8_DTYPES else {"out": None, "out_dtype": None, "out_scale": None}
@@ -119,19 +119,6 @@ def cascade_calls(call: PagedCall[A], prefix: SharedPrefix[A]) -> tuple[PagedCal
         qq_bias=None,
     )
     return prefix_call, suffix_call
-
-
-def cascade_clash(call: PagedCall[Any]) -> str | None:
-    """Returns what of a call depends on the distance to the prefix, and so keeps cascade from serving it."""
-    spec = call.spec
-    clash = {
-        "a sliding window": spec.window_left is not None or spec.window_right is not None,
-        "attention_chunk": spec.attention_chunk is not None,
-        "ALiBi": call.alibi_slopes is not None,
-        "relative_bias": call.relative_bias is not None,
-        "mm_prefix_range": call.mm_prefix_range is not None,
-    }
-    return next((name for name, found in clash.items() if found), None)
 
 
 def cascade_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch_core.calls.attention import AttentionCall, PagedCall, TableCall
+from torch_core.calls.attention import SCORE_FIELDS, AttentionCall, PagedCall, TableCall
 from torch_core.calls.backward import DenseBackwardCall
 from torch_core.calls.call import Call, dtype_name
 from torch_core.calls.experts import ExpertsCall
@@ -24,12 +24,11 @@ _MAX_LORA_RANK = 512
 _MAX_ROPE_DIM = 128
 # Caches, and what is written to them.
 _STORED = ("kv_cache", "key_cache", "value_cache", "latent_cache", "key", "kv_c", "k_pe", "qkv")
-_LATENT_BIASES = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range", "seq_causal")
+_LATENT_BIASES = (*SCORE_FIELDS, "seq_causal")
 _MAX_BLOCK_SIZE = 256
 _CONTIGUOUS = (
-    "alibi_slopes", "sinks", "mm_prefix_range", "qq_bias", "relative_bias", "seq_causal", "slot_mapping",
-    "block_mapping", "dropout_seeds", "topk_weights", "topk_ids", "gate_up_bias", "down_bias", "bias",
-    "correction_bias",
+    *SCORE_FIELDS, "sinks", "seq_causal", "slot_mapping", "block_mapping", "dropout_seeds", "topk_weights", "topk_ids",
+    "gate_up_bias", "down_bias", "bias", "correction_bias",
 )  # fmt: skip
 _ALL: Mapping[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from torch_core.all_reduce.plan import plan_all_reduce
 from torch_core.calls import (
     Call,
     ChoiceCall,
@@ -138,6 +139,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "prefill fp8 query": _prefill(dtype=_FP8),
         "prefill fp8 query scaled": _prefill(dtype=_FP8, q_scale=_SCALE, **_SCALED),
         "prefill fp8 query head 64": _prefill(dtype=_FP8, head_size=64),
+        "prefill fp8 query head 64 short queries": _prefill(dtype=_FP8, head_size=64, max_query_len=512),
+        "prefill fp8 query head 256": _prefill(dtype=_FP8, head_size=256, heads=(8, 4)),
         "prefill fp8 query window sinks lse": _prefill(dtype=_FP8, with_lse=True, **_WINDOW_SINKS),
         "prefill soft cap window": _prefill(
             head_size=256, heads=(8, 4), spec=AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0)
@@ -167,6 +170,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     for label, call in calls.items():
         with suppress(Unsupported):
             plans[label] = plan_call(call, DeviceLimits(arch=arch))
+    plans["sum over devices"] = plan_all_reduce(ArraySpec((1, 4096), "bfloat16"), 2)
     if arch == 90:
         older = DeviceLimits(arch=80)
         plans |= {

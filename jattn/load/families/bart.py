@@ -40,6 +40,7 @@ BART = Family(
         "tie_word_embeddings": True,
         "bos_token_id": 0,
         "eos_token_id": 2,
+        "forced_eos_token_id": 2,
         "decoder_start_token_id": 2,
     },
     options={

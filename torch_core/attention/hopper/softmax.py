@@ -19,35 +19,112 @@ State of a row, in the float32 registers of a tensor of the scores' shape; a thr
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 __all__ = [
-    "FACTOR",
-    "MOVED",
+    "NOTHING",
+    "ONE",
     "REFERENCE",
-    "SCALE",
-    "SUMS",
-    "agreed_rows",
     "initial_state",
     "rescale",
     "row_factors",
-    "row_maxima",
     "row_references",
-    "row_shifts",
     "row_sums",
     "softmax_step",
+    "step_assembly",
+    "step_constraints",
     "unpack_weights",
 ]
 
 # Elements of a thread that one test of `rescale` covers.
 _RESCALED = gl.constexpr(32)
 # Places in a thread's registers: column bit 0, row + 8, column bit 3, and so on.
-REFERENCE, FACTOR, MOVED, SUMS, SCALE = (0, 2), (4, 6), 5, ((8, 9), (10, 11)), 12
+REFERENCE, _FACTOR, _MOVED, _SUMS, _SCALE = (0, 2), (4, 6), 5, ((8, 9), (10, 11)), 12
 # Sums beyond it move the reference; weights must stay below the largest float16 too.
 _LIMIT = "0f44800000"
-_ZERO, _ONE, _NOTHING = "0f00000000", "0f3F800000", "0fFF800000"
+ZERO, ONE, NOTHING = "0f00000000", "0f3F800000", "0fFF800000"
+
+
+def step_assembly(
+    count: int, first: bool, *, weights: list[str], begin: list[str], move: Callable[[int], str], limit: str,
+    registers: str,
+) -> str:  # fmt: skip
+    """The assembly of a step: words of weights and the state out, scores and the state in.
+
+    Its registers, for each row: r its reference, n minus that, t the maximum, f what happens to earlier sums, u and
+    s<row><odd> sums of weights; c for anything.
+
+    Args:
+        count: scores of a thread.
+        first: the tile is a row's first.
+        weights: lines that make the words $word0, ... of weights out of the scores $score0, ..., and their sums.
+        begin: lines that set the references of a row's first tile.
+        move: for a row, the lines that move its reference if its sums are beyond `limit`.
+        limit: sums beyond it move a reference.
+        registers: declarations of others that `weights` uses.
+    """
+    lines = [f"mov.f32 scale, $in{_SCALE}; mov.f32 moved, {ZERO}; mov.f32 f0, {ONE}; mov.f32 f1, {ONE};"]
+    if first:
+        lines += [*_row_maxima(count), *begin, *_row_shifts(), *weights]
+    else:
+        lines += [f"mov.f32 r{row}, $in{REFERENCE[row]}; neg.f32 n{row}, r{row};" for row in (0, 1)]
+        lines += weights
+        # A row before its first key has infinite weights here, or NaN: unordered comparisons send it the long way.
+        lines.append(
+            "max.NaN.f32 u0, s00, s01; max.NaN.f32 u1, s10, s11; max.NaN.f32 c0, u0, u1; "
+            f"setp.gtu.f32 q, c0, {limit}; vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni settled;"
+        )
+        lines += [*_agreed_rows("max.NaN.f32", "u"), *_row_maxima(count), move(0), move(1)]
+        lines += [*_row_shifts(), *weights, f"mov.f32 moved, {ONE};", "settled:"]
+    for row in (0, 1):
+        lines.append(f"mov.f32 $out{REFERENCE[row]}, r{row}; mov.f32 $out{_FACTOR[row]}, f{row};")
+        for odd, place in enumerate(_SUMS[row]):
+            total = f"s{row}{odd}"
+            add = f"fma.rn.f32 $out{place}, $in{place}, f{row}, {total};"
+            lines.append(f"mov.f32 $out{place}, {total};" if first else add)
+    lines.append(f"mov.f32 $out{_MOVED}, moved; mov.f32 $out{_SCALE}, scale;")
+    names = ".reg .f32 scale, moved, r<2>, f<2>, n<2>, t<2>, u<2>, c<4>, s00, s01, s10, s11; .reg .pred p, q;"
+    text = f"{{ {names} {registers} {' '.join(lines)} }}"
+    for name, offset in (("word", 0), ("out", count), ("score", 2 * count), ("in", 3 * count)):
+        text = re.sub(rf"\${name}(\d+)", lambda found, offset=offset: f"${offset + int(found[1])}", text)
+    return text
+
+
+def step_constraints(count: int) -> str:
+    """The constraints of `step_assembly`."""
+    return ",".join(["=&r"] * count + ["=&f"] * count + ["f"] * (2 * count))
+
+
+def _row_maxima(count: int) -> list[str]:
+    """Scaled maxima t<row> of the scores of two rows."""
+    lines = []
+    for row in (0, 1):
+        scores = [f"$score{4 * column + 2 * row + odd}" for column in range(count // 4) for odd in (0, 1)]
+        lines += [f"mov.f32 c{i}, {score};" for i, score in enumerate(scores[:4])]
+        lines += [f"max.f32 c{i % 4}, c{i % 4}, {score};" for i, score in enumerate(scores[4:])]
+        lines.append(f"max.f32 c0, c0, c1; max.f32 c2, c2, c3; max.f32 t{row}, c0, c2;")
+    return [*lines, *_agreed_rows("max.f32", "t"), "mul.f32 t0, t0, scale; mul.f32 t1, t1, scale;"]
+
+
+def _agreed_rows(operation: str, name: str) -> list[str]:
+    """A value for each of two rows, reduced over the four threads that share them."""
+    return [
+        f"shfl.sync.bfly.b32 c{row}, {name}{row}, {lanes}, 0x1f, 0xffffffff; "
+        f"{operation} {name}{row}, {name}{row}, c{row};"
+        for lanes in (2, 1)
+        for row in (0, 1)
+    ]
+
+
+def _row_shifts() -> list[str]:
+    # Rows that have seen no key are shifted by 0: -inf - -inf is NaN.
+    return [
+        f"setp.gt.f32 q, r{row}, {NOTHING}; neg.f32 n{row}, r{row}; selp.f32 n{row}, n{row}, {ZERO}, q;"
+        for row in (0, 1)
+    ]
 
 
 def _weights(count: int, convert: str) -> list[str]:
@@ -61,79 +138,21 @@ def _weights(count: int, convert: str) -> list[str]:
             lines.append(f"ex2.approx.ftz.f32 w{odd}, w{odd};")
             lines.append(f"add.f32 {total}, {total}, w{odd};" if column else f"mov.f32 {total}, w{odd};")
         # The pair's place is so that two halves of the columns are even and odd blocks of eight.
-        lines.append(f"{convert} $pair{column % 2 + 2 * row + 4 * (column // 2)}, w1, w0;")
+        lines.append(f"{convert} $word{column % 2 + 2 * row + 4 * (column // 2)}, w1, w0;")
     return lines
 
 
-def row_maxima(count: int) -> list[str]:
-    """Scaled maxima t<row> of the scores of two rows."""
-    lines = []
-    for row in (0, 1):
-        scores = [f"$score{4 * column + 2 * row + odd}" for column in range(count // 4) for odd in (0, 1)]
-        lines += [f"mov.f32 c{i}, {score};" for i, score in enumerate(scores[:4])]
-        lines += [f"max.f32 c{i % 4}, c{i % 4}, {score};" for i, score in enumerate(scores[4:])]
-        lines.append(f"max.f32 c0, c0, c1; max.f32 c2, c2, c3; max.f32 t{row}, c0, c2;")
-    return [*lines, *agreed_rows("max.f32", "t"), "mul.f32 t0, t0, scale; mul.f32 t1, t1, scale;"]
-
-
-def agreed_rows(operation: str, name: str) -> list[str]:
-    """A value for each of two rows, reduced over the four threads that share them."""
-    return [
-        f"shfl.sync.bfly.b32 c{row}, {name}{row}, {lanes}, 0x1f, 0xffffffff; "
-        f"{operation} {name}{row}, {name}{row}, c{row};"
-        for lanes in (2, 1)
-        for row in (0, 1)
-    ]
-
-
-def row_shifts() -> list[str]:
-    # Rows that have seen no key are shifted by 0: -inf - -inf is NaN.
-    return [
-        f"setp.gt.f32 q, r{row}, {_NOTHING}; neg.f32 n{row}, r{row}; selp.f32 n{row}, n{row}, {_ZERO}, q;"
-        for row in (0, 1)
-    ]
-
-
-def _later_tile(count: int, convert: str) -> list[str]:
-    lines = [f"mov.f32 r{row}, $in{REFERENCE[row]}; neg.f32 n{row}, r{row};" for row in (0, 1)]
-    lines += _weights(count, convert)
-    # A row before its first key has infinite weights here, or NaN: unordered comparisons send it the long way.
-    lines.append(
-        f"max.NaN.f32 u0, s00, s01; max.NaN.f32 u1, s10, s11; max.NaN.f32 c0, u0, u1; setp.gtu.f32 q, c0, {_LIMIT}; "
-        "vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni settled;"
-    )
-    lines += [*agreed_rows("max.NaN.f32", "u"), *row_maxima(count)]
-    for row in (0, 1):
-        lines.append(
-            f"setp.gtu.f32 p, u{row}, {_LIMIT}; sub.f32 c0, r{row}, t{row}; ex2.approx.ftz.f32 c0, c0; "
-            f"setp.gt.and.f32 q, r{row}, {_NOTHING}, p; selp.f32 f{row}, c0, {_ONE}, q; @p mov.f32 r{row}, t{row};"
-        )
-    return [*lines, *row_shifts(), *_weights(count, convert), f"mov.f32 moved, {_ONE};", "settled:"]
-
-
 def _assembly(count: int, first: bool, convert: str) -> str:
-    lines = [f"mov.f32 scale, $in{SCALE}; mov.f32 moved, {_ZERO}; mov.f32 f0, {_ONE}; mov.f32 f1, {_ONE};"]
-    if first:
-        lines += [*row_maxima(count), "mov.f32 r0, t0; mov.f32 r1, t1;", *row_shifts(), *_weights(count, convert)]
-    else:
-        lines += _later_tile(count, convert)
-    for row in (0, 1):
-        lines.append(f"mov.f32 $out{REFERENCE[row]}, r{row}; mov.f32 $out{FACTOR[row]}, f{row};")
-        for odd, place in enumerate(SUMS[row]):
-            total = f"s{row}{odd}"
-            add = f"fma.rn.f32 $out{place}, $in{place}, f{row}, {total};"
-            lines.append(f"mov.f32 $out{place}, {total};" if first else add)
-    lines.append(f"mov.f32 $out{MOVED}, moved; mov.f32 $out{SCALE}, scale;")
-    names = "scale, moved, w0, w1, r<2>, f<2>, n<2>, t<2>, u<2>, c<4>, s00, s01, s10, s11"
-    text = f"{{ .reg .f32 {names}; .reg .pred p, q; {' '.join(lines)} }}"
-    # Operands: pairs and state out, scores and state in.
-    for name, offset in (("pair", 0), ("out", count), ("score", 2 * count), ("in", 3 * count)):
-        text = re.sub(rf"\${name}(\d+)", lambda found, offset=offset: f"${offset + int(found[1])}", text)
-    return text
+    def move(row: int) -> str:
+        return (
+            f"setp.gtu.f32 p, u{row}, {_LIMIT}; sub.f32 c0, r{row}, t{row}; ex2.approx.ftz.f32 c0, c0; "
+            f"setp.gt.and.f32 q, r{row}, {NOTHING}, p; selp.f32 f{row}, c0, {ONE}, q; @p mov.f32 r{row}, t{row};"
+        )
 
-
-def _constraints(count: int) -> str:
-    return ",".join(["=&r"] * count + ["=&f"] * count + ["f"] * (2 * count))
+    return step_assembly(
+        count, first, weights=_weights(count, convert), begin=["mov.f32 r0, t0; mov.f32 r1, t1;"], move=move,
+        limit=_LIMIT, registers=".reg .f32 w0, w1;",
+    )  # fmt: skip
 
 
 def _rescale_assembly(count: int) -> str:
@@ -149,8 +168,8 @@ _CONVERT = ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32")
 # By whether the weights are float16, and whether the tile is a row's first.
 _STEP_64 = gl.constexpr(tuple(_assembly(64, first, convert) for convert in _CONVERT for first in (False, True)))
 _STEP_32 = gl.constexpr(tuple(_assembly(32, first, convert) for convert in _CONVERT for first in (False, True)))
-_CONSTRAINTS_64 = gl.constexpr(_constraints(64))
-_CONSTRAINTS_32 = gl.constexpr(_constraints(32))
+_CONSTRAINTS_64 = gl.constexpr(step_constraints(64))
+_CONSTRAINTS_32 = gl.constexpr(step_constraints(32))
 _RESCALE = gl.constexpr(_rescale_assembly(_RESCALED.value))
 _RESCALE_CONSTRAINTS = gl.constexpr(
     ",".join(["=f"] * _RESCALED.value + [str(i) for i in range(_RESCALED.value)] + ["f"] * (2 * _RESCALED.value))

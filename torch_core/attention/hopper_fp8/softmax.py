@@ -12,23 +12,12 @@ State of a row, in the float32 registers of a tensor of the scores' shape, see `
 
 from __future__ import annotations
 
-import re
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_core.attention.hopper.softmax import (
-    FACTOR,
-    MOVED,
-    REFERENCE,
-    SCALE,
-    SUMS,
-    agreed_rows,
-    row_maxima,
-    row_shifts,
-)
+from torch_core.attention.hopper.softmax import NOTHING, ONE, REFERENCE, step_assembly, step_constraints
 
-__all__ = ["fp8_softmax_step"]
+__all__ = ["fp8_softmax_step", "initial_fp8_state"]
 
 _COUNT = 64
 # Weights begin at 2 to this power; of rows that see few keys of their first tile, lower.
@@ -38,7 +27,6 @@ _FEW_KEYS = gl.constexpr(32)
 _TOP_BITS = "0f40800000"
 # A thread's sums, of 16 weights each, beyond it move the reference: below it no weight is above 448, e4m3's largest.
 _LIMIT = "0f43E00000"
-_ONE, _ZERO, _NOTHING = "0f3F800000", "0f00000000", "0fFF800000"
 
 
 def _weights() -> list[str]:
@@ -59,53 +47,24 @@ def _weights() -> list[str]:
     return lines
 
 
-def _later_tile() -> list[str]:
-    lines = [f"mov.f32 r{row}, $in{REFERENCE[row]}; neg.f32 n{row}, r{row};" for row in (0, 1)]
-    lines += _weights()
-    # A row before its first key has infinite weights here, or NaN: unordered comparisons send it the long way.
-    lines.append(
-        f"max.NaN.f32 u0, s00, s01; max.NaN.f32 u1, s10, s11; max.NaN.f32 c0, u0, u1; setp.gtu.f32 q, c0, {_LIMIT}; "
-        "vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni settled;"
-    )
-    lines += [*agreed_rows("max.NaN.f32", "u"), *row_maxima(_COUNT)]
-    for row in (0, 1):
-        lines.append(
-            f"setp.gtu.f32 p, u{row}, {_LIMIT}; sub.f32 c1, t{row}, {_TOP_BITS}; sub.f32 c0, r{row}, c1; "
-            f"ex2.approx.ftz.f32 c0, c0; setp.gt.and.f32 q, r{row}, {_NOTHING}, p; "
-            f"selp.f32 f{row}, c0, {_ONE}, q; @p mov.f32 r{row}, c1;"
-        )
-    return [*lines, *row_shifts(), *_weights(), f"mov.f32 moved, {_ONE};", "settled:"]
-
-
 def _assembly(first: bool) -> str:
-    lines = [f"mov.f32 scale, $in{SCALE}; mov.f32 moved, {_ZERO}; mov.f32 f0, {_ONE}; mov.f32 f1, {_ONE};"]
-    if first:
-        lines += row_maxima(_COUNT)
-        lines += [f"sub.f32 r{row}, t{row}, $in{REFERENCE[row]};" for row in (0, 1)]
-        lines += [*row_shifts(), *_weights()]
-    else:
-        lines += _later_tile()
-    for row in (0, 1):
-        lines.append(f"mov.f32 $out{REFERENCE[row]}, r{row}; mov.f32 $out{FACTOR[row]}, f{row};")
-        for odd, place in enumerate(SUMS[row]):
-            total = f"s{row}{odd}"
-            add = f"fma.rn.f32 $out{place}, $in{place}, f{row}, {total};"
-            lines.append(f"mov.f32 $out{place}, {total};" if first else add)
-    lines.append(f"mov.f32 $out{MOVED}, moved; mov.f32 $out{SCALE}, scale;")
-    registers = (
-        ".reg .f32 scale, moved, w<4>, r<2>, f<2>, n<2>, t<2>, u<2>, c<4>, s00, s01, s10, s11; .reg .b16 low, high; "
-        ".reg .pred p, q;"
-    )
-    text = f"{{ {registers} {' '.join(lines)} }}"
-    # Operands: words and state out, scores and state in.
-    for name, offset in (("word", 0), ("out", _COUNT), ("score", 2 * _COUNT), ("in", 3 * _COUNT)):
-        text = re.sub(rf"\${name}(\d+)", lambda found, offset=offset: f"${offset + int(found[1])}", text)
-    return text
+    def move(row: int) -> str:
+        return (
+            f"setp.gtu.f32 p, u{row}, {_LIMIT}; sub.f32 c1, t{row}, {_TOP_BITS}; sub.f32 c0, r{row}, c1; "
+            f"ex2.approx.ftz.f32 c0, c0; setp.gt.and.f32 q, r{row}, {NOTHING}, p; "
+            f"selp.f32 f{row}, c0, {ONE}, q; @p mov.f32 r{row}, c1;"
+        )
+
+    return step_assembly(
+        _COUNT, first, weights=_weights(),
+        begin=[f"sub.f32 r{row}, t{row}, $in{REFERENCE[row]};" for row in (0, 1)], move=move, limit=_LIMIT,
+        registers=".reg .f32 w<4>; .reg .b16 low, high;",
+    )  # fmt: skip
 
 
 # By whether the tile is a row's first.
 _STEPS = gl.constexpr(tuple(_assembly(first) for first in (False, True)))
-_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * _COUNT + ["=&f"] * _COUNT + ["f"] * (2 * _COUNT)))
+_CONSTRAINTS = gl.constexpr(step_constraints(_COUNT))
 
 
 @gluon.jit

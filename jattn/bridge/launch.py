@@ -1,0 +1,111 @@
+"""One launch of a kernel as a JAX primitive, which is lowered to jaxlib's launcher with no more than it needs.
+
+XLA asks the launcher to get ready at every execution of a program, also where it replays a CUDA graph, and then the
+launcher copies, hashes and compares the whole attribute of each call (jaxlib/gpu/triton_kernels.cc,
+GetOrCreateKernelCall). With the code in it that is 4 to 60 kilobytes a launch, so a program names code that its process
+has loaded before. What `jax.export` stores runs in other processes and carries the code itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+__all__ = ["TARGET", "KernelCode", "launch_kernel"]
+
+#: The custom call that every launch becomes. `jax.export` must be told that it may appear:
+#: `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]`.
+TARGET = "triton_kernel_call_ffi"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCode:
+    """A launch as jaxlib's launcher takes it.
+
+    Attributes:
+        whole: with the code.
+        named: with the name of code that `loader` has loaded, or None for a device that is not this process's.
+        loader: loads that code when it is compiled; never run.
+    """
+
+    whole: bytes
+    named: bytes | None = None
+    loader: bytes | None = None
+
+
+def launch_kernel(
+    code: KernelCode,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    aliases: Mapping[int, int],
+) -> list[jax.Array]:
+    """Adds a launch to the program that is being traced, or runs it when nothing is; see `native.call_operation`.
+
+    Args:
+        code: the launch.
+        operands: its inputs.
+        results: what it returns.
+        aliases: numbers of results by those of the operands that they take the place of.
+    """
+    shapes = tuple((result.shape, result.dtype) for result in results)
+    return _launch.bind(*operands, code=code, results=shapes, aliases=tuple(aliases.items()))
+
+
+_launch = Primitive("jattn_launch")
+_launch.multiple_results = True
+
+
+@_launch.def_abstract_eval
+def _results(*_: Any, results: Sequence[Any], **__: Any) -> list[Any]:
+    whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    return [ShapedArray(shape, dtype, sharding=whole) for shape, dtype in results]
+
+
+@_launch.def_impl
+def _run(*operands: jax.Array, **launched: Any) -> list[jax.Array]:
+    return _in_a_program(*operands, launched=tuple(launched.items()))
+
+
+@functools.partial(jax.jit, static_argnames="launched")
+def _in_a_program(*operands: jax.Array, launched: tuple[tuple[str, Any], ...]) -> list[jax.Array]:
+    return _launch.bind(*operands, **dict(launched))
+
+
+def _lower(context: Any, *operands: Any, code: KernelCode, aliases: Any, **_: Any) -> Any:
+    named = None if context.module_context.lowering_parameters.for_export else code.named
+    opaque = named if named is not None and _is_loaded(code.loader) else code.whole
+    return jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))(context, *operands, opaque=opaque)
+
+
+mlir.register_lowering(_launch, _lower)
+
+
+@functools.cache
+def _is_loaded(loader: bytes) -> bool:
+    # In a thread of its own: meshes, devices and options of the program that is being lowered are not this one's.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_load, loader).result()
+
+
+def _load(loader: bytes) -> bool:
+    """Compiles a program whose custom call loads a kernel; jaxlib keeps it for as long as the process lives."""
+    result = jax.ShapeDtypeStruct((1,), "uint8")
+    # An attribute that nobody reads: the same program from JAX's compilation cache would load nothing.
+    program = jax.jit(lambda: jax.ffi.ffi_call(TARGET, result)(opaque=loader, once=uuid.uuid4().hex))
+    try:
+        with jax.default_device(jax.local_devices(backend="cuda")[0]):
+            program.lower().compile()
+    except RuntimeError:
+        # There is no such device here, or jaxlib takes no machine code: every call carries its code.
+        return False
+    return True

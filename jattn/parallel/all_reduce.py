@@ -1,0 +1,123 @@
+"""Sums over the devices of one process by a kernel of our own, which XLA captures in a step's CUDA graph.
+
+XLA ends a command buffer at each of its own collectives, so a step with two sums a layer is launched piece by piece,
+and each device waits in every sum for the other's late launch. These sums are launches like all others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jattn.bridge.calls import array_spec
+from jattn.bridge.native import call_operation, why_not
+
+__all__ = ["Peers", "all_reduce", "exchange"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What the devices of a mesh axis keep to sum small arrays: memory that each writes in all of them.
+
+    Attributes:
+        table: int32[devices * words], split over the axis: where a device finds all others' memory. Give each its part
+            in `jax.shard_map`.
+    """
+
+    table: jax.Array
+    _workspace: jax.Array = field(repr=False)
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis_name: str) -> Peers | None:
+        """Allocates it; returns None unless the devices are CUDA devices of this process that see each other's memory.
+
+        Args:
+            mesh: the devices.
+            axis_name: the only axis of the mesh that has more than one.
+        """
+        devices = list(mesh.devices.ravel())
+        world = mesh.shape[axis_name]
+        if world < 2 or len(devices) != world or why_not() is not None or not _see_each_other(devices):
+            return None
+        # Needs triton, which the native bridge has found.
+        from torch_core.all_reduce.plan import peers_size, workspace_words
+
+        split = NamedSharding(mesh, PartitionSpec(axis_name))
+        workspace = jax.device_put(np.zeros(world * 2 * workspace_words(world), np.int32), split)
+        # No device may send before all have zeros.
+        jax.block_until_ready(workspace)
+        shards = {shard.device: shard.data.unsafe_buffer_pointer() for shard in workspace.addressable_shards}
+        addresses = [shards[device] for device in devices]
+        rows = np.asarray([[rank, own, *addresses] for rank, own in enumerate(addresses)], np.uint64)
+        table = jax.device_put(rows.view(np.int32).reshape(world * peers_size(world)), split)
+        return cls(table, workspace)
+
+
+def all_reduce(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:
+    """Returns the sum over a mesh axis, inside `jax.shard_map`: of small arrays by the kernel, of others by `psum`.
+
+    The kernel adds in float32 in the order of devices and rounds once, so that all have the same bits. It has no
+    derivative. What a program sums and exchanges must follow from each other: two at once would use the same memory.
+
+    Args:
+        x: this device's part.
+        axis_name: the mesh axis.
+        peers: this device's part of `Peers.table`; None for `psum` always.
+    """
+    if peers is not None:
+        # Needs triton, which whoever made the table has found.
+        from torch_core.all_reduce.plan import plan_all_reduce, sums
+
+        spec, world = array_spec(x), jax.lax.axis_size(axis_name)
+        if sums(spec, world):
+            return call_operation(plan_all_reduce(spec, world), {"x": x, "peers": peers})["out"]
+    return jax.lax.psum(x, axis_name)
+
+
+def exchange(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:
+    """Returns `[devices, ...]`, what every device of a mesh axis has for this one; inside `jax.shard_map`.
+
+    Small parts are moved by a kernel, others by `all_gather` or `all_to_all`.
+
+    Args:
+        x: `[devices, ...]`, a part for each, or `[1, ...]`, one for all.
+        axis_name: the mesh axis.
+        peers: as in `all_reduce`.
+    """
+    world = jax.lax.axis_size(axis_name)
+    num_bytes = x[0].size * x.dtype.itemsize
+    if peers is not None and x.dtype.itemsize in (2, 4):
+        from torch_core.all_reduce.plan import exchanges, plan_exchange
+
+        if exchanges(num_bytes, world):
+            words = x.reshape(len(x), -1, *(() if x.dtype.itemsize == 4 else (2,)))
+            words = jax.lax.bitcast_convert_type(words, jnp.int32)
+            plan = plan_exchange(array_spec(words), world)
+            found = call_operation(plan, {"x": words, "peers": peers})["out"]
+            return jax.lax.bitcast_convert_type(found, x.dtype).reshape(world, *x.shape[1:])
+    if len(x) == 1:
+        return jax.lax.all_gather(x[0], axis_name)
+    return jax.lax.all_to_all(x, axis_name, 0, 0)
+
+
+def _see_each_other(devices: list[Any]) -> bool:
+    # Not by their platform, "gpu", which AMD's have too.
+    try:
+        own = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return False
+    if any(device not in own for device in devices):
+        return False
+    can_access = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
+    answer = ctypes.c_int(0)
+    for one, other in itertools.permutations(devices, 2):
+        if can_access(ctypes.byref(answer), one.local_hardware_id, other.local_hardware_id) or not answer.value:
+            return False
+    return True

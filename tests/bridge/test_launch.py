@@ -1,0 +1,81 @@
+"""What of a kernel stands in a program: the name of code that the process has loaded, or the code."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.bridge import launch
+from jattn.bridge.launch import TARGET, KernelCode, launch_kernel
+
+CODE = KernelCode(whole=b"whole", named=b"named", loader=b"loader")
+SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+
+def _program(code):
+    return jax.jit(lambda x, y: launch_kernel(code, [x, y], [SHAPE, SHAPE], {1: 1}))
+
+
+def _lowered(code) -> str:
+    return _program(code).trace(SHAPE, SHAPE).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture(params=[True, False], ids=["loads", "does not load"])
+def loads(request, monkeypatch):
+    monkeypatch.setattr(launch, "_is_loaded", lambda loader: request.param)
+    return request.param
+
+
+def test_a_program_names_code_that_its_process_could_load_and_carries_other_code(loads):
+    text = _lowered(CODE)
+    assert ('opaque = "named"' in text) is loads
+    assert ('opaque = "whole"' in text) is not loads
+
+
+def test_code_for_another_device_is_carried(loads):
+    assert 'opaque = "whole"' in _lowered(KernelCode(whole=b"whole"))
+
+
+def test_an_exported_program_carries_its_code(loads):
+    program = _program(CODE)
+    program.trace(SHAPE, SHAPE).lower(lowering_platforms=("cuda",))
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    exported = jax.export.export(program, platforms=["cuda"], disabled_checks=allowed)(SHAPE, SHAPE)
+    assert 'opaque = "whole"' in exported.mlir_module()
+
+
+def test_operands_that_results_take_the_place_of_are_aliased(loads):
+    assert "output_tuple_indices = [1], operand_index = 1" in _lowered(CODE)
+
+
+def test_a_jaxlib_that_does_not_load_machine_code_is_asked_once(monkeypatch):
+    asked = []
+
+    def refuse(*_, **__):
+        asked.append(1)
+        raise jax.errors.JaxRuntimeError("no such field")
+
+    monkeypatch.setattr(jax, "local_devices", lambda backend: jax.devices("cpu"))
+    monkeypatch.setattr(jax.ffi, "ffi_call", refuse)
+    launch._is_loaded.cache_clear()
+    assert [launch._is_loaded(b"code"), launch._is_loaded(b"code"), len(asked)] == [False, False, 1]
+    launch._is_loaded.cache_clear()
+
+
+@pytest.mark.gpu
+def test_a_program_on_a_device_names_its_kernels_and_an_exported_one_carries_them():
+    from jattn.bridge import native
+    from tests.support.sample_kernels import double_and_add
+
+    def step(x, total):
+        return native.call_operation(double_and_add(), {"x": x, "total": total})["total"]
+
+    program, x = jax.jit(step), jnp.arange(16.0)
+    lowered = program.lower(x, x)
+    np.testing.assert_array_equal(lowered.compile()(x, jnp.ones(16)), 1 + 3 * np.arange(16.0))
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    exported = jax.export.export(program, disabled_checks=allowed)(x, x)
+    np.testing.assert_array_equal(exported.call(x, jnp.ones(16)), 1 + 3 * np.arange(16.0))
+    assert len(lowered.as_text()) < len(exported.mlir_module()) - 1000

@@ -1,0 +1,88 @@
+"""Sums of small arrays over two GPUs by the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jattn import parallel
+from jattn.bridge.native import TARGET
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two GPUs")]
+
+SPLIT = PartitionSpec("tp")
+
+
+def peers_of_two() -> tuple[Mesh, parallel.Peers]:
+    mesh = Mesh(np.asarray(jax.devices()[:2], object), ("tp",))
+    peers = parallel.Peers.of(mesh, "tp")
+    assert peers is not None
+    return mesh, peers
+
+
+def mapped(function: Any, mesh: Mesh, **options: Any) -> Any:
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(1, 4096), (5, 1554), (128, 2048)])
+def test_both_have_the_float64_sum_rounded_once(shape: tuple[int, ...], dtype: str, seed: int) -> None:
+    mesh, peers = peers_of_two()
+    x = jax.random.normal(jax.random.key(seed), (2, *shape), dtype)
+    summed = mapped(lambda x, table: parallel.all_reduce(x, "tp", table), mesh)
+
+    found = np.asarray(summed(jax.device_put(x, NamedSharding(mesh, SPLIT)), peers.table).astype(jnp.float32))
+    first, second = np.asarray(x.astype(jnp.float32), np.float64)
+    np.testing.assert_array_equal(found[0], found[1])
+    bound = float(jnp.finfo(dtype).eps) / 2 * np.abs(first + second)
+    # Two roundings for float32's sums of narrower numbers: to float32 and to the result.
+    assert (np.abs(found[0] - (first + second)) <= bound * (1 + 2**-12)).all()
+
+
+def test_a_thousand_sums_of_changing_sizes_mix_no_call_with_another(seed: int) -> None:
+    mesh, peers = peers_of_two()
+
+    def differing(keys: jax.Array, table: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(keys[0])
+
+        def sums(step: jax.Array, count: jax.Array) -> jax.Array:
+            for index, rows in enumerate((1, 64, 7, 64)):
+                x = jax.random.normal(jax.random.fold_in(key, 4 * step + index), (rows, 1024), jnp.bfloat16)
+                every = jax.lax.all_gather(x, "tp").astype(jnp.float32)
+                # One sum waits for the last.
+                x = jnp.where(count < 0, 0, x)
+                found = parallel.all_reduce(x, "tp", table)
+                count += (found != (every[0] + every[1]).astype(x.dtype)).sum(dtype=jnp.int32)
+            return count
+
+        return jax.lax.fori_loop(0, 250, sums, jnp.int32(0))[None]
+
+    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), 2))
+    counts = mapped(differing, mesh)(jax.device_put(keys, NamedSharding(mesh, SPLIT)), peers.table)
+    np.testing.assert_array_equal(counts, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_each_has_what_all_have_for_it(parts: int, dtype: str, seed: int) -> None:
+    mesh, peers = peers_of_two()
+    x = jax.random.normal(jax.random.key(seed), (2, parts, 5, 130), dtype)
+    exchanged = mapped(lambda x, table: parallel.exchange(x[0], "tp", table)[None], mesh)
+
+    found = exchanged(jax.device_put(x, NamedSharding(mesh, SPLIT)), peers.table)
+    for rank in range(2):
+        np.testing.assert_array_equal(found[rank], x[:, rank % parts])
+
+
+def test_a_large_array_is_summed_by_psum() -> None:
+    mesh, peers = peers_of_two()
+    summed = mapped(lambda x, table: parallel.all_reduce(x, "tp", table), mesh)
+    small, large = (jax.ShapeDtypeStruct((2, rows, 4096), jnp.bfloat16) for rows in (64, 4096))
+
+    assert TARGET in summed.lower(small, peers.table).as_text()
+    assert TARGET not in summed.lower(large, peers.table).as_text()
