@@ -73,8 +73,6 @@ _TILES: dict[int, tuple[tuple[int, HopperTile], ...]] = {
     ),
     128: (
         (0, HopperTile(2, 64, 4, 2, 232, 48)),
-        # Faster by 1 to 2%, over pages and dense: the warps that load keep more in registers.
-        (512, HopperTile(2, 64, 4, 2, 216, 96)),
         (2048, HopperTile(3, 64, 4, 2, 160, 32)),
     ),
     192: (
