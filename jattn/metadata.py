@@ -82,6 +82,12 @@ class AttentionMetadata:
     peers: jax.Array | None = None
     block_size: int | None = field(default=None, metadata={"static": True})
 
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """What an attention op asks about the sequences, by its keywords."""
+        names = ("block_tables", "seq_lens", "query_start_loc", "max_query_len")
+        return {name: getattr(self, name) for name in names}
+
     @classmethod
     def build(
         cls,

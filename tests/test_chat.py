@@ -69,7 +69,7 @@ def test_the_command_reads_lines_and_prints_answers(monkeypatch, capsys, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "jattn: the model has no chat template; pass chat_template.\n"),
+        ([], "jattn: the model has no chat template; pass chat_template (to a command, --chat-template FILE).\n"),
         (["--chat-template", "/no/such"], "jattn: chat_template '/no/such' cannot be read: "),
     ],
 )

@@ -92,7 +92,7 @@ def chat_prompt(
         raise InvalidInput("the model has no tokenizer, which a chat needs.")
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
-        raise InvalidInput("the model has no chat template; pass chat_template.")
+        raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
     if not isinstance(template, ChatTemplate):
         template = _compiled(template, tuple(tokenizer.special_tokens.items()))
     text = template.render(messages, **options)

@@ -181,10 +181,7 @@ class PagedAttention(nnx.Module):
         output = ops.paged_attention(
             query,
             kv_cache,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            max_query_len=metadata.max_query_len,
+            **metadata.sequences,
             groups=metadata.groups,
             causal=self.causal,
             kv_chunk_size=self.kv_chunk_size,

@@ -103,12 +103,9 @@ class LatentIndexer(nnx.Module):
         operands = (query, weights.reshape(-1, self.num_heads), key_cache)
         return ops.indexer_topk(
             *jax.lax.stop_gradient(operands),
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_start_loc,
+            **metadata.sequences,
             topk=min(self.topk, metadata.block_tables.shape[1] * key_cache.shape[1]),
             scale=self.head_dim**-0.5,
-            max_query_len=metadata.max_query_len,
             implementation=self.implementation,
         )
 

@@ -55,16 +55,7 @@ def attend_spread(
     if key is not None and value is not None:
         write = WriteCall(key=key, value=value, kv_cache=kv_cache, slot_mapping=metadata.slot_mapping, **scales)
         kv_cache, new = write_kv_cache(write, axis_name, **place)["kv_cache"], (key, value)
-    call = paged_call(
-        query,
-        kv_cache,
-        metadata.block_tables,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        max_query_len=metadata.max_query_len,
-        **scales,
-        **options,
-    )
+    call = paged_call(query, kv_cache, **metadata.sequences, **scales, **options)
     # Where a mask differs from token to token each reads the cache by itself; and what 8 bits round, they round for the
     # tokens of the same step too.
     is_rounded = kv_cache.dtype.itemsize == 1

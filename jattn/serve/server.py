@@ -99,6 +99,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     config = dataclasses.replace(config, default_sampling=llm.default_sampling)
     if llm.generates and not arguments.no_warmup:
+        # Minutes on a CPU, and a progress bar is for terminals alone.
+        sys.stderr.write("jattn: compiling what any request can need; --no-warmup serves at once\n")
         llm.engine.warmup()
     if not arguments.no_access_log:
         # A stream of its own: lines of JSON and nothing else.

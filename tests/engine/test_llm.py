@@ -225,7 +225,10 @@ def test_a_chat_is_the_templates_prompt(llm) -> None:
 
 
 def test_a_chat_needs_a_template(llm) -> None:
-    with pytest.raises(InvalidInput, match=r"^the model has no chat template; pass chat_template\.$"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"^the model has no chat template; pass chat_template \(to a command, --chat-template FILE\)\.$",
+    ):
         llm.chat([{"role": "u", "content": "hi"}])
 
 

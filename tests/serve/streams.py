@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROMPTS = [f"The {word} statement is used" for word in ("for", "while", "with", "try", "if", "del", "import", "yield")]
 # Few programs to compile.
 _SETTINGS = ("--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-model-len", "64", "--no-access-log")
 _MIB = 1 << 20
+_SAMPLES = 30
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ def run(num_streams: int, seconds: float, settings: Sequence[str] = _SETTINGS) -
         report.unfinished, report.kv_cache_usage = after["jattn_unfinished_samples"], after["jattn_kv_cache_usage"]
         report.programs = after["jattn_programs"] - before["jattn_programs"]
     half = report.resident_mib[len(report.resident_mib) // 2 :]
-    report.mib_per_minute = round((half[-1] - half[0]) / (seconds / 2) * 60, 2)
+    report.mib_per_minute = round(float(np.polyfit(range(len(half)), half, 1)[0]) * _SAMPLES * 60 / seconds, 2)
     return report
 
 
@@ -106,7 +108,7 @@ async def _hold(
         while time.monotonic() < end:
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             report.resident_mib.append(round(pages * os.sysconf("SC_PAGE_SIZE") / _MIB, 1))
-            await asyncio.sleep(seconds / 30)
+            await asyncio.sleep(seconds / _SAMPLES)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(watch())
