@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from jattn.load import known_families
 from torch_core.calls import serves_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,10 @@ def test_a_page_names_no_file_that_is_missing_or_outside(page: Path) -> None:
 
 def test_the_readme_is_what_a_stranger_reads() -> None:
     assert len(README.read_text().splitlines()) <= 150
+
+
+def test_the_readme_counts_the_architectures_that_load() -> None:
+    assert set(re.findall(r"(\d+) architectures", README.read_text())) == {str(len(known_families()))}
 
 
 def test_the_limits_are_the_table_that_the_code_reads() -> None:
