@@ -37,22 +37,24 @@ def read_ahead(items: Sequence[Sequence[FileRange]]) -> Iterator[None]:
         files = {path: stack.enter_context(path.open("rb")) for path in paths}
         threads = stack.enter_context(ThreadPoolExecutor(_THREADS))
         started: deque[tuple[int, list[Future[None]]]] = deque()
-        ahead, rest = 0, iter(items)
-        for _ in items:
-            while ahead < _MOST_AHEAD and (item := next(rest, None)) is not None:
+        rest = iter(items)
+
+        def read_more() -> None:
+            while sum(size for size, _ in started) < _MOST_AHEAD and (item := next(rest, None)) is not None:
                 chunks = [
                     threads.submit(_touch, files[range_.path].fileno(), start, range_.offset + range_.size)
                     for range_ in item
                     for start in range(range_.offset, range_.offset + range_.size, _CHUNK)
                 ]
-                size = sum(range_.size for range_ in item)
-                started.append((size, chunks))
-                ahead += size
-            size, chunks = started.popleft()
-            for chunk in chunks:
+                started.append((sum(range_.size for range_ in item), chunks))
+
+        read_more()
+        for _ in items:
+            for chunk in started.popleft()[1]:
                 chunk.result()
+            # Before this one is used: the disk would stand still meanwhile behind one larger than the bound.
+            read_more()
             yield
-            ahead -= size
 
 
 def _touch(file: int, start: int, end: int) -> None:

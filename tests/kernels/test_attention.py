@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from tests.support.attention_cases import assert_matches_reference, dense_case, paged_case
+from tests.support.interpret import run_interpreted_operation
 from tests.support.kernel_cases import interpreter_case
 from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
+from torch_core.plan.plan import DeviceLimits
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
 from torch_core.specs import AttentionSpec
 
 
@@ -31,6 +35,16 @@ def test_a_sequence_of_several_chunks_is_merged(seed):
     case = paged_case(seed, seq_lens=[300, 128, 129], query_lens=[1, 1, 1], num_heads=2, num_kv_heads=1, head_size=16)
     out, lse = case.run(paged_attention_with_lse)
     assert_matches_reference(case, out, lse)
+
+
+def test_scratch_of_chunks_that_a_sequence_has_not_may_hold_anything(seed):
+    case = paged_case(seed, seq_lens=[300, 128, 10], query_lens=[1, 1, 1], num_heads=2, num_kv_heads=1, head_size=16)
+    call = case.call()
+    plan = plan_call(call.map(array_spec), DeviceLimits(arch=89))
+    poison = {name: torch.full(spec.shape, torch.nan) for name, spec in plan.scratch}
+    assert dict(plan.launches[1].constexprs)["AHEAD"]
+    results = run_interpreted_operation(plan, {**call.arrays(), **poison})
+    assert_matches_reference(case, results["out"])
 
 
 def test_a_mixed_batch_sends_short_and_long_queries_to_their_kernels(seed):

@@ -19,14 +19,15 @@ def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(num_tokens, seed):
     assert_as_exact_as_torch(call, run_triton(call)["out"])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_and_biases(activation, seed):
-    call = experts_call(seed, 5, activation=activation, bias=True, hidden=32, inner=24)
+def test_every_activation_and_biases(activation, num_tokens, seed):
+    call = experts_call(seed, num_tokens, activation=activation, bias=True, hidden=40, inner=56)
     assert_as_exact_as_torch(call, run_triton(call)["out"])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("num_tokens", [4, 66])
+@pytest.mark.parametrize("num_tokens", [1, 4, 66])
 def test_sixteen_bits_are_as_exact_as_torchs(dtype, num_tokens, seed):
     call = experts_call(seed, num_tokens, dtype=dtype, num_experts=4, top_k=4, hidden=64, inner=32)
     assert_as_exact_as_torch(call, run_triton(call)["out"])
@@ -38,7 +39,7 @@ def test_all_tokens_may_go_to_one_expert_and_some_to_none(seed):
     assert_as_exact_as_torch(call, run_triton(call)["out"])
 
 
-@pytest.mark.parametrize("num_tokens", [5, 33])
+@pytest.mark.parametrize("num_tokens", [1, 5, 33])
 def test_neither_experts_that_nobody_goes_to_nor_other_rows_show(num_tokens, seed):
     call = experts_call(seed, num_tokens, unused=0.3, top_k=8 if num_tokens > 5 else 2, hidden=32, inner=16)
     call = replace(call, topk_ids=torch.where(call.topk_ids == 2, -1, call.topk_ids))

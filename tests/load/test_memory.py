@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -62,3 +63,18 @@ def test_files_are_read_in_the_order_of_their_use_and_an_unreadable_one_stops_no
     found = read_ahead([[FileRange(path, 0, 60)], [], [FileRange(path, 60, 1 << 20)]])
 
     assert list(found) == [None, None, None]
+
+
+def test_what_follows_a_tensor_larger_than_the_bound_is_read_while_it_is_used(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    following = threading.Event()
+    monkeypatch.setattr("jattn.load.read_ahead._MOST_AHEAD", 10)
+    monkeypatch.setattr(
+        "jattn.load.read_ahead._touch", lambda file, start, end: following.set() if start == 60 else None
+    )
+
+    found = read_ahead([[FileRange(path, 0, 60)], [FileRange(path, 60, 40)]])
+
+    next(found)
+    assert following.wait(30)

@@ -19,6 +19,15 @@ def test_decode_runs_chunks_and_merges_them():
     assert _kernels(paged_plan()) == ["split", "combine"]
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "query_len", "ahead"), [(4, 1, True), (8, 1, True), (1, 1, False), (32, 8, False)]
+)
+def test_little_scratch_of_few_chunks_is_read_beside_the_lengths(num_seqs, query_len, ahead):
+    tables = ArraySpec((num_seqs, 512), "int32")
+    plan = paged_plan(num_seqs=num_seqs, num_tokens=num_seqs * query_len, max_query_len=query_len, block_tables=tables)
+    assert dict(plan.launches[1].constexprs)["AHEAD"] == ahead
+
+
 def test_a_full_batch_of_short_tables_needs_no_merge():
     plan = paged_plan(num_seqs=256, block_tables=ArraySpec((256, 32), "int32"))
     assert _kernels(plan) == ["split"]

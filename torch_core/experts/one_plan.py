@@ -1,82 +1,68 @@
-"""The plan of a layer of experts for one token: two launches that read what the token's experts have, once."""
+"""The plan of a layer of experts for one token: each weight of the token's experts is read once, in one launch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch_core.calls import ExpertsCall
-from torch_core.experts.one import one_token_down_kernel, one_token_gate_kernel
+from torch_core.experts.one import one_token_kernel, sum_partials_kernel
 from torch_core.plan.operands import ceil_div, named_launch, power_of_two
-from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.plan.plan import ABSENT, Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 from torch_core.specs import ArraySpec
 
 __all__ = ["plan_one_token"]
 
-# Columns, elements of a row that one step multiplies, warps, stages.
-_GATE = (32, 128, 4, 4)
-_DOWN = (16, 64, 8, 4)
+_NUM_WARPS, _STAGES = 4, 4
+# Elements of a tile of gate (up has as many), and of one of the second kernel.
+_TILE, _DOWN_TILE = 32 * 128, 4 * 2048
+_COLUMNS = (32, 128)
+_SUMMED_COLUMNS = 16
 
 
-def plan_one_token(call: ExpertsCall[ArraySpec]) -> OperationPlan:
+def plan_one_token(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call of one token. Outputs: out."""
-    scratch = {"gated": ArraySpec((call.num_pairs, call.down_kernel.shape[1]), "float32")}
-    return OperationPlan.of(call.name, call.arrays(), (_gate(call), _down(call)), call.outputs(), scratch)
-
-
-def _gate(call: ExpertsCall[ArraySpec]) -> LaunchPlan:
-    columns, steps, num_warps, num_stages = _GATE
-    inner = call.down_kernel.shape[1]
-    arguments = {
+    hidden, inner = call.hidden_states.shape[1], call.down_kernel.shape[1]
+    fewest, most = _COLUMNS
+    # As many programs as run at once, if that can be: a second turn of a few would take as long as the first.
+    columns = min(most, max(fewest, power_of_two(ceil_div(inner * call.num_pairs, 2 * limits.num_sms))))
+    slices = ceil_div(inner, columns)
+    parts = slices * call.num_pairs
+    read = ("gate_up_kernel", "down_kernel", "topk_ids", "topk_weights")
+    arguments: dict[str, Argument] = {
         "x": Pointer("hidden_states"),
-        "kernel": Pointer("gate_up_kernel"),
-        "bias": ABSENT if call.gate_up_bias is None else Pointer("gate_up_bias"),
-        "topk_ids": Pointer("topk_ids"),
-        "out": Pointer("gated"),
-        **_strides(call.gate_up_kernel),
-    }
-    constants: dict[str, Any] = {
-        "NUM_EXPERTS": call.num_experts,
-        "IN": call.hidden_states.shape[1],
-        "OUT": inner,
-        "ACTIVATION": call.activation,
-        "BLOCK_N": columns,
-        "BLOCK_K": steps,
-        "STAGES": num_stages,
-    }
-    grid = (ceil_div(inner, columns), call.num_pairs)
-    return named_launch(
-        one_token_gate_kernel, grid, arguments, constants, writes=("gated",), num_warps=num_warps, hot=True
-    )
-
-
-def _down(call: ExpertsCall[ArraySpec]) -> LaunchPlan:
-    columns, steps, num_warps, num_stages = _DOWN
-    top, hidden = power_of_two(call.num_pairs), call.down_kernel.shape[2]
-    arguments = {
-        "x": Pointer("gated"),
-        "kernel": Pointer("down_kernel"),
-        "bias": ABSENT if call.down_bias is None else Pointer("down_bias"),
-        "topk_ids": Pointer("topk_ids"),
-        "topk_weights": Pointer("topk_weights"),
+        **{name: Pointer(name) for name in read},
+        "gate_up_bias": ABSENT if call.gate_up_bias is None else Pointer("gate_up_bias"),
+        "down_bias": ABSENT if call.down_bias is None else Pointer("down_bias"),
+        "partials": Pointer("partials"),
         "out": Pointer("out"),
-        **_strides(call.down_kernel),
+        "gate_up_expert_stride": Scalar(call.gate_up_kernel.element_strides[0], "i64"),
+        "gate_up_row_stride": Scalar(call.gate_up_kernel.element_strides[1], "i64"),
+        "down_expert_stride": Scalar(call.down_kernel.element_strides[0], "i64"),
+        "down_row_stride": Scalar(call.down_kernel.element_strides[1], "i64"),
     }
     constants = {
         "NUM_EXPERTS": call.num_experts,
-        "TOP_K": call.num_pairs,
-        "IN": call.down_kernel.shape[1],
-        "OUT": hidden,
-        "BLOCK_TOP": top,
+        "HIDDEN": hidden,
+        "INNER": inner,
+        "ACTIVATION": call.activation,
         "BLOCK_N": columns,
-        "BLOCK_K": max(1, steps * 8 // max(8, top)),
-        "STAGES": num_stages,
+        "BLOCK_K": _TILE // columns,
+        "BLOCK_R": max(1, min(columns, _DOWN_TILE // power_of_two(hidden))),
+        "BLOCK_H": power_of_two(hidden),
+        "STAGES": _STAGES,
     }
-    grid = (ceil_div(hidden, columns),)
-    return named_launch(
-        one_token_down_kernel, grid, arguments, constants, writes=("out",), num_warps=num_warps, hot=True
-    )
-
-
-def _strides(kernel: ArraySpec) -> dict[str, Argument]:
-    expert, row, _ = kernel.element_strides
-    return {"kernel_expert_stride": Scalar(expert, "i64"), "kernel_row_stride": Scalar(row, "i64")}
+    sums = {
+        "PARTS": parts,
+        "SIZE": hidden,
+        "BLOCK_P": power_of_two(parts),
+        "BLOCK_N": _SUMMED_COLUMNS,
+    }
+    launches = (
+        named_launch(
+            one_token_kernel, (slices, call.num_pairs), arguments, constants, writes=("partials",),
+            num_warps=_NUM_WARPS, hot=True,
+        ),
+        named_launch(
+            sum_partials_kernel, (ceil_div(hidden, _SUMMED_COLUMNS),), arguments, sums, writes=("out",), num_stages=1
+        ),
+    )  # fmt: skip
+    scratch = {"partials": ArraySpec((parts, hidden), "float32")}
+    return OperationPlan.of(call.name, call.arrays(), launches, call.outputs(), scratch)

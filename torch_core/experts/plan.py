@@ -30,7 +30,7 @@ _GROUP = 8
 def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: out."""
     if call.hidden_states.shape[0] == 1:
-        return plan_one_token(call)
+        return plan_one_token(call, limits)
     dtype, num_experts = call.hidden_states.dtype, call.num_experts
     hidden = call.hidden_states.shape[1]
     inner = call.down_kernel.shape[1]

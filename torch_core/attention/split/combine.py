@@ -31,6 +31,7 @@ def attention_combine_kernel(
     attention_chunk,
     max_chunks,
     BLOCK_CHUNKS: tl.constexpr,
+    AHEAD: tl.constexpr,
     CHUNK: tl.constexpr,
     MIN_CHUNKS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
@@ -45,8 +46,16 @@ def attention_combine_kernel(
     """One program: one query row of one head. Grid: (num_seqs * MAX_QUERY, NUM_HEADS).
 
     Rows of sequences with fewer than MIN_CHUNKS chunks, or more than MAX_QUERY query rows, are finished elsewhere.
+    With AHEAD, the first BLOCK_CHUNKS chunks are all that there can be, and are fetched beside the lengths, which say
+    how many there are, rather than after them.
     """
     seq = tl.program_id(0) // MAX_QUERY
+    head = tl.program_id(1)
+    slot = tl.program_id(0).to(tl.int64) * max_chunks * NUM_HEADS + head
+    i = tl.arange(0, BLOCK_CHUNKS)
+    dims = tl.arange(0, VALUE_PADDED)
+    if AHEAD:
+        fetched = _chunks(partial_out, partial_max, partial_sum, slot, i, i < max_chunks, dims, NUM_HEADS, VALUE_SIZE)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
@@ -56,19 +65,20 @@ def attention_combine_kernel(
     if (chunks < MIN_CHUNKS) | (index >= query_len):
         return
     token = query_start + index
-    head = tl.program_id(1)
-    slot = tl.program_id(0).to(tl.int64) * max_chunks * NUM_HEADS + head
-    dims = tl.arange(0, VALUE_PADDED)
     row_max = float("-inf")
     row_sum = 0.0
     acc = tl.zeros([VALUE_PADDED], tl.float32)
     for base in range(0, chunks, BLOCK_CHUNKS):
-        i = base + tl.arange(0, BLOCK_CHUNKS)
-        slots = slot + i * NUM_HEADS
-        maxima = tl.load(partial_max + slots, mask=i < chunks, other=float("-inf"))
-        sums = tl.load(partial_sum + slots, mask=i < chunks, other=0.0)
-        mask = (i < chunks)[:, None] & (dims < VALUE_SIZE)[None, :]
-        rows = tl.load(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], mask=mask, other=0.0)
+        there = base + i < chunks
+        if AHEAD:
+            maxima, sums, rows = fetched
+            maxima = tl.where(there, maxima, float("-inf"))
+            sums = tl.where(there, sums, 0.0)
+            rows = tl.where(there[:, None], rows, 0.0)
+        else:
+            maxima, sums, rows = _chunks(
+                partial_out, partial_max, partial_sum, slot, base + i, there, dims, NUM_HEADS, VALUE_SIZE
+            )
         new_max = tl.maximum(row_max, tl.max(maxima, 0))
         weights = rescale(maxima, new_max, EXACT)
         keep = rescale(row_max, new_max, EXACT)
@@ -88,3 +98,16 @@ def attention_combine_kernel(
     output = Output(out, lse, out_factor, v_scale, out_scale)
     LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
     store_rows(output, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, LAYOUT)
+
+
+@triton.jit
+def _chunks(
+    partial_out, partial_max, partial_sum, slot, chunks, there, dims, NUM_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr
+):
+    """Loads (maxima, sums, accumulated rows) of the row at `slot` for the chunks that are there."""
+    slots = slot + chunks * NUM_HEADS
+    maxima = tl.load(partial_max + slots, mask=there, other=float("-inf"))
+    sums = tl.load(partial_sum + slots, mask=there, other=0.0)
+    mask = there[:, None] & (dims < VALUE_SIZE)[None, :]
+    rows = tl.load(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], mask=mask, other=0.0)
+    return maxima, sums, rows

@@ -15,7 +15,9 @@ __all__ = ["PARTIALS", "Chunks", "combine_launch"]
 
 #: The buffers: accumulated rows, their maxima in units of log 2, and the sums of their weights.
 PARTIALS = ("partial_out", "partial_max", "partial_sum")
-_COMBINE_CHUNKS = 16
+_COMBINE_CHUNKS = 32
+# Scratch that is read whole, whatever the lengths are: to wait for them first takes longer.
+_READ_AHEAD_BYTES = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: in
     """Plans the merge of the rows of sequences with at least `min_chunks` chunks."""
     value_padded = padded(call.value_head_size)
     # The rows that are merged at a time stay in registers.
-    most = _COMBINE_CHUNKS if value_padded <= 256 else _COMBINE_CHUNKS // 2
+    block = min(_COMBINE_CHUNKS * 128 // max(128, value_padded), power_of_two(chunks.number))
+    scratch = 4 * call.num_seqs * chunks.max_query * chunks.number * call.num_heads * call.value_head_size
     return make_launch(
         attention_combine_kernel,
         call,
@@ -72,7 +75,8 @@ def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: in
             "CHUNK": chunks.size,
             "MIN_CHUNKS": min_chunks,
             "MAX_QUERY": chunks.max_query,
-            "BLOCK_CHUNKS": min(most, power_of_two(chunks.number)),
+            "BLOCK_CHUNKS": block,
+            "AHEAD": chunks.number <= block and scratch <= _READ_AHEAD_BYTES,
             "NUM_HEADS": call.num_heads,
         },
         arguments=chunks.arguments(),
