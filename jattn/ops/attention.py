@@ -137,6 +137,13 @@ def _paged(
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here or does not serve the combination.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> cache = jnp.ones((2, 2, 4, 1, 8))  # 2 blocks of 4 tokens, of which a sequence has the second
+        >>> table, lens, starts = jnp.array([[1]]), jnp.array([3]), jnp.array([0, 1])
+        >>> paged_attention(jnp.ones((1, 2, 8)), cache, table, lens, starts, max_query_len=1).shape
+        (1, 2, 8)
     """
     given = locals()
     del given["groups"]
@@ -198,6 +205,12 @@ def _dense(
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here or does not serve the combination.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> query, key = jnp.ones((5, 4, 8)), jnp.ones((5, 2, 8))  # two sequences, of 2 and of 3 tokens
+        >>> attention(query, key, key, jnp.array([0, 2, 5]), max_query_len=3).shape
+        (5, 4, 8)
     """
     key_start_loc = query_start_loc if key_start_loc is None else key_start_loc
     max_key_len = max_query_len if max_key_len is None else max_key_len

@@ -54,6 +54,13 @@ def write_kv_cache(
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> key, cache = jnp.ones((2, 1, 8)), jnp.zeros((3, 2, 4, 1, 8))  # 3 blocks of 4 tokens
+        >>> cache = write_kv_cache(key, key, cache, jnp.array([6, -1]))  # one token into block 1, one nowhere
+        >>> cache[1, 0, :, 0, 0].tolist()
+        [0.0, 0.0, 1.0, 0.0]
     """
     call = WriteCall(
         key=key,
@@ -182,6 +189,13 @@ def merge_states(
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit.
         Unsupported: a dtype without an implementation, or an implementation that cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> ones, lse = jnp.ones((1, 1, 2)), jnp.zeros((1, 1))
+        >>> out, _ = merge_states(ones, lse, 3 * ones, lse)
+        >>> out.tolist()
+        [[[2.0, 2.0]]]
     """
     results = run(MergeCall(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b), implementation)
     return results["out"], results["lse"]

@@ -81,9 +81,7 @@ def all_reduce(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> 
     return jax.lax.psum(x, axis_name)
 
 
-def exchange(
-    x: jax.Array, axis_name: str, peers: jax.Array | None = None, groups: list[list[int]] | None = None
-) -> jax.Array:
+def exchange(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:
     """Returns `[devices, ...]`, what every device of a mesh axis has for this one; inside `jax.shard_map`.
 
     Small parts are moved by a kernel, others by `all_gather` or `all_to_all`.
@@ -92,11 +90,10 @@ def exchange(
         x: `[devices, ...]`, a part for each, or `[1, ...]`, one for all.
         axis_name: the mesh axis.
         peers: as in `all_reduce`.
-        groups: neighbours that talk among themselves, as `jax.lax` takes them; always by XLA. None for all.
     """
     world = jax.lax.axis_size(axis_name)
     num_bytes = x[0].size * x.dtype.itemsize
-    if peers is not None and groups is None and x.dtype.itemsize in (2, 4):
+    if peers is not None and x.dtype.itemsize in (2, 4):
         from torch_core.all_reduce.plan import exchanges, plan_exchange
 
         if exchanges(num_bytes, world):
@@ -106,12 +103,17 @@ def exchange(
             found = call_operation(plan, {"x": words, "peers": peers})["out"]
             return jax.lax.bitcast_convert_type(found, x.dtype).reshape(world, *x.shape[1:])
     if len(x) == 1:
-        return jax.lax.all_gather(x[0], axis_name, axis_index_groups=groups)
-    return jax.lax.all_to_all(x, axis_name, 0, 0, axis_index_groups=groups)
+        return jax.lax.all_gather(x[0], axis_name)
+    return jax.lax.all_to_all(x, axis_name, 0, 0)
 
 
 def _see_each_other(devices: list[Any]) -> bool:
-    if any(device.platform != "gpu" or device.process_index != jax.process_index() for device in devices):
+    # Not by their platform, "gpu", which AMD's have too.
+    try:
+        own = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return False
+    if any(device not in own for device in devices):
         return False
     can_access = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
     answer = ctypes.c_int(0)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jattn import ops
-from jattn.parallel.all_reduce import exchange
 from torch_core.calls import DenseCall, PagedCall, WriteCall
 from torch_core.checks import check_int
 from torch_core.context_parallel import context_call, local_call, merge_parts
@@ -60,7 +59,6 @@ def paged_attention(
     new: tuple[jax.Array, jax.Array] | None = None,
     split_heads: bool = False,
     group_size: int | None = None,
-    peers: jax.Array | None = None,
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
     """Attends to sequences whose tokens are spread over a mesh axis; runs inside `jax.shard_map`.
@@ -79,7 +77,6 @@ def paged_attention(
         split_heads: the query has this device's heads, in the order of devices, and so has the output.
         group_size: neighbours on the axis over which a sequence is spread, and their heads with it; the whole axis if
             None. Every group has sequences of its own, or heads of its own of the same ones.
-        peers: as in `all_reduce`.
         implementation: as in `jattn.ops.run`.
 
     Returns:
@@ -93,12 +90,13 @@ def paged_attention(
     groups = _groups(axis_name, group_size)
     whole = call
     if split_heads:
-        query = exchange(jnp.asarray(call.query)[None], axis_name, peers, groups)
-        whole = replace(call, query=jnp.concatenate(list(query), axis=1))
-        if call.alibi_slopes is not None:
-            slopes = jnp.asarray(call.alibi_slopes)
-            slopes = jax.lax.all_gather(slopes, axis_name, tiled=True, axis_index_groups=groups)
-            whole = replace(whole, alibi_slopes=slopes)
+        names = ("query", "alibi_slopes")
+        given = {name: jnp.asarray(x) for name in names if (x := getattr(call, name)) is not None}
+        gathered = {
+            name: jax.lax.all_gather(x, axis_name, axis=min(1, x.ndim - 1), tiled=True, axis_index_groups=groups)
+            for name, x in given.items()
+        }
+        whole = replace(call, **gathered)
     if new is None:
         local, lse_more = local_call(whole, **place, library=jnp)
     else:
@@ -107,7 +105,7 @@ def paged_attention(
     lse = found["lse"] if lse_more is None else found["lse"] + lse_more
     # The new tokens have the sinks, if they are apart.
     sinks = call.sinks if new is None else None
-    merging: dict[str, Any] = {"sinks": sinks, "split_heads": split_heads, "group_size": group_size, "peers": peers}
+    merging: dict[str, Any] = {"sinks": sinks, "split_heads": split_heads, "group_size": group_size}
     out, lse = merge_over_axis(found["out"], lse, axis_name, **merging)
     if new is not None:
         among = ops.run(_among(call, new, place if split_heads else None), implementation)
@@ -123,7 +121,6 @@ def merge_over_axis(
     sinks: jax.Array | None = None,
     split_heads: bool = False,
     group_size: int | None = None,
-    peers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges attention to disjoint keys over a mesh axis by one collective, output and lse in one message.
 
@@ -134,7 +131,6 @@ def merge_over_axis(
         sinks: float[num_heads], of the heads that come out.
         split_heads: each device keeps its part of the heads (all-to-all) rather than all (all-gather).
         group_size: as in `paged_attention`.
-        peers: as in `all_reduce`.
 
     Returns:
         float32 output and lse.
@@ -151,10 +147,10 @@ def merge_over_axis(
     if split_heads:
         if out.shape[1] % world:
             raise InvalidInput(f"out has {out.shape[1]} heads; {world} devices split them, so it must be a multiple.")
-        message = jnp.moveaxis(message.reshape(out.shape[0], world, -1, message.shape[-1]), 1, 0)
+        message = message.reshape(out.shape[0], world, -1, message.shape[-1])
+        message = jax.lax.all_to_all(message, axis_name, split_axis=1, concat_axis=0, axis_index_groups=groups)
     else:
-        message = message[None]
-    message = exchange(message, axis_name, peers, groups)
+        message = jax.lax.all_gather(message, axis_name, axis_index_groups=groups)
     outs = jax.lax.bitcast_convert_type(message[..., :size], out.dtype)
     words = message[..., size:]
     lses = jax.lax.bitcast_convert_type(words[..., 0] if words.shape[-1] == 1 else words, lse.dtype)

@@ -61,4 +61,4 @@ def attend_spread(
     is_rounded = kv_cache.dtype.itemsize == 1
     if metadata.max_query_len == 1 or call.sees_distances or is_rounded:
         new = None
-    return paged_attention(call, axis_name, new=new, split_heads=True, peers=metadata.peers, **place)["out"], kv_cache
+    return paged_attention(call, axis_name, new=new, split_heads=True, **place)["out"], kv_cache

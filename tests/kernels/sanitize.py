@@ -99,7 +99,7 @@ def _long_shapes() -> list[AttentionCase]:
         cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
         if window is None and head_size != 64:
             cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **sizes))
-    for head_size, window in ((64, None), (128, 100)):
+    for head_size, window in ((64, None), (128, 100), (256, 100)):
         sizes = {**_long_sizes(head_size, window), "dtype": "float8_e4m3fn"}
         cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=16, **sizes))
     return cases + _tall_shapes() + _packed_shapes() + _wide_key_shapes()

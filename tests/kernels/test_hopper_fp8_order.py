@@ -12,14 +12,11 @@ from tests.support.fp8_cases import assert_matches_fp8_weights, with_e4m3_weight
 from torch_core.attention.hopper_fp8 import transpose as hopper_fp8_transpose
 from torch_core.specs import AttentionSpec
 
-_LAYOUTS = {
-    64: ("_NARROW_RAW", "_NARROW_TURNED", "_NARROW_WORDS"),
-    128: ("_WIDE_RAW", "_WIDE_TURNED", "_WIDE_WORDS"),
-}
+_LAYOUTS = {64: ("_NARROW_RAW", "_NARROW_TURNED"), 128: ("_WIDE_RAW", "_WIDE_TURNED")}
 
 
-def _layouts(head_size: int) -> list[Any]:
-    return [getattr(hopper_fp8_transpose, name).value for name in _LAYOUTS[head_size]]
+def _layouts(width: int) -> list[Any]:
+    return [getattr(hopper_fp8_transpose, name).value for name in _LAYOUTS[width]]
 
 
 def _addresses(rows: int, width: int) -> np.ndarray:
@@ -48,31 +45,41 @@ def _weight_order() -> np.ndarray:
     return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], axis=-1).reshape(128)
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_transposed_values_have_their_keys_in_the_order_of_the_weights(head_size, seed):
-    raw, turned, _ = _layouts(head_size)
-    values = np.random.default_rng(seed).integers(0, 256, (128, head_size), dtype=np.uint8)
-    memory = np.zeros(128 * head_size, np.uint8)
-    memory[_addresses(128, head_size)] = values
+@pytest.mark.parametrize("width", [64, 128])
+def test_transposed_values_have_their_keys_in_the_order_of_the_weights(width, seed):
+    raw, turned = _layouts(width)
+    values = np.random.default_rng(seed).integers(0, 256, (128, width), dtype=np.uint8)
+    memory = np.zeros(128 * width, np.uint8)
+    memory[_addresses(128, width)] = values
     words = memory.view("<u4")[_words(raw)].copy()
-    # Four words of four keys to four words of four columns, as `_transpose` has it.
-    quads = words.view(np.uint8).reshape(8 * head_size, 2, 2, 4)
+    # Four words of four keys to four words of four columns, as `_transposed` has it.
+    quads = words.view(np.uint8).reshape(8 * width, 2, 2, 4)
     by_column = quads.transpose(0, 3, 1, 2)
     written = np.ascontiguousarray(by_column).reshape(-1).view("<u4")
-    memory = np.zeros(32 * head_size, "<u4")
+    memory = np.zeros(32 * width, "<u4")
     memory[_words(turned)] = written
-    tile = memory.view(np.uint8)[_addresses(head_size, 128)]
+    tile = memory.view(np.uint8)[_addresses(width, 128)]
     assert (tile == values[_weight_order()].T).all()
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_threads_share_out_a_tile_and_do_not_meet_in_a_bank(head_size):
-    raw, turned, words = _layouts(head_size)
-    everything = _numbers(words.reg_bases + words.lane_bases + words.warp_bases)
-    assert sorted(everything) == list(range(32 * head_size))
-    lanes = _numbers(words.lane_bases)
-    # Half a warp loads pairs of words at a time, a warp single ones; a quarter of a warp stores four words.
-    pair = head_size // 64
+@pytest.mark.parametrize(
+    ("words", "width", "piece", "pair"),
+    [
+        *(
+            (words, width, piece, 1)
+            for words in ("_WORDS_OF_TWO", "_WORDS_OF_FOUR")
+            for width, piece in ((64, 0), (128, 0), (128, 1))
+        ),
+        ("_WIDE_WORDS", 128, 0, 2),
+    ],
+)
+def test_threads_share_out_a_piece_and_do_not_meet_in_a_bank(words, width, piece, pair):
+    raw, turned = _layouts(width)
+    layout = getattr(hopper_fp8_transpose, words).value
+    size = layout.shape[0]
+    assert sorted(_numbers(layout.reg_bases + layout.lane_bases + layout.warp_bases)) == list(range(size))
+    lanes = _numbers(layout.lane_bases) + piece * size
+    # A warp loads single words, half a warp pairs of them; a quarter of a warp stores four words of each lane.
     loads = (_words(raw)[lanes] // pair % (32 // pair)).reshape(pair, 32 // pair)
     stores = (_words(turned)[lanes] // 4 % 8).reshape(4, 8)
     assert all(len(set(group)) == len(group) for group in (*loads, *stores))

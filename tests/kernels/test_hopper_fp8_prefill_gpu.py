@@ -36,9 +36,9 @@ def _assert_same(first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.T
     assert torch.equal(first[1].view(torch.int32), second[1].view(torch.int32))
 
 
-def _random_case(seed: int) -> AttentionCase:
+def _random_case(seed: int, head_size: int | None = None) -> AttentionCase:
     rng = np.random.default_rng([seed, 13])
-    head_size = int(rng.choice([64, 128]))
+    head_size = head_size or int(rng.choice([64, 128, 256]))
     group = int(rng.choice([1, 4, 8]))
     num_seqs = int(rng.choice([1, 3, 40]))
     longest = 700 if num_seqs < 9 else 200
@@ -79,7 +79,13 @@ def test_a_random_problem_is_as_exact_as_torch_with_e4m3_weights(seed):
     _check(_random_case(seed))
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("seed", range(24))
+def test_the_taller_tile_of_long_queries_has_the_same_bits(seed):
+    case = _random_case(seed, head_size=64)
+    _assert_same(_run(case), _run(case, max_query_len=2048))
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 @pytest.mark.parametrize("tiles", [1, 2, 3])
 def test_lengths_around_multiples_of_the_tile(tiles, edge, head_size, seed):
@@ -92,7 +98,7 @@ def test_more_sequences_than_are_looked_at_together(seed):
     _check(paged_case(seed, seq_lens=lens, query_lens=lens, head_size=128, **_SIZES))
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_a_query_of_zeros_gives_the_mean_of_the_values(head_size, seed):
     """All weights are the same power of two, exact in e4m3: only the output is rounded."""
     case = paged_case(seed, seq_lens=[700, 130], query_lens=[300, 130], head_size=head_size, **_SIZES)
@@ -102,7 +108,7 @@ def test_a_query_of_zeros_gives_the_mean_of_the_values(head_size, seed):
     assert_as_exact(out, exact, exact.bfloat16(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_a_row_that_sees_one_key_gives_its_value(head_size, seed):
     """One weight, a power of two, for each row, at every place of a tile: a key out of place would show."""
     spec = AttentionSpec(scale=1.0, window_left=0)
@@ -113,7 +119,7 @@ def test_a_row_that_sees_one_key_gives_its_value(head_size, seed):
 
 
 @pytest.mark.parametrize("arrays", [_SCALES, ("k_scale",), ("q_scale", "v_scale")])
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_scales_that_are_arrays_give_the_bits_of_equal_numbers(head_size, arrays, seed):
     """Powers of two: it does not matter whether the plan multiplies by them or the kernel."""
     sizes: dict[str, Any] = {
@@ -152,7 +158,7 @@ def test_keys_and_values_in_two_caches(seed):
     assert_matches_fp8_weights(case, *_run(case, kv_cache=caches))
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_a_second_run_and_other_neighbours_give_the_same_bits(head_size, seed):
     lens = {"seq_lens": [700, 300, 129], "query_lens": [520, 300, 129]}
     case = paged_case(seed, head_size=head_size, **lens, **_SIZES)
@@ -182,7 +188,7 @@ def test_blocks_may_lie_anywhere(seed):
 
 
 @pytest.mark.parametrize("spec", [{}, {"window_left": 100}, {"causal": False}])
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_what_lies_in_unused_slots_does_not_matter(head_size, spec, seed):
     sizes = {"seq_lens": [700, 333, 129], "query_lens": [520, 200, 129], "head_size": head_size}
     spec = AttentionSpec(scale=head_size**-0.5, **spec)

@@ -64,14 +64,16 @@ def hopper_fp8_prefill_kernel(
     HEADS_TOGETHER: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     RAW_STAGES: gl.constexpr,
     QUERY_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     TRANSPOSER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    TRANSPOSER_WARPS: gl.constexpr,
     PING_PONG: gl.constexpr,
-    PROMOTE: gl.constexpr,
+    OVERLAP: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
@@ -82,29 +84,30 @@ def hopper_fp8_prefill_kernel(
     VALUE_ROW: gl.constexpr,
     OUT_STRIDES: gl.constexpr,
 ):
-    """A program of a persistent grid: two warpgroups of 64 query rows, one that transposes values, two warps that load.
+    """A program of a persistent grid: two or three warpgroups of 64 query rows, warps that transpose values, and two
+    that load.
 
     The design is that of `hopper_prefill_kernel`, with what 8-bit products ask for (FlashAttention-3's fp8 forward,
-    arXiv 2407.08608): the matrix units take values with adjacent keys only, so a warpgroup transposes every tile of
-    them, and puts the keys into the order in which the multiplying threads hold their weights. Weights are scaled so
+    arXiv 2407.08608): the matrix units take values with adjacent keys only, so some warps transpose every tile of
+    them, and put the keys into the order in which the multiplying threads hold their weights. Weights are scaled so
     that they begin at 2**4 and rounded to e4m3; their sums are not rounded.
 
-    Hopper's matrix units keep about 14 bits of the sums of 8-bit products. With PROMOTE the sums of each tile of 128
-    values are added up in float32; without it, long rows lose more.
+    Hopper's matrix units keep about 14 bits of the sums of 8-bit products.
 
     `q_scale`, `k_scale` and `v_scale` are the scales that are arrays; `scale` and `out_factor` hold those that are
     numbers. The product of all that multiplies scores is positive: the maximum of a row is sought before it.
 
     The copy engine sees arrays as matrices of bytes, as `hopper_prefill_kernel` says.
     """
-    WARPGROUPS: gl.constexpr = 2
     BLOCK_N: gl.constexpr = 128
     SHAPE: gl.constexpr = Shape(
         NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, 0, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
         BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=8, rank=2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=64 if HEAD_SIZE == 64 else 128, element_bitwidth=8, rank=2
+    )
     v_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
@@ -123,6 +126,7 @@ def hopper_fp8_prefill_kernel(
         open_slot(raw, i, 1)
     for i in gl.static_range(STAGES):
         open_slot(keys, i, WARPGROUPS)
+    for i in gl.static_range(STAGES):
         open_slot(values, i, WARPGROUPS)
     rings = _Rings(queries, told, keys, raw, raw_bounds, values)
     batch = Batch(query_start_loc, seq_lens, None, num_seqs, block_tables, table_stride, table_tokens)
@@ -131,15 +135,30 @@ def hopper_fp8_prefill_kernel(
     num_items = count_items(batch, bounds, None, SHAPE)
     call = Call(query, key_cache, value_cache, None, None, scale, bounds, output, batch, num_items, None)
     scales = Scales(q_scale, k_scale, v_scale)
-    gl.warp_specialize(
-        [
-            (attend_fp8_rows, (0, call, scales, rings, SHAPE, PROMOTE)),
-            (attend_fp8_rows, (1, call, scales, rings, SHAPE, PROMOTE)),
-            (transpose_values, (call, rings, SHAPE)),
-            (load_fp8_queries_and_keys, (call, rings, SHAPE)),
-            (load_fp8_values, (call, rings, SHAPE)),
-        ],
-        [4, 4, 1, 1],
-        [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    # The language has no sums of tuples that hold None, or the lists would be one.
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend_fp8_rows, (0, call, scales, rings, SHAPE, OVERLAP)),
+                (attend_fp8_rows, (1, call, scales, rings, SHAPE, OVERLAP)),
+                (transpose_values, (call, rings, SHAPE)),
+                (load_fp8_queries_and_keys, (call, rings, SHAPE)),
+                (load_fp8_values, (call, rings, SHAPE)),
+            ],
+            [4, TRANSPOSER_WARPS, 1, 1],
+            [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (attend_fp8_rows, (0, call, scales, rings, SHAPE, OVERLAP)),
+                (attend_fp8_rows, (1, call, scales, rings, SHAPE, OVERLAP)),
+                (attend_fp8_rows, (2, call, scales, rings, SHAPE, OVERLAP)),
+                (transpose_values, (call, rings, SHAPE)),
+                (load_fp8_queries_and_keys, (call, rings, SHAPE)),
+                (load_fp8_values, (call, rings, SHAPE)),
+            ],
+            [4, 4, TRANSPOSER_WARPS, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
     zero_padding(output, batch, num_tokens, SHAPE)

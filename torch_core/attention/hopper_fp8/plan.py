@@ -23,7 +23,7 @@ def hopper_fp8_launch(
 ) -> LaunchPlan | None:
     """Plans hopper_fp8_prefill_kernel for a call's long queries and padding; None where other kernels serve them.
 
-    The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64 and 128, a
+    The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64, 128 and 256, a
     positive scale, causal and window masks, a sink for each head, scales of queries, keys and values; strides and
     alignments that the copy engine can follow. Scales are positive, as what a unit of a quantised array is worth is.
 
@@ -33,7 +33,7 @@ def hopper_fp8_launch(
         min_query: query rows from which on a sequence is served.
         tile: another tile than the table's, for measurements.
     """
-    tile = tile or hopper_fp8_tile(call.head_size)
+    tile = tile or hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if tile is None or not isinstance(call, PagedCall) or not _is_served(call, limits):
         return None
     query = array_matrix(call, "query", BLOCK_N)
@@ -45,7 +45,7 @@ def hopper_fp8_launch(
         limits,
         tile,
         {"QUERY_STRIDE": query.head_stride},
-        rows=2 * WARPGROUP_ROWS,
+        rows=tile.rows,
         pack=1,
         block_n=BLOCK_N,
         kv_heads=_KV_HEADS,

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_core.attention.hopper.softmax import row_references, row_sums
 from torch_core.attention.hopper_fp8.softmax import fp8_softmax_step, initial_fp8_state
-from torch_core.attention.hopper_fp8.step import add_product, attend_fp8_tiles, unpack_fp8_weights, weigh_values
+from torch_core.attention.hopper_fp8.step import attend_fp8_tiles, weigh_tile
 from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
@@ -34,7 +34,7 @@ class Scales(NamedTuple):
 
 
 @gluon.jit
-def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr, PROMOTE: gl.constexpr):
+def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr, OVERLAP: gl.constexpr):
     """One warpgroup: rows 64 * OWN .. 64 * OWN + 63 of every tile of this program."""
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
@@ -42,7 +42,7 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
     PING_PONG: gl.constexpr = SHAPE.PING_PONG
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(HEAD_SIZE, 128), 32])
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     LEFT: gl.constexpr = call.bounds.window_left is not None
@@ -89,29 +89,26 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             s = mask_scores(s, span.first - position, span.last - position, LEFT)
             state = initial_fp8_state(factor, span.last - position + 1, S_LAYOUT)
             words, state = fp8_softmax_step(s, state, True)
+            if not OVERLAP:
+                acc = weigh_tile(words, acc, values, step)
             step += 1
 
             step, acc, words, state = attend_fp8_tiles(
                 q, rings, step, acc, words, state, span.first, span.last, span.body_end, span.own_end - 1, OWN,
-                SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
+                SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
             )  # fmt: skip
             step, acc, words, state = attend_fp8_tiles(
                 q, rings, step, acc, words, state, span.first, span.last, span.body_start, span.body_end, OWN,
-                SHAPE, PROMOTE, False, LEFT, S_LAYOUT,
+                SHAPE, OVERLAP, False, LEFT, S_LAYOUT,
             )  # fmt: skip
             if LEFT:
                 step, acc, words, state = attend_fp8_tiles(
                     q, rings, step, acc, words, state, span.first, span.last, span.own_start, span.body_start,
-                    OWN, SHAPE, PROMOTE, True, LEFT, S_LAYOUT,
+                    OWN, SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
                 )  # fmt: skip
 
-            before, phase = ring_slot(values, step - 1)
-            mbarrier.wait(values.full.index(before), phase)
-            p = unpack_fp8_weights(words, acc)
-            product = weigh_values(p, values.tiles.index(before), acc, PROMOTE)
-            product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(values.empty.index(before), count=1)
-            acc = add_product(acc, product, PROMOTE)
+            if OVERLAP:
+                acc = weigh_tile(words, acc, values, step - 1)
             if LEFT:
                 for _ in range(span.start, span.own_start):
                     skip_tile(keys, values, step, OWN, SHAPE)
@@ -137,7 +134,9 @@ def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, TOKEN_STRIDE: 
     HALF: gl.constexpr = HEAD_SIZE // 2
     LANES: gl.constexpr = HALF // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_SIZE, element_bitwidth=16, rank=2)
+    shared: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=64 if HALF == 32 else 128, element_bitwidth=16, rank=2
+    )
     tile = reinterpret(q, out.dtype.element_ty, 64, HALF, shared)
     halves = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
     out_rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))

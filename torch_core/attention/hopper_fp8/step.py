@@ -11,7 +11,7 @@ from torch_core.attention.hopper_fp8.softmax import fp8_softmax_step
 from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.hopper_turns import pass_turn, ring_slot, take_turn
 
-__all__ = ["add_product", "attend_fp8_tiles", "unpack_fp8_weights", "weigh_values"]
+__all__ = ["attend_fp8_tiles", "weigh_tile"]
 
 # Into registers of its own: without it the next weights would go where these are still being multiplied, and ptxas
 # would wait after each product.
@@ -21,9 +21,12 @@ _SWAP_BACK = gl.constexpr("prmt.b32 $0, $1, 0, 0x1032;")
 @gluon.jit
 def attend_fp8_tiles(
     q, rings, step, acc, words, state, first, last, start, end, OWN: gl.constexpr, SHAPE: gl.constexpr,
-    PROMOTE: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
+    OVERLAP: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Takes the tiles [start, end) of keys, as `_attend_tiles` of the 16-bit kernel does.
+    """Takes the tiles [start, end) of keys, last ones first; with MASKED, rows see the keys [first, last].
+
+    With OVERLAP the scores of tile `step` are made while the values of the one before are weighed, and the values of
+    the last tile are not in `acc` yet. Without, a tile is done with when the next one begins: fewer registers.
 
     Returns:
         The next (step, acc, words, state).
@@ -37,49 +40,47 @@ def attend_fp8_tiles(
         stage, phase = ring_slot(keys, step)
         before, phase_before = ring_slot(values, step - 1)
         zeros = gl.zeros([64, 128], gl.float32, S_LAYOUT)
-        p = unpack_fp8_weights(words, acc)
+        if OVERLAP:
+            p = _unpack_weights(words, acc)
         mbarrier.wait(keys.full.index(stage), phase)
-        mbarrier.wait(values.full.index(before), phase_before)
+        if OVERLAP:
+            mbarrier.wait(values.full.index(before), phase_before)
         if SHAPE.PING_PONG:
             take_turn(OWN)
         s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        product = weigh_values(p, values.tiles.index(before), acc, PROMOTE)
+        if OVERLAP:
+            acc = warpgroup_mma(p, values.tiles.index(before).permute((1, 0)), acc, is_async=True)
         if SHAPE.PING_PONG:
             pass_turn(OWN, SHAPE.WARPGROUPS)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s = warpgroup_mma_wait(1 if OVERLAP else 0, deps=(s,))
         mbarrier.arrive(keys.empty.index(stage), count=1)
         if MASKED:
             s = mask_scores(s, tile_first, tile_last, LEFT)
         words, state = fp8_softmax_step(s, state, False)
-        product, words = warpgroup_mma_wait(0, deps=(product, words))
-        mbarrier.arrive(values.empty.index(before), count=1)
-        acc = rescale(add_product(acc, product, PROMOTE), state)
+        if OVERLAP:
+            acc, words = warpgroup_mma_wait(0, deps=(acc, words))
+            mbarrier.arrive(values.empty.index(before), count=1)
+        acc = rescale(acc, state)
+        if not OVERLAP:
+            acc = weigh_tile(words, acc, values, step)
         step += 1
     return step, acc, words, state
 
 
 @gluon.jit
-def weigh_values(p, values, acc, PROMOTE: gl.constexpr):
-    """Issues the product of weights with a transposed tile of values, onto `acc` unless PROMOTE."""
-    if PROMOTE:
-        layout: gl.constexpr = acc.type.layout
-        start = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, layout)
-        product = warpgroup_mma(p, values.permute((1, 0)), start, use_acc=False, is_async=True)
-    else:
-        product = warpgroup_mma(p, values.permute((1, 0)), acc, is_async=True)
-    return product
+def weigh_tile(words, acc, values, step):
+    """The sums with the values of the tile `step`, weighed."""
+    slot, phase = ring_slot(values, step)
+    p = _unpack_weights(words, acc)
+    mbarrier.wait(values.full.index(slot), phase)
+    acc = warpgroup_mma(p, values.tiles.index(slot).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(values.empty.index(slot), count=1)
+    return acc
 
 
 @gluon.jit
-def add_product(acc, product, PROMOTE: gl.constexpr):
-    """The sums with the product of `weigh_values`, in float32 where PROMOTE."""
-    if PROMOTE:
-        product = acc + product
-    return product
-
-
-@gluon.jit
-def unpack_fp8_weights(packed, acc):
+def _unpack_weights(packed, acc):
     """The weights as the left operand of the product with values."""
     # Each integer four times over, side by side where the operand has its bytes: the assembly names them all at once.
     words = gl.join(packed, packed)

@@ -13,36 +13,59 @@ BLOCK_N = 128
 
 @dataclass(frozen=True, slots=True)
 class HopperFp8Tile:
-    """Tile of hopper_fp8_prefill_kernel: 128 query rows, 128 keys a step.
+    """Tile of hopper_fp8_prefill_kernel: 128 keys a step.
 
     Attributes:
+        warpgroups: warpgroups that multiply, two or three, of 64 query rows each.
         stages: tiles of keys, and of transposed values, in shared memory.
         raw_stages: tiles of values as they lie in the cache.
         query_stages: query tiles in shared memory.
         consumer_registers: registers of a thread that multiplies.
         transposer_registers: registers of a thread that transposes values.
         producer_registers: registers of a thread that loads.
+        transposer_warps: warps that transpose values.
         ping_pong: warpgroups multiply in turns.
-        promote: the sums of each tile of values are added up in float32.
+        overlap: a warpgroup's softmax runs beside its own products with values.
     """
 
+    warpgroups: int
     stages: int
     raw_stages: int
     query_stages: int
     consumer_registers: int
     transposer_registers: int
     producer_registers: int
-    ping_pong: bool
-    promote: bool
+    transposer_warps: int = 4
+    ping_pong: bool = False
+    overlap: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Query rows."""
+        return self.warpgroups * WARPGROUP_ROWS
 
 
-# By head size: what compiles without spills in the loops. Other tiles were not timed.
-_TILES = {
-    64: HopperFp8Tile(4, 2, 2, 208, 72, 24, False, True),
-    128: HopperFp8Tile(2, 2, 2, 208, 72, 24, False, False),
+# Measured on an H200; by head size, the tiles from a query length on. Three warpgroups keep the exponential unit
+# busier, and leave more rows of short queries without work. With heads of 256 a thread's sums and scores leave no
+# registers for an overlap, nor the other warps more than these.
+_TILES: dict[int, tuple[tuple[int, HopperFp8Tile], ...]] = {
+    64: (
+        (0, HopperFp8Tile(2, 4, 2, 2, 208, 72, 24)),
+        (2048, HopperFp8Tile(3, 4, 2, 2, 152, 56, 24, transposer_warps=2, overlap=False)),
+    ),
+    128: ((0, HopperFp8Tile(2, 2, 2, 2, 208, 72, 24)),),
+    256: ((0, HopperFp8Tile(2, 2, 2, 1, 224, 40, 24, overlap=False)),),
 }
 
 
-def hopper_fp8_tile(head_size: int) -> HopperFp8Tile | None:
-    """Returns the tile for a head size, None where there is none."""
-    return _TILES.get(head_size)
+def hopper_fp8_tile(*, head_size: int, max_query_len: int) -> HopperFp8Tile | None:
+    """Returns the tile for a head size, None where there is none.
+
+    Every tile of a head size gives the same bits: a warpgroup takes the same rows through the same tiles of keys.
+
+    Example:
+        >>> [hopper_fp8_tile(head_size=64, max_query_len=n).rows for n in (512, 8192)]
+        [128, 192]
+    """
+    tiles = [tile for length, tile in _TILES.get(head_size, ()) if length <= max_query_len]
+    return tiles[-1] if tiles else None

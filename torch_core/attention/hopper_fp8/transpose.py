@@ -1,4 +1,4 @@
-"""The warpgroup of the fp8 Hopper prefill kernel that transposes values: the matrix units want their keys adjacent."""
+"""The warps of the fp8 Hopper prefill kernel that transpose values: the matrix units want their keys adjacent."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _TRANSPOSE = gl.constexpr(
 )
 
 # Where the words of a tile are, as one axis: bits 3, 4, 1, 2, 0, 5, 6 of the key are its bits 0 to 6, and above them is
-# the number of the word, column / 4. In a transposed tile bits 0 and 1 are those of the column instead.
+# the number of the word, column / 4, whose bit 2 comes last: pieces of 2,048 words have the same bits with 64 columns
+# and with 128. In a transposed tile bits 0 and 1 are those of the column instead.
 _K0, _K1, _K2, _K3, _K4, _K5, _K6 = 16, 4, 8, 1, 2, 32, 64
-_W0, _W1, _W2, _W3, _W4 = 128, 256, 512, 1024, 2048
+_W0, _W1, _W3, _W4, _W2 = 128, 256, 512, 1024, 2048
 _C0, _C1 = 1, 2
+_PIECE = gl.constexpr(2048)
 
 
 def _bases(*numbers: int) -> list[list[int]]:
@@ -39,26 +41,30 @@ _WIDE_RAW = gl.constexpr(
     )
 )
 _NARROW_RAW = gl.constexpr(
-    gl.SharedLinearLayout(_bases(_W0, _W1, _W2, _W3, _K0, _K1 | _W2, _K2 | _W3, _K3, _K4, _K5, _K6), alignment=1024)
+    gl.SharedLinearLayout(_bases(_W0, _W1, _W3, _W4, _K0, _K1 | _W3, _K2 | _W4, _K3, _K4, _K5, _K6), alignment=1024)
 )
 # Tiles as the matrix units want them: rows of 128 keys, swizzled in the same way.
-_TURNED = _bases(_K1, _K2, _K0, _K5, _K6, _C0 | _K0, _C1 | _K5, _W0 | _K6, _W1, _W2, _W3, _W4)
-_WIDE_TURNED = gl.constexpr(gl.SharedLinearLayout(_TURNED, alignment=1024))
-_NARROW_TURNED = gl.constexpr(gl.SharedLinearLayout(_TURNED[:-1], alignment=1024))
-_WARPS = _bases(_K5, _K6)
+_TURNED = (_K1, _K2, _K0, _K5, _K6, _C0 | _K0, _C1 | _K5, _W0 | _K6, _W1)
+_WIDE_TURNED = gl.constexpr(gl.SharedLinearLayout(_bases(*_TURNED, _W2, _W3, _W4), alignment=1024))
+_NARROW_TURNED = gl.constexpr(gl.SharedLinearLayout(_bases(*_TURNED, _W3, _W4), alignment=1024))
+# A piece's words in two warps or four, and a whole wide tile's: loads of two words, for threads with many registers.
+_LANES = _bases(_K0, _W1 | _K5, _W0, _W3, _W4)
+_WORDS_OF_TWO = gl.constexpr(
+    gl.DistributedLinearLayout(_bases(_K1, _K2, _K3, _K4, _K6), _LANES, _bases(_K5), [], [_PIECE.value])
+)
 _WIDE_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
-        _bases(_W0, _K1, _K2, _K3, _K4), _bases(_K0, _W1 | _K5, _W3 | _K6, _W4, _W2), _WARPS, [], [4096]
+        _bases(_W0, _K1, _K2, _K3, _K4), _bases(_K0, _W1 | _K5, _W3 | _K6, _W4, _W2), _bases(_K5, _K6), [], [4096]
     )
 )
-_NARROW_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(_bases(_K1, _K2, _K3, _K4), _bases(_K0, _W1 | _K5, _W0, _W2, _W3), _WARPS, [], [2048])
+_WORDS_OF_FOUR = gl.constexpr(
+    gl.DistributedLinearLayout(_bases(_K1, _K2, _K3, _K4), _LANES, _bases(_K5, _K6), [], [_PIECE.value])
 )
 
 
 @gluon.jit
 def transpose_values(call, rings, SHAPE: gl.constexpr):
-    """Four warps: tiles [128 keys, head] to tiles [head, 128 keys], zero where no key of the sequence is.
+    """Two warps or four: tiles [128 keys, head] to tiles [head, 128 keys], zero where no key of the sequence is.
 
     The weight of such a row is 0, but 0 * NaN of unwritten memory is NaN.
 
@@ -69,11 +75,14 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     raw = rings.raw
     values = rings.value
-    INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    raw_layout: gl.constexpr = _WIDE_RAW if HEAD_SIZE == 128 else _NARROW_RAW
-    v_layout: gl.constexpr = _WIDE_TURNED if HEAD_SIZE == 128 else _NARROW_TURNED
-    raw_words = reinterpret(raw.tiles, gl.int32, raw.full.shape[0], 32 * HEAD_SIZE, raw_layout)
-    v_words = reinterpret(values.tiles, gl.int32, values.full.shape[0], 32 * HEAD_SIZE, v_layout)
+    INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    # A tile of 256 columns is two of 128, one behind the other, to the copy engine and to the matrix units.
+    WIDTH: gl.constexpr = 64 if HEAD_SIZE == 64 else 128
+    PARTS: gl.constexpr = HEAD_SIZE // WIDTH
+    raw_layout: gl.constexpr = _WIDE_RAW if WIDTH == 128 else _NARROW_RAW
+    v_layout: gl.constexpr = _WIDE_TURNED if WIDTH == 128 else _NARROW_TURNED
+    raw_words = reinterpret(raw.tiles, gl.int32, raw.full.shape[0] * PARTS, 32 * WIDTH, raw_layout)
+    v_words = reinterpret(values.tiles, gl.int32, values.full.shape[0] * PARTS, 32 * WIDTH, v_layout)
     programs = gl.num_programs(0)
     step = 0
     for turn in range((call.num_items + programs - 1) // programs):
@@ -89,7 +98,13 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
                 mbarrier.wait(raw.full.index(raw_stage), raw_phase)
                 first, end, _, _, _, _, _, _ = words_of(rings.raw_bounds.index(raw_stage).load(INFO_LAYOUT))
                 mbarrier.wait(values.empty.index(stage), phase ^ 1)
-                _transpose_tile(raw_words.index(raw_stage), v_words.index(stage), first, end, HEAD_SIZE)
+                for i in range(PARTS):
+                    words = raw_words.index(raw_stage * PARTS + i)
+                    turned = v_words.index(stage * PARTS + i)
+                    if HEAD_SIZE == 128 and gl.num_warps() == 4:
+                        _transpose(words, turned, first, end, _WIDE_WORDS)
+                    else:
+                        _transpose_in_pieces(words, turned, first, end, WIDTH)
                 fence_async_shared()
                 mbarrier.arrive(values.full.index(stage), count=1)
                 mbarrier.arrive(raw.empty.index(raw_stage), count=1)
@@ -97,26 +112,33 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _transpose_tile(raw_words, tile_words, first, end, HEAD_SIZE: gl.constexpr):
-    """Words of four columns at a time; lanes lie so that neither the loads nor the stores meet in a bank."""
-    layout: gl.constexpr = _WIDE_WORDS if HEAD_SIZE == 128 else _NARROW_WORDS
-    words = raw_words.load(layout)
-    if (first > 0) | (end < 128):
-        place = gl.arange(0, 32 * HEAD_SIZE, layout=layout)
-        keys = (place >> 4 & 1) | (place >> 1 & 6) | (place << 3 & 24) | (place & 96)
-        tile_words.store(_transpose(gl.where((keys >= first) & (keys < end), words, 0), HEAD_SIZE))
-    else:
-        # Apart, or every tile would go through the selection.
-        tile_words.store(_transpose(words, HEAD_SIZE))
+def _transpose_in_pieces(words, turned, first, end, WIDTH: gl.constexpr):
+    layout: gl.constexpr = _WORDS_OF_TWO if gl.num_warps() == 2 else _WORDS_OF_FOUR
+    for i in gl.static_range(WIDTH // 64):
+        _transpose(words.slice(i * _PIECE, _PIECE), turned.slice(i * _PIECE, _PIECE), first, end, layout)
 
 
 @gluon.jit
-def _transpose(words, HEAD_SIZE: gl.constexpr):
-    low, high = gl.split(words.reshape([8 * HEAD_SIZE, 2, 2]))
+def _transpose(raw_words, tile_words, first, end, LAYOUT: gl.constexpr):
+    """Words of four columns at a time; lanes lie so that neither the loads nor the stores meet in a bank."""
+    words = raw_words.load(LAYOUT)
+    if (first > 0) | (end < 128):
+        place = gl.arange(0, words.shape[0], layout=LAYOUT)
+        keys = (place >> 4 & 1) | (place >> 1 & 6) | (place << 3 & 24) | (place & 96)
+        tile_words.store(_transposed(gl.where((keys >= first) & (keys < end), words, 0)))
+    else:
+        # Apart, or every tile would go through the selection.
+        tile_words.store(_transposed(words))
+
+
+@gluon.jit
+def _transposed(words):
+    SIZE: gl.constexpr = words.shape[0]
+    low, high = gl.split(words.reshape([SIZE // 4, 2, 2]))
     a, c = gl.split(low)
     b, d = gl.split(high)
     w, x, y, z = gl.inline_asm_elementwise(
         _TRANSPOSE, "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    return gl.join(gl.join(w, y), gl.join(x, z)).reshape([32 * HEAD_SIZE])
+    return gl.join(gl.join(w, y), gl.join(x, z)).reshape([SIZE])

@@ -63,8 +63,8 @@ class Chunks:
 def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int) -> LaunchPlan:
     """Plans the merge of the rows of sequences with at least `min_chunks` chunks."""
     value_padded = padded(call.value_head_size)
-    # The rows that are merged at a time stay in registers.
-    block = min(_COMBINE_CHUNKS * 128 // max(128, value_padded), power_of_two(chunks.number))
+    # A thread holds 128 elements of the rows that are merged at a time, whatever their width.
+    block = min(_COMBINE_CHUNKS, power_of_two(chunks.number))
     scratch = 4 * call.num_seqs * chunks.max_query * chunks.number * call.num_heads * call.value_head_size
     return make_launch(
         attention_combine_kernel,
