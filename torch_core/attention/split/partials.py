@@ -61,8 +61,9 @@ class Chunks:
 def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int) -> LaunchPlan:
     """Plans the merge of the rows of sequences with at least `min_chunks` chunks."""
     value_padded = padded(call.value_head_size)
-    # The rows that are merged at a time stay in registers.
-    most = _COMBINE_CHUNKS if value_padded <= 256 else _COMBINE_CHUNKS // 2
+    # The rows that are merged at a time stay in registers. Wide ones, of latents, have four warps that hold them, and come
+    # in as many as 64 chunks.
+    most = _COMBINE_CHUNKS if value_padded <= 256 else 2 * _COMBINE_CHUNKS
     return make_launch(
         attention_combine_kernel,
         call,
