@@ -9,6 +9,8 @@ has loaded before. What `jax.export` stores runs in other processes and carries 
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax._src.config import persistent_cache_min_compile_time_secs
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = ["TARGET", "KernelCode", "launch_kernel"]
+
+_LOG = logging.getLogger(__name__)
 
 #: The custom call that every launch becomes. `jax.export` must be told that it may appear:
 #: `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]`.
@@ -73,7 +78,9 @@ def _results(*_: Any, results: Sequence[Any], **__: Any) -> list[Any]:
 
 @_launch.def_impl
 def _run(*operands: jax.Array, **launched: Any) -> list[jax.Array]:
-    return _in_a_program(*operands, launched=tuple(launched.items()))
+    # There is no other way to run a kernel, so `jax.disable_jit` must not ask this rule again.
+    with jax.disable_jit(False):
+        return _in_a_program(*operands, launched=tuple(launched.items()))
 
 
 @functools.partial(jax.jit, static_argnames="launched")
@@ -100,12 +107,18 @@ def _is_loaded(loader: bytes) -> bool:
 def _load(loader: bytes) -> bool:
     """Compiles a program whose custom call loads a kernel; jaxlib keeps it for as long as the process lives."""
     result = jax.ShapeDtypeStruct((1,), "uint8")
-    # An attribute that nobody reads: the same program from JAX's compilation cache would load nothing.
+    # An attribute that nobody reads: the same program from JAX's compilation cache would load nothing. Nor is it stored
+    # there, where no other process would find it.
     program = jax.jit(lambda: jax.ffi.ffi_call(TARGET, result)(opaque=loader, once=uuid.uuid4().hex))
     try:
-        with jax.default_device(jax.local_devices(backend="cuda")[0]):
+        devices = jax.local_devices(backend="cuda")
+        if len({getattr(device, "compute_capability", None) for device in devices}) > 1:
+            # Machine code is one kind's; the others make theirs of the code that a call carries.
+            return False
+        with persistent_cache_min_compile_time_secs(math.inf), jax.default_device(devices[0]):
             program.lower().compile()
-    except RuntimeError:
-        # There is no such device here, or jaxlib takes no machine code: every call carries its code.
+    except RuntimeError as error:
+        # There is no such device here, jaxlib takes no machine code, or there is no memory: each call carries its code.
+        _LOG.debug("kernels are launched with their code, as it could not be loaded: %s", error)
         return False
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from jattn.bridge import launch
 from jattn.bridge.launch import TARGET, KernelCode, launch_kernel
+from tests.support.compilation_cache import programs_kept_in
 
 CODE = KernelCode(whole=b"whole", named=b"named", loader=b"loader")
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -62,6 +65,30 @@ def test_a_jaxlib_that_does_not_load_machine_code_is_asked_once(monkeypatch):
     launch._is_loaded.cache_clear()
     assert [launch._is_loaded(b"code"), launch._is_loaded(b"code"), len(asked)] == [False, False, 1]
     launch._is_loaded.cache_clear()
+
+
+def test_code_is_not_loaded_where_devices_are_of_several_kinds(monkeypatch):
+    kinds = [SimpleNamespace(compute_capability=kind) for kind in ("8.6", "9.0")]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: kinds)
+    assert not launch._load(b"code")
+
+
+def test_what_loads_code_is_not_kept_in_the_compilation_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "local_devices", lambda backend: jax.devices("cpu"))
+    monkeypatch.setattr(jax.ffi, "ffi_call", lambda *_: lambda **__: jnp.zeros(1))
+    with programs_kept_in(tmp_path):
+        jax.jit(lambda x: x + 1)(1.0)
+        kept = sorted(tmp_path.iterdir())
+        assert launch._load(b"code")
+    assert kept
+    assert sorted(tmp_path.iterdir()) == kept
+
+
+def test_a_kernel_that_runs_by_itself_is_a_program_without_jit_too(monkeypatch):
+    monkeypatch.setattr(launch.jax.ffi, "ffi_lowering", lambda *_, **__: lambda _, x, **__: [x])
+    monkeypatch.setattr(launch, "_is_loaded", lambda loader: False)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(launch_kernel(CODE, [jnp.arange(4.0)], [SHAPE], {})[0], np.arange(4.0))
 
 
 @pytest.mark.gpu

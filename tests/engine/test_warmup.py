@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jattn.engine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
 from jattn.engine.progress import progress
@@ -16,6 +15,7 @@ from jattn.load import TextTokenizer
 from jattn.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
+from tests.support.compilation_cache import programs_kept_in
 from tests.support.tiny_models import byte_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -105,12 +105,6 @@ def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:
 
 def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
     hits: list[str] = []
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
     sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
     model: dict[str, Any] = {"implementation": "xla", "num_hidden_layers": 1}
     config = EngineConfig(**sizes)
@@ -121,18 +115,13 @@ def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
 
     jax.monitoring.register_event_listener(listen)
     try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        Engine(tiny_decoder(**model), config).warmup()
-        assert hits == []
-        # Another model, of the same programs: as another process is.
-        engine = Engine(tiny_decoder(**model, eos_token_ids=(1,)), config)
-        engine.warmup()
+        with programs_kept_in(tmp_path):
+            Engine(tiny_decoder(**model), config).warmup()
+            assert hits == []
+            # Another model, of the same programs: as another process is.
+            engine = Engine(tiny_decoder(**model, eos_token_ids=(1,)), config)
+            engine.warmup()
     finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
         jax.monitoring.unregister_event_listener(listen)
 
     assert len(hits) >= engine.num_compilations == 4
