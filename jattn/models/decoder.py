@@ -112,7 +112,8 @@ class DecoderLayer(nnx.Module):
             seen = _through(self.cross_attention_norm, after_attention)
             after_attention = after_attention + _scaled(dropout(cross(seen)), scale)
         seen = normed if kind == "shared_norm" else x if kind == "two_norms" else after_attention
-        branch = self._feed_forward(_through(self.post_attention_layernorm, seen), peers)
+        # Beside attention this sum does not follow from that one, and two at once would use the same memory.
+        branch = self._feed_forward(_through(self.post_attention_layernorm, seen), peers if kind is None else None)
         return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
 
     def _feed_forward(self, x: jax.Array, peers: jax.Array | None) -> jax.Array:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.models import TensorParallel
+from jattn.models.decoder import DecoderLayer
 from tests.support.tiny_models import PagedRun, dense_logits, paged_step, tiny_config, tiny_model
 
 IMPLEMENTATIONS = ["xla", "torch"]
@@ -95,3 +99,20 @@ def test_a_donated_cache_is_updated_in_place(seed):
     compiled = step.lower(run.graph, run.state, *arguments).compile()
     memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == sum(cache.nbytes for cache in run.caches)
+
+
+@pytest.mark.parametrize(("kind", "by_kernel"), [(None, ["heads", "mlp"]), ("shared_norm", ["heads"])])
+def test_sums_that_do_not_follow_from_each_other_are_not_both_the_kernels(kind, by_kernel, monkeypatch):
+    summed = []
+
+    def record(self, x, axis, peers=None):
+        summed.append((axis, peers))
+        return x
+
+    monkeypatch.setattr(TensorParallel, "summed", record)
+    config = tiny_config(parallel_block=kind)
+    layer = DecoderLayer(config, rngs=nnx.Rngs(0), parallel=TensorParallel(size=1))
+    monkeypatch.setattr(type(layer.self_attn), "forward_paged", lambda self, x, *_: (x, None))
+    layer(jnp.ones((2, config.hidden_size)), None, None, SimpleNamespace(peers="table"))
+    assert [axis for axis, peers in summed if peers == "table"] == by_kernel
+    assert [axis for axis, _ in summed] == ["heads", "mlp"]
