@@ -130,6 +130,8 @@ def _tall_shapes() -> list[AttentionCase]:
         sizes = _long_sizes(head_size, window)
         cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=48, **sizes))
         cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **sizes))
+    sizes = {**_long_sizes(64, 100), "dtype": "float8_e4m3fn"}
+    cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=48, **sizes))
     return [replace(case, limits={**case.limits, "max_query_len": 4096}) for case in cases]
 
 

@@ -9,6 +9,7 @@ from tests.support.attention_cases import assert_matches_reference, dense_case, 
 from tests.support.interpret import run_interpreted_operation
 from tests.support.kernel_cases import interpreter_case
 from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
+from torch_core.attention.split import partials
 from torch_core.plan.plan import DeviceLimits
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
@@ -35,6 +36,17 @@ def test_a_sequence_of_several_chunks_is_merged(seed):
     case = paged_case(seed, seq_lens=[300, 128, 129], query_lens=[1, 1, 1], num_heads=2, num_kv_heads=1, head_size=16)
     out, lse = case.run(paged_attention_with_lse)
     assert_matches_reference(case, out, lse)
+
+
+def test_chunks_are_merged_in_several_turns_and_read_behind_the_lengths(seed, monkeypatch):
+    monkeypatch.setattr(partials, "_COMBINE_CHUNKS", 2)
+    monkeypatch.setattr(partials, "_READ_AHEAD_BYTES", 0)
+    case = paged_case(seed, seq_lens=[300, 128, 129], query_lens=[1, 1, 1], num_heads=2, num_kv_heads=1, head_size=16)
+    plan = plan_call(case.call().map(array_spec), DeviceLimits(arch=89))
+    constants = dict(plan.launches[1].constexprs)
+    assert not constants["AHEAD"]
+    assert constants["BLOCK_CHUNKS"] == 2
+    assert_matches_reference(case, run_interpreted_operation(plan, case.call().arrays())["out"])
 
 
 def test_scratch_of_chunks_that_a_sequence_has_not_may_hold_anything(seed):

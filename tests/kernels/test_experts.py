@@ -10,6 +10,9 @@ import torch
 from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
 from tests.support.triton_ops import run_triton
 from torch_core.calls import ACTIVATIONS
+from torch_core.experts.plan import plan_experts
+from torch_core.plan.plan import DeviceLimits
+from torch_core.run import array_spec
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 21, 130])
@@ -31,6 +34,19 @@ def test_every_activation_and_biases(activation, num_tokens, seed):
 def test_sixteen_bits_are_as_exact_as_torchs(dtype, num_tokens, seed):
     call = experts_call(seed, num_tokens, dtype=dtype, num_experts=4, top_k=4, hidden=64, inner=32)
     assert_as_exact_as_torch(call, run_triton(call)["out"])
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(600, 72), (512, 72)])
+def test_one_token_with_rows_of_several_steps(hidden, inner, seed):
+    call = experts_call(seed, 1, num_experts=4, hidden=hidden, inner=inner, bias=True)
+    assert_as_exact_as_torch(call, run_triton(call)["out"])
+
+
+def test_a_token_whose_rows_do_not_fit_a_block_goes_the_way_of_several():
+    call = experts_call(1, 1, num_experts=2, top_k=1, hidden=8200, inner=16).map(array_spec)
+    small = DeviceLimits(shared_memory=101376)
+    names = [plan_experts(call, limits).launches[0].name for limits in (DeviceLimits(), small)]
+    assert names == ["one_token_kernel", "expert_product_kernel"]
 
 
 def test_all_tokens_may_go_to_one_expert_and_some_to_none(seed):

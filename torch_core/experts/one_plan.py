@@ -6,15 +6,21 @@ from torch_core.calls import ExpertsCall
 from torch_core.experts.one import one_token_kernel, sum_partials_kernel
 from torch_core.plan.operands import ceil_div, named_launch, power_of_two
 from torch_core.plan.plan import ABSENT, Argument, DeviceLimits, OperationPlan, Pointer, Scalar
-from torch_core.specs import ArraySpec
+from torch_core.specs import DTYPE_BYTES, ArraySpec
 
-__all__ = ["plan_one_token"]
+__all__ = ["plan_one_token", "serves_one_token"]
 
 _NUM_WARPS, _STAGES = 4, 4
 # Elements of a tile of gate (up has as many), and of one of the second kernel.
 _TILE, _DOWN_TILE = 32 * 128, 4 * 2048
 _COLUMNS = (32, 128)
 _SUMMED_COLUMNS = 16
+
+
+def serves_one_token(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> bool:
+    """Returns whether a call has one token, and its rows of the second kernel fit a block of this device."""
+    row = max(_DOWN_TILE, power_of_two(call.hidden_states.shape[1])) * DTYPE_BYTES[call.down_kernel.dtype]
+    return call.hidden_states.shape[0] == 1 and (_STAGES - 1) * row <= limits.shared_memory
 
 
 def plan_one_token(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:

@@ -10,7 +10,7 @@ from torch_core.experts.combine import combine_experts_kernel
 from torch_core.experts.hopper import ROWS
 from torch_core.experts.hopper_plan import copied_weights, hopper_product, is_hopper
 from torch_core.experts.kernel import expert_product_kernel
-from torch_core.experts.one_plan import plan_one_token
+from torch_core.experts.one_plan import plan_one_token, serves_one_token
 from torch_core.experts.tiles import MAX_LOOKED_UP, Tile, expert_tile
 from torch_core.plan.operands import ceil_div, named_launch, power_of_two
 from torch_core.plan.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
@@ -29,7 +29,7 @@ _GROUP = 8
 
 def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: out."""
-    if call.hidden_states.shape[0] == 1:
+    if serves_one_token(call, limits):
         return plan_one_token(call, limits)
     dtype, num_experts = call.hidden_states.dtype, call.num_experts
     hidden = call.hidden_states.shape[1]
