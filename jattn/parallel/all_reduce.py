@@ -26,6 +26,8 @@ __all__ = ["Peers", "all_reduce", "exchange"]
 class Peers:
     """What the devices of a mesh axis keep to sum small arrays: memory that each writes in all of them.
 
+    The table holds addresses and the object the memory: keep it for as long as a program that has the table may run.
+
     Attributes:
         table: int32[devices * words], split over the axis: where a device finds all others' memory. Give each its part
             in `jax.shard_map`.

@@ -72,9 +72,9 @@ def _process(count: int) -> ProcessPoolExecutor:
 
 
 def _start(count: int) -> None:
-    # Before anything asks for a device.
+    # Before anything asks for a device. Of a flag that stands twice XLA takes the last.
     flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 

@@ -107,4 +107,4 @@ def _fits(num_bytes: int, world: int) -> bool:
 
 def _max_bytes(world: int) -> int:
     # Each device sends it to all the others.
-    return _MAX_BLOCKS * _BLOCK * 4 // (world - 1)
+    return _MAX_BLOCKS * _BLOCK * 4 // (world - 1) if world > 1 else 0
