@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jattn.engine import LLM, Engine, EngineConfig, SamplingParams, join
-from jattn.engine.processes import HEARTBEAT_SECONDS, check_agreement, shared_channel
+from jattn.engine.processes import HEARTBEAT_SECONDS, check_agreement, check_together, shared_channel
 from tests.engine import retrained
 from torch_core.errors import InvalidInput
 
@@ -135,3 +135,21 @@ def test_a_process_alone_agrees_with_itself_and_needs_no_channel() -> None:
     check_agreement({"anything": np.zeros(2)})
     assert shared_channel(None, EngineConfig(), {}) is None
     assert HEARTBEAT_SECONDS < 60
+
+
+@pytest.mark.parametrize("kind", [InvalidInput, TypeError, KeyboardInterrupt])
+def test_a_check_that_fails_in_any_way_tells_the_other_processes_first(kind, monkeypatch) -> None:
+    said: list[list[bool]] = []
+
+    def gather(has_failed: np.ndarray) -> np.ndarray:
+        said.append(has_failed.tolist())
+        return has_failed
+
+    def check() -> None:
+        raise kind("planted")
+
+    monkeypatch.setattr("jattn.engine.processes.multihost_utils.process_allgather", gather)
+    with pytest.raises(kind, match="planted"):
+        check_together(check)
+
+    assert said == [[True]]
