@@ -153,6 +153,7 @@ def donated() -> jax.Array:
     ("state", "message"),
     [
         (5, "state is 5; it must be an nnx.State, a mapping of arrays, or a module."),
+        ({0: jnp.ones(3), "norm": jnp.ones(3)}, "state has keys of several types on one level ("),
         (lambda: changed("norm.weight", None), "state lacks norm.weight; 1 of 14 parameters do."),
         (lambda: changed("layers.1.extra", jnp.ones(3)), "state has layers.1.extra, which the model has not"),
         (lambda: changed("norm.weight", jnp.ones(31)), "norm.weight is float32[31]; the model's is float32[32]."),
@@ -160,7 +161,7 @@ def donated() -> jax.Array:
         (lambda: changed("norm.weight", 5), "norm.weight is a int; the model's is float32[32]."),
         (lambda: changed("norm.weight", donated()), "norm.weight was donated or deleted"),
     ],
-    ids=["number", "missing", "unknown", "shape", "dtype", "kind", "donated"],
+    ids=["number", "keys", "missing", "unknown", "shape", "dtype", "kind", "donated"],
 )
 def test_weights_that_do_not_fit_are_refused_by_their_path_and_nothing_changes(engine, state, message, seed) -> None:
     prompts = prompts_of(seed, 5)
