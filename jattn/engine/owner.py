@@ -180,7 +180,9 @@ class Owner:
                 "the engine has several processes and is awake: its steps would mix the old weights and the new ones. "
                 "Call sleep() in process 0, which ends follow() in the others, then this in every process."
             )
-        return weights.brought(check_together(lambda: check(weights)))
+        arrivals = check_together(lambda: check(weights))
+        # Together, too: a device may lack the memory.
+        return check_together(lambda: jax.block_until_ready(weights.brought(arrivals)))
 
     def replace_weights(self, leaves: list[jax.Array]) -> None:
         """Goes on with other weights: what was computed with the old ones is dropped, prefixes and all."""

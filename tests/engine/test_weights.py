@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -128,6 +129,31 @@ def test_memory_of_the_callers_own_is_copied(engine, other, seed) -> None:
     state["norm"]["weight"][:] = np.nan
 
     assert run(engine, prompts) == run(Engine(other, CONFIG), prompts)
+
+
+@pytest.fixture
+def told(engine, monkeypatch) -> list[Any]:
+    """What an engine tells the other processes, as if there were some: announcements, and whether something failed."""
+    found: list[Any] = []
+
+    def gather(has_failed: np.ndarray) -> np.ndarray:
+        found.extend(has_failed.tolist())
+        return has_failed
+
+    monkeypatch.setattr("jattn.engine.processes.multihost_utils.process_allgather", gather)
+    channel = mock.Mock(send=lambda what, *_: found.append(what))
+    engine._owner._device = replace(engine._owner.device, channel=channel)
+    return found
+
+
+def test_processes_agree_that_the_arrays_came_and_not_on_the_check_alone(engine, other, told) -> None:
+    engine.sleep()
+
+    planted = mock.patch.object(Weights, "brought", side_effect=MemoryError("planted"))
+    with planted, pytest.raises(MemoryError, match="planted"):
+        engine.update_weights(other)
+
+    assert told[-2:] == [False, True]
 
 
 def changed(path: str, leaf: Any) -> dict[Any, Any]:
