@@ -162,25 +162,36 @@ class Owner:
                 self.requests.pop(request.request_id, None)
         self.end(work)
 
-    def fitting(self, check: Callable[[Weights], Arrivals]) -> list[jax.Array]:
+    def fitting(self, check: Callable[[Weights], Arrivals], unfinished: str = "restart") -> list[jax.Array]:
         """Returns what `replace_weights` takes, checked and brought to the devices: in every process or in none.
 
         Args:
             check: what comes for the leaves that there are.
+            unfinished: "finish" if unfinished requests shall be run to their end before.
 
         Raises:
-            InvalidInput: it does not fit, here or in another process; several processes, and the engine is awake.
+            InvalidInput: it does not fit, here or in another process; it is asleep and shall finish requests; several
+                processes, and the engine is awake.
         """
         device = self.device
         weights = device.runner.weights
+
+        def checked() -> Arrivals:
+            if unfinished == "finish" and self._asleep and self.requests:
+                raise InvalidInput(
+                    "unfinished is 'finish' and the engine is asleep; wake() and let its requests end before, or say "
+                    "'restart'."
+                )
+            return check(weights)
+
         if device.channel is None:
-            return weights.brought(check(weights))
+            return weights.brought(checked())
         if not self._asleep:
             raise InvalidInput(
                 "the engine has several processes and is awake: its steps would mix the old weights and the new ones. "
                 "Call sleep() in process 0, which ends follow() in the others, then this in every process."
             )
-        arrivals = check_together(lambda: check(weights))
+        arrivals = check_together(checked)
         # Together, too: a device may lack the memory.
         return check_together(lambda: jax.block_until_ready(weights.brought(arrivals)))
 

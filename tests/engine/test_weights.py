@@ -156,6 +156,38 @@ def test_processes_agree_that_the_arrays_came_and_not_on_the_check_alone(engine,
     assert told[-2:] == [False, True]
 
 
+def test_a_sleeping_engine_refuses_to_finish_requests_before_any_weight_moves(engine, other, seed) -> None:
+    engine.add(prompts_of(seed, 5)[0], GREEDY)
+    engine.sleep()
+
+    with (
+        mock.patch.object(Weights, "brought") as brought,
+        pytest.raises(InvalidInput, match=r"^unfinished is 'finish' and the engine is asleep; wake\(\) and"),
+    ):
+        engine.update_weights(other, unfinished="finish")
+    brought.assert_not_called()
+
+
+def test_what_a_sleeping_engine_refuses_to_finish_no_process_replaces(engine, other, told, seed) -> None:
+    engine.add(prompts_of(seed, 5)[0], GREEDY)
+    engine.sleep()
+
+    with pytest.raises(InvalidInput, match="unfinished is 'finish'"):
+        engine.update_weights(other, unfinished="finish")
+
+    assert told[-2:] == ["lend", True]
+
+
+def test_a_sleeping_engine_without_requests_has_nothing_to_finish(engine, other, seed) -> None:
+    prompts = prompts_of(seed, 7)
+    engine.sleep()
+
+    engine.update_weights(other, unfinished="finish")
+
+    engine.wake()
+    assert run(engine, prompts) == run(Engine(other, CONFIG), prompts)
+
+
 def changed(path: str, leaf: Any) -> dict[Any, Any]:
     state = nnx.to_pure_dict(nnx.state(tiny_decoder()))
     place: Any = state
