@@ -206,13 +206,16 @@ class Owner:
     def sleep(self) -> None:
         """Gives the pool's memory back; the requests stay, to be computed again after `wake`.
 
+        Nothing happens to an engine that sleeps: the others would leave their next `follow` for it.
+
         Raises:
-            InvalidInput: the engine is closed, or a torch view of the pool is alive.
+            InvalidInput: the engine is closed, or a torch view of the pool is alive; it stays awake then.
         """
         device = self.device
-        self._work = None
-        self._asleep = True
-        device.lend()
+        if not self._asleep:
+            self._work = None
+            device.lend()
+            self._asleep = True
 
     def wake(self) -> None:
         """Takes the pool's memory again.

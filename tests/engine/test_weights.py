@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jattn.engine import Engine, EngineConfig, SamplingParams
 from jattn.engine.weights import Weights
 from jattn.models import Decoder
+from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.devices import WHOLE, mesh, on_four_devices
@@ -260,6 +261,22 @@ def test_a_sleeping_engine_holds_no_pool_and_loses_no_request(engine, decoder, s
 
     assert [each.output_token_ids for each in (running, waiting, late)] == run(Engine(decoder, CONFIG), prompts)
     assert not engine.asleep
+
+
+def test_an_engine_that_is_put_to_sleep_twice_tells_the_others_once(engine, told) -> None:
+    engine.sleep()
+    engine.sleep()
+
+    assert told.count("lend") == 1
+
+
+def test_a_refused_sleep_leaves_the_engine_awake_and_tells_nobody(engine, told) -> None:
+    refused = mock.patch.object(KVPool, "close", side_effect=InvalidInput("planted"))
+    with refused, pytest.raises(InvalidInput, match="planted"):
+        engine.sleep()
+
+    assert not engine.asleep
+    assert "lend" not in told
 
 
 def test_an_engine_takes_new_weights_in_its_sleep_and_compiles_nothing(engine, other, seed) -> None:
