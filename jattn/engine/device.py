@@ -72,8 +72,9 @@ class Device:
 
     def lend(self) -> None:
         """Gives the pool's memory back until `renew`."""
-        self._announce("lend")
+        # Before it is announced: it may be refused.
         self.pool.close()
+        self._announce("lend")
 
     def close(self) -> None:
         """Gives the pool's memory back for good."""

@@ -380,7 +380,7 @@ class Engine(contextlib.AbstractContextManager):
                 What others add meanwhile is restarted.
 
         Raises:
-            InvalidInput: a parameter is missing, unknown, or of another shape or dtype, and is named; or it is closed.
+            InvalidInput: a parameter does not fit, and is named; it is closed; or it is asleep with requests to finish.
             PoolLost: as `step`, while requests are finished; the weights are the old ones, as after any error.
         """
         leaves = self.fitting_weights(state, unfinished)
@@ -395,11 +395,11 @@ class Engine(contextlib.AbstractContextManager):
                 raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
             return weights.checked(state)
 
-        return self._owner.fitting(check)
+        return self._owner.fitting(check, unfinished)
 
     def finish(self, unfinished: str) -> None:
         """Runs the requests that are there to their end, if they shall; see `update_weights`."""
-        remaining = set(self._owner.requests.values()) if unfinished == "finish" else set()
+        remaining = set(self._owner.requests.values()) if unfinished == "finish" and not self.asleep else set()
         while any(request.finish_reason is None for request in remaining):
             self._turns.run(self._owner.advance)
 

@@ -162,25 +162,38 @@ class Owner:
                 self.requests.pop(request.request_id, None)
         self.end(work)
 
-    def fitting(self, check: Callable[[Weights], Arrivals]) -> list[jax.Array]:
+    def fitting(self, check: Callable[[Weights], Arrivals], unfinished: str = "restart") -> list[jax.Array]:
         """Returns what `replace_weights` takes, checked and brought to the devices: in every process or in none.
 
         Args:
             check: what comes for the leaves that there are.
+            unfinished: "finish" if unfinished requests shall be run to their end before.
 
         Raises:
-            InvalidInput: it does not fit, here or in another process; several processes, and the engine is awake.
+            InvalidInput: it does not fit, here or in another process; it is asleep and shall finish requests; several
+                processes, and the engine is awake.
         """
         device = self.device
         weights = device.runner.weights
+
+        def checked() -> Arrivals:
+            if unfinished == "finish" and self._asleep and self.requests:
+                raise InvalidInput(
+                    "unfinished is 'finish' and the engine is asleep; wake() and let its requests end before, or say "
+                    "'restart'."
+                )
+            return check(weights)
+
         if device.channel is None:
-            return weights.brought(check(weights))
+            return weights.brought(checked())
         if not self._asleep:
             raise InvalidInput(
                 "the engine has several processes and is awake: its steps would mix the old weights and the new ones. "
                 "Call sleep() in process 0, which ends follow() in the others, then this in every process."
             )
-        return weights.brought(check_together(lambda: check(weights)))
+        arrivals = check_together(checked)
+        # Together, too: a device may lack the memory.
+        return check_together(lambda: jax.block_until_ready(weights.brought(arrivals)))
 
     def replace_weights(self, leaves: list[jax.Array]) -> None:
         """Goes on with other weights: what was computed with the old ones is dropped, prefixes and all."""
@@ -193,13 +206,16 @@ class Owner:
     def sleep(self) -> None:
         """Gives the pool's memory back; the requests stay, to be computed again after `wake`.
 
+        Nothing happens to an engine that sleeps: the others would leave their next `follow` for it.
+
         Raises:
-            InvalidInput: the engine is closed, or a torch view of the pool is alive.
+            InvalidInput: the engine is closed, or a torch view of the pool is alive; it stays awake then.
         """
         device = self.device
-        self._work = None
-        self._asleep = True
-        device.lend()
+        if not self._asleep:
+            self._work = None
+            device.lend()
+            self._asleep = True
 
     def wake(self) -> None:
         """Takes the pool's memory again.

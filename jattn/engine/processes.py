@@ -95,12 +95,14 @@ def check_together(check: Callable[[], Result]) -> Result:
     """Runs a check in every process, which all must call, and returns what it returns; or it fails in all.
 
     Raises:
-        InvalidInput: it failed here; or elsewhere, and the first such process is named.
+        InvalidInput: it failed elsewhere; the first such process is named.
+        BaseException: what it failed with here.
     """
     found, failure = [], None
     try:
         found.append(check())
-    except InvalidInput as error:
+    except BaseException as error:
+        # Whatever it is, the others wait for what this process says.
         failure = error
     failed = np.flatnonzero(multihost_utils.process_allgather(np.array([failure is not None])))
     if failure is not None:

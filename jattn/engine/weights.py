@@ -64,7 +64,8 @@ class Weights:
                 decoder that is cut here, the whole parameters, or a module that is cut alike.
 
         Raises:
-            InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named.
+            InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named. Or
+                keys that have no order.
         """
         if not isinstance(state, nnx.Module | Mapping | nnx.State):
             raise InvalidInput(f"state is {shown(state)}; it must be an nnx.State, a mapping of arrays, or a module.")
@@ -72,7 +73,12 @@ class Weights:
         if isinstance(state, nnx.Module):
             shards = {} if getattr(state, "parallel", None) == self._parallel else shards
             state = nnx.state(state)
-        flat = nnx.to_flat_state(state if isinstance(state, nnx.State) else nnx.State(dict(state)))
+        try:
+            flat = nnx.to_flat_state(state if isinstance(state, nnx.State) else nnx.State(dict(state)))
+        except TypeError as error:
+            raise InvalidInput(
+                f"state has keys of several types on one level ({error}); name layers by int and all else by str."
+            ) from None
         given = {_name(path): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
         if unknown := given.keys() - self._places.keys():
             raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from jattn.load.config_keys import FILE, REQUIRED_FIELDS, checked_keys, family_of_file
 from jattn.load.families import Family, known_families
-from jattn.load.generation import token_ids
+from jattn.load.generation import forced_token, token_ids
 from jattn.load.rope import read_rope, write_rope
 from jattn.models.config import SIZE_LIMITS, ModelConfig
 from jattn.models.parts import LatentConfig, MoEConfig
@@ -56,6 +57,9 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         options["num_key_value_heads"] = options["num_attention_heads"]
     if options.get("head_dim") is None:
         options["head_dim"] = _derived_head_dim(options)
+    forced, is_served = forced_token(raw.get("forced_eos_token_id"))
+    if not is_served:
+        warnings.warn(f"{FILE} has forced_eos_token_id, whose effect is missing here.", stacklevel=2)
     try:
         if family.derive is not None:
             options |= family.derive(raw)
@@ -71,7 +75,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
             **options,
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
-            forced_eos_token_id=raw.get("forced_eos_token_id"),
+            forced_eos_token_id=forced,
             architecture=family.architecture,
         )
     except (InvalidInput, Unsupported) as error:

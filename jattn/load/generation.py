@@ -11,7 +11,7 @@ from jattn.models.rope_scaling import check_number
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["GenerationDefaults", "load_generation_defaults", "token_ids"]
+__all__ = ["GenerationDefaults", "forced_token", "load_generation_defaults", "token_ids"]
 
 _NAME = "generation_config.json"
 _RANGES = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 1e3)}
@@ -58,7 +58,7 @@ class GenerationDefaults:
         eos_token_ids: the tokens that end a generation.
         decoder_start_token_id: the token that a decoder behind an encoder starts with.
         forced_bos_token_id: the one that always follows it.
-        forced_eos_token_id: the last one of a text that is as long as it may be.
+        forced_eos_token_id: the last one of a text that is as long as it may be; of a list of one its element.
         unserved: keys of the file that would change a text and are not honoured.
 
     Raises:
@@ -108,19 +108,32 @@ def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaul
     values: dict[str, Any] = {"temperature": 0.0} if raw.get("do_sample") is False else {}
     same = (
         "top_k", "top_p", "min_p", "repetition_penalty", "bos_token_id", "decoder_start_token_id",
-        "forced_bos_token_id", "forced_eos_token_id",
+        "forced_bos_token_id",
     )  # fmt: skip
     keys = {"max_new_tokens": "max_tokens"} | {name: name for name in same}
     if raw.get("do_sample") is not False:
         keys["temperature"] = "temperature"
     values |= {name: raw.get(key) for key, name in keys.items()}
-    values["unserved"] = tuple(name for name, none in _UNSERVED.items() if raw.get(name) not in (None, none, [], {}))
+    forced, is_served = forced_token(raw.get("forced_eos_token_id"))
+    values["forced_eos_token_id"] = forced
+    unserved = [name for name, none in _UNSERVED.items() if raw.get(name) not in (None, none, [], {})]
+    values["unserved"] = (*unserved, *([] if is_served else ["forced_eos_token_id"]))
     try:
         if raw.get("eos_token_id") is not None:
             values["eos_token_ids"] = token_ids(raw["eos_token_id"], "eos_token_id")
         return GenerationDefaults(**values)
     except InvalidInput as error:
         raise InvalidInput(f"{_NAME}: {error}") from None
+
+
+def forced_token(value: Any) -> tuple[Any, bool]:
+    """Returns the token that a list of one, or what is no list, forces, and whether nothing else was asked for.
+
+    Between several transformers chooses without looking at the model; here none is forced then.
+    """
+    if not isinstance(value, list):
+        return value, True
+    return value[0] if len(value) == 1 else None, len(value) < 2
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:

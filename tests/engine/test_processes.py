@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jattn.engine import LLM, Engine, EngineConfig, SamplingParams, join
-from jattn.engine.processes import HEARTBEAT_SECONDS, check_agreement, shared_channel
+from jattn.engine.processes import HEARTBEAT_SECONDS, check_agreement, check_together, shared_channel
 from tests.engine import retrained
 from torch_core.errors import InvalidInput
 
@@ -109,12 +109,11 @@ def test_processes_take_new_weights_in_their_sleep_all_or_none() -> None:
         expected.append(retrained.said(whole))
     first, second, third = expected
     # Those that one process refused are nobody's.
-    assert found["said"] == [first, second, second, third]
+    assert found["said"] == [first, second, second, second, third]
     awake = [text for text in found["refused"] if text.startswith("the engine has several processes and is awake")]
-    assert len(awake) == 3
-    assert [text for text in found["refused"] if text not in awake] == [
-        "process 1 refused what it was given, so nothing has changed; its error says why."
-    ]
+    assert len(awake) == 4
+    elsewhere = "process 1 refused what it was given, so nothing has changed; its error says why."
+    assert [text for text in found["refused"] if text not in awake] == [elsewhere] * 2
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -135,3 +134,21 @@ def test_a_process_alone_agrees_with_itself_and_needs_no_channel() -> None:
     check_agreement({"anything": np.zeros(2)})
     assert shared_channel(None, EngineConfig(), {}) is None
     assert HEARTBEAT_SECONDS < 60
+
+
+@pytest.mark.parametrize("kind", [InvalidInput, TypeError, KeyboardInterrupt])
+def test_a_check_that_fails_in_any_way_tells_the_other_processes_first(kind, monkeypatch) -> None:
+    said: list[list[bool]] = []
+
+    def gather(has_failed: np.ndarray) -> np.ndarray:
+        said.append(has_failed.tolist())
+        return has_failed
+
+    def check() -> None:
+        raise kind("planted")
+
+    monkeypatch.setattr("jattn.engine.processes.multihost_utils.process_allgather", gather)
+    with pytest.raises(kind, match="planted"):
+        check_together(check)
+
+    assert said == [[True]]

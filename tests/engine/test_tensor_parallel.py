@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine.placement import Placement
 from jattn.models import Decoder, TensorParallel, partition_specs, shard_model
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
@@ -214,3 +215,18 @@ def test_a_mesh_names_its_axes_and_gives_the_sizes() -> None:
     with pytest.raises(InvalidInput, match=r"^tensor_parallel_size is 0; "):
         EngineConfig(tensor_parallel_size=0)
     assert TensorParallel(size=2).parts("vocab") == 2
+
+
+def test_what_devices_sum_with_is_made_anew_with_the_pool_and_not_between(decoder, monkeypatch) -> None:
+    made: list[Placement] = []
+    monkeypatch.setattr(Placement, "peers", lambda placement: made.append(placement))
+    device = Engine(decoder, EngineConfig(**SIZES))._owner.device
+    counts = [len(made)]
+
+    for renew in (False, True, False):
+        if renew:
+            device.pool.renew()
+        device.forget()
+        counts.append(len(made))
+
+    assert counts == [1, 1, 2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jattn.engine import Engine, EngineConfig, SamplingParams
 from jattn.engine.weights import Weights
 from jattn.models import Decoder
+from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.devices import WHOLE, mesh, on_four_devices
@@ -130,6 +132,63 @@ def test_memory_of_the_callers_own_is_copied(engine, other, seed) -> None:
     assert run(engine, prompts) == run(Engine(other, CONFIG), prompts)
 
 
+@pytest.fixture
+def told(engine, monkeypatch) -> list[Any]:
+    """What an engine tells the other processes, as if there were some: announcements, and whether something failed."""
+    found: list[Any] = []
+
+    def gather(has_failed: np.ndarray) -> np.ndarray:
+        found.extend(has_failed.tolist())
+        return has_failed
+
+    monkeypatch.setattr("jattn.engine.processes.multihost_utils.process_allgather", gather)
+    channel = mock.Mock(send=lambda what, *_: found.append(what))
+    engine._owner._device = replace(engine._owner.device, channel=channel)
+    return found
+
+
+def test_processes_agree_that_the_arrays_came_and_not_on_the_check_alone(engine, other, told) -> None:
+    engine.sleep()
+
+    planted = mock.patch.object(Weights, "brought", side_effect=MemoryError("planted"))
+    with planted, pytest.raises(MemoryError, match="planted"):
+        engine.update_weights(other)
+
+    assert told[-2:] == [False, True]
+
+
+def test_a_sleeping_engine_refuses_to_finish_requests_before_any_weight_moves(engine, other, seed) -> None:
+    engine.add(prompts_of(seed, 5)[0], GREEDY)
+    engine.sleep()
+
+    with (
+        mock.patch.object(Weights, "brought") as brought,
+        pytest.raises(InvalidInput, match=r"^unfinished is 'finish' and the engine is asleep; wake\(\) and"),
+    ):
+        engine.update_weights(other, unfinished="finish")
+    brought.assert_not_called()
+
+
+def test_what_a_sleeping_engine_refuses_to_finish_no_process_replaces(engine, other, told, seed) -> None:
+    engine.add(prompts_of(seed, 5)[0], GREEDY)
+    engine.sleep()
+
+    with pytest.raises(InvalidInput, match="unfinished is 'finish'"):
+        engine.update_weights(other, unfinished="finish")
+
+    assert told[-2:] == ["lend", True]
+
+
+def test_a_sleeping_engine_without_requests_has_nothing_to_finish(engine, other, seed) -> None:
+    prompts = prompts_of(seed, 7)
+    engine.sleep()
+
+    engine.update_weights(other, unfinished="finish")
+
+    engine.wake()
+    assert run(engine, prompts) == run(Engine(other, CONFIG), prompts)
+
+
 def changed(path: str, leaf: Any) -> dict[Any, Any]:
     state = nnx.to_pure_dict(nnx.state(tiny_decoder()))
     place: Any = state
@@ -153,6 +212,7 @@ def donated() -> jax.Array:
     ("state", "message"),
     [
         (5, "state is 5; it must be an nnx.State, a mapping of arrays, or a module."),
+        ({0: jnp.ones(3), "norm": jnp.ones(3)}, "state has keys of several types on one level ("),
         (lambda: changed("norm.weight", None), "state lacks norm.weight; 1 of 14 parameters do."),
         (lambda: changed("layers.1.extra", jnp.ones(3)), "state has layers.1.extra, which the model has not"),
         (lambda: changed("norm.weight", jnp.ones(31)), "norm.weight is float32[31]; the model's is float32[32]."),
@@ -160,7 +220,7 @@ def donated() -> jax.Array:
         (lambda: changed("norm.weight", 5), "norm.weight is a int; the model's is float32[32]."),
         (lambda: changed("norm.weight", donated()), "norm.weight was donated or deleted"),
     ],
-    ids=["number", "missing", "unknown", "shape", "dtype", "kind", "donated"],
+    ids=["number", "keys", "missing", "unknown", "shape", "dtype", "kind", "donated"],
 )
 def test_weights_that_do_not_fit_are_refused_by_their_path_and_nothing_changes(engine, state, message, seed) -> None:
     prompts = prompts_of(seed, 5)
@@ -201,6 +261,22 @@ def test_a_sleeping_engine_holds_no_pool_and_loses_no_request(engine, decoder, s
 
     assert [each.output_token_ids for each in (running, waiting, late)] == run(Engine(decoder, CONFIG), prompts)
     assert not engine.asleep
+
+
+def test_an_engine_that_is_put_to_sleep_twice_tells_the_others_once(engine, told) -> None:
+    engine.sleep()
+    engine.sleep()
+
+    assert told.count("lend") == 1
+
+
+def test_a_refused_sleep_leaves_the_engine_awake_and_tells_nobody(engine, told) -> None:
+    refused = mock.patch.object(KVPool, "close", side_effect=InvalidInput("planted"))
+    with refused, pytest.raises(InvalidInput, match="planted"):
+        engine.sleep()
+
+    assert not engine.asleep
+    assert "lend" not in told
 
 
 def test_an_engine_takes_new_weights_in_its_sleep_and_compiles_nothing(engine, other, seed) -> None:

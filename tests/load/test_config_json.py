@@ -340,3 +340,13 @@ def written_by_transformers(architecture):
     options = {key: value for key, value in (sizes | variants[0]).items() if key not in left_out}
     config = getattr(transformers, name)(**options)
     return json.loads(config.to_json_string()) | {"architectures": [architecture], "no_rope_layers": None}
+
+
+def test_a_list_of_one_forced_last_token_is_that_token():
+    assert parse_config({**LLAMA, "forced_eos_token_id": [5]}).forced_eos_token_id == 5
+
+
+def test_of_several_forced_last_tokens_none_is_served_and_the_key_is_named():
+    named = r"^config\.json has forced_eos_token_id, whose effect is missing here\.$"
+    with pytest.warns(UserWarning, match=named):
+        assert parse_config({**LLAMA, "forced_eos_token_id": [5, 6]}).forced_eos_token_id is None

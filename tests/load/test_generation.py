@@ -39,6 +39,16 @@ def test_keys_that_would_change_a_text_and_are_not_honoured_are_named(tmp_path):
     assert defaults.unserved == ("num_beams", "suppress_tokens")
 
 
+@pytest.mark.parametrize(
+    ("given", "token", "unserved"),
+    [([5], 5, ()), ([], None, ()), ([5, 6], None, ("forced_eos_token_id",))],
+    ids=["one", "none", "two"],
+)
+def test_of_a_list_of_forced_last_tokens_one_is_served_and_more_are_named(given, token, unserved, tmp_path):
+    defaults = load_generation_defaults(written(tmp_path, "generation_config.json", {"forced_eos_token_id": given}))
+    assert (defaults.forced_eos_token_id, defaults.unserved) == (token, unserved)
+
+
 def test_a_file_that_says_not_to_sample_means_temperature_zero(tmp_path):
     values = {"do_sample": False, "temperature": 0.6}
     assert load_generation_defaults(written(tmp_path, "generation_config.json", values)).temperature == 0.0
