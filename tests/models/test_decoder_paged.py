@@ -113,6 +113,7 @@ def test_sums_that_do_not_follow_from_each_other_are_not_both_the_kernels(kind, 
     config = tiny_config(parallel_block=kind)
     layer = DecoderLayer(config, rngs=nnx.Rngs(0), parallel=TensorParallel(size=1))
     monkeypatch.setattr(type(layer.self_attn), "forward_paged", lambda self, x, *_: (x, None))
-    layer(jnp.ones((2, config.hidden_size)), None, None, SimpleNamespace(peers="table"))
+    metadata: Any = SimpleNamespace(peers="table")
+    layer(jnp.ones((2, config.hidden_size)), None, None, metadata)
     assert [axis for axis, peers in summed if peers == "table"] == by_kernel
     assert [axis for axis, _ in summed] == ["heads", "mlp"]
