@@ -123,7 +123,7 @@ class ModelRunner:
             placement,
             layers,
             self._slots.shapes,
-            None if self._peers is None else self._peers.table,
+            self._peers_table,
             max_num_seqs=config.max_num_seqs,
             max_blocks=max_blocks,
         )
@@ -162,6 +162,10 @@ class ModelRunner:
             state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
         self._hidden = self._run(bucket, state, buffer).hidden
 
+    @property
+    def _peers_table(self) -> jax.Array | None:
+        return None if self._peers is None else self._peers.table
+
     def _follow_slot(self, slot: int, row: list[np.ndarray]) -> None:
         self._slots.load(slot, SlotTables(*row))
 
@@ -176,7 +180,7 @@ class ModelRunner:
             self._last_tokens,
             state,
             buffer,
-            None if self._peers is None else self._peers.table,
+            self._peers_table,
         )
         if state.tables is not None:
             self._slots.tables = state.tables

@@ -20,12 +20,12 @@ _MAX_POLLS = 1 << 26
 
 def sums(x: ArraySpec, world: int) -> bool:
     """Returns whether the kernel sums such an array over so many devices, and is the fastest to do it."""
-    return x.dtype in _DTYPES and _fits(_num_bytes(x), world)
+    return x.dtype in _DTYPES and exchanges(_num_bytes(x), world)
 
 
 def exchanges(num_bytes: int, world: int) -> bool:
     """Returns whether the kernel exchanges parts of so many bytes between so many devices, and is the fastest."""
-    return _fits(num_bytes, world)
+    return num_bytes % 4 == 0 and 0 < num_bytes <= _max_bytes(world)
 
 
 def workspace_words(world: int) -> int:
@@ -99,10 +99,6 @@ def _plan(
 
 def _num_bytes(x: ArraySpec) -> int:
     return x.size * DTYPE_BYTES[x.dtype]
-
-
-def _fits(num_bytes: int, world: int) -> bool:
-    return num_bytes % 4 == 0 and 0 < num_bytes <= _max_bytes(world)
 
 
 def _max_bytes(world: int) -> int:
