@@ -77,3 +77,20 @@ def test_a_chained_program_feeds_each_call_with_the_result_of_the_one_before(mon
 
     assert found["result"].tolist() == [36.0]
     assert (found["calls"], found["rounds"]) == (4, 5)
+
+
+def test_what_a_row_of_programs_takes_at_its_ends_is_not_a_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def program(last: float) -> float:
+        clock[0] += 3e-6
+        return last
+
+    def block_until_ready(last: float) -> float:
+        clock[0] += 500e-6
+        return last
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("jax.block_until_ready", block_until_ready)
+
+    assert measure.jax_us(program, (1.0,), calls=2) == pytest.approx(1.5)
