@@ -55,6 +55,12 @@ def _rank(rank: int, store: str, seed: int) -> None:
     torch.distributed.init_process_group(
         "nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS, device_id=device
     )
+    _replay_steps(rank, device, seed)
+    # NCCL waits for the graphs that hold its collectives.
+    torch.distributed.destroy_process_group()
+
+
+def _replay_steps(rank: int, device: torch.device, seed: int) -> None:
     place = ContextParallel(dcp_world_size=RANKS, dcp_rank=rank, dcp_group=DistributedGroup())
     impl = TritonAttentionImpl(HEADS, HEAD, HEAD**-0.5, KV_HEADS, device=device, context_parallel=place)
     builder = TritonAttentionMetadataBuilder(
@@ -92,7 +98,6 @@ def _rank(rank: int, store: str, seed: int) -> None:
         assert torch.equal(cache, eager_cache), f"step {number}"
         whole = _whole(common, drawn, whole_cache)[:, mine]
         torch.testing.assert_close(output, whole, rtol=0, atol=1e-5)
-    torch.distributed.destroy_process_group()
 
 
 def _whole(common: CommonAttentionMetadata, drawn: list[torch.Tensor], cache: torch.Tensor) -> torch.Tensor:
