@@ -25,6 +25,7 @@ class _Sample:
             self.detokenizer = Detokenizer(
                 tokenizer,
                 params.stop,
+                prompt=request.prompt_token_ids,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 skip_special_tokens=params.skip_special_tokens,
