@@ -279,6 +279,41 @@ def test_the_text_matches_its_grammar(llm, structured, fits) -> None:
         assert fits(output.outputs[0].text), output.outputs[0].text
 
 
+@pytest.mark.parametrize("ends", [[], [0]], ids=["end not allowed", "end allowed"])
+def test_a_complete_text_ends_whatever_tokens_are_allowed(llm, ends) -> None:
+    allowed = llm.tokenizer.encode("yes", add_special_tokens=False) + ends
+    structured = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(allowed_token_ids=allowed, structured_outputs=structured, min_tokens=6)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "yes"
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_stop_tokens_wait_for_min_tokens_also_where_a_grammar_allows_them(llm) -> None:
+    (stop,) = llm.tokenizer.encode("a", add_special_tokens=False)
+    structured = StructuredOutputsParams(regex="[ab]{12}")
+    params = SamplingParams(min_tokens=5, logit_bias={stop: 50.0}, stop_token_ids=[stop], structured_outputs=structured)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "bbbbb"
+    assert output.outputs[0].stop_reason == stop
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_text_that_no_allowed_token_goes_on_with_ends_with_an_error(llm, ignore_eos) -> None:
+    allowed = llm.tokenizer.encode("ye", add_special_tokens=False)
+    structured = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(allowed_token_ids=allowed, structured_outputs=structured, ignore_eos=ignore_eos)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "ye"
+    assert output.outputs[0].finish_reason == "error"
+
+
 @pytest.mark.parametrize(
     ("structured", "message"),
     [
