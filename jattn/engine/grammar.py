@@ -122,7 +122,9 @@ class GrammarCompiler:
             raise Unsupported(
                 "structured_outputs needs llguidance, which is not installed; pip install 'jattn[structured]'."
             ) from None
-        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
+        ((name, value),) = params.constraints().items()
+        if name == "json":
+            value = params.schema()
         key = (name, value if isinstance(value, str) else json.dumps(value), params.disable_any_whitespace)
         with self._lock:
             found = self._known.pop(key, None)
@@ -158,6 +160,5 @@ def _source(matcher: Any, name: str, value: Any, *, flexible: bool) -> str:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
     if name == "grammar":
         return matcher.grammar_from_lark(value)
-    schema = {"type": "object"} if name == "json_object" else value
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": flexible})
+    schema = '{"type": "object"}' if name == "json_object" else value
+    return matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": flexible})
