@@ -58,8 +58,9 @@ class Grammar:
 
         Args:
             output_token_ids: all tokens so far; those of earlier calls come first.
-            params: min_tokens, before which nothing that ends a text is allowed, as long as anything else is; and
-                allowed_token_ids, no others but for the end of a text that can only end.
+            params: min_tokens, before which nothing that ends a text is allowed, as long as anything else is, and
+                ignore_eos, with which that holds of the end always; and allowed_token_ids, no others but for the end of
+                a text that can only end.
         """
         # Whatever interrupts this leaves the text to be read again from its start.
         done, self._num_read = self._num_read, -1
@@ -82,10 +83,10 @@ class Grammar:
             if not may_end:
                 self._dead_end = "no token is allowed that the text could go on with"
             return self._end
+        goes_on = mask & ~self._end if params.ignore_eos else mask
         if len(output_token_ids) < params.min_tokens:
             goes_on = mask & ~self._end & ~mask_of(params.stop_token_ids, len(mask))
-            mask = goes_on if np.any(goes_on) else mask
-        return mask
+        return goes_on if np.any(goes_on) else mask
 
 
 class GrammarCompiler:

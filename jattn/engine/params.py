@@ -129,7 +129,7 @@ class SamplingParams:
         stop: strings that end the text, or one; it is cut before the first of them. Kept as a tuple.
         stop_token_ids: tokens that end the text, besides the model's end-of-sequence tokens. Kept as a tuple.
         include_stop_str_in_output: cut behind the stop string instead.
-        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar lets nothing else come.
         logprobs: return the log-probabilities of so many of the likeliest tokens and of the sampled one, as the model
             has them before anything here applies; None for none, at most the engine's `max_logprobs`.
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.

@@ -213,8 +213,9 @@ class Request:
     def end_reason(self) -> str | None:
         """Why the tokens that it has are its last: "stop", "error" or "length"; None if there is more to come."""
         last = self.output_token_ids[-1] if self.output_token_ids else None
-        if self.grammar is not None and self.grammar.error is not None and last in self.grammar.eos_token_ids:
-            return "error"
+        # A grammar lets the end come where nothing else can, also where the end is to be ignored.
+        if self.grammar is not None and last in self.grammar.eos_token_ids:
+            return "stop" if self.grammar.error is None else "error"
         if last in self.eos_token_ids:
             return "stop"
         return "length" if len(self.output_token_ids) >= self.max_tokens else None

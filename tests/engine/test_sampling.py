@@ -291,6 +291,16 @@ def test_a_complete_text_ends_whatever_tokens_are_allowed(llm, ends) -> None:
     assert output.outputs[0].finish_reason == "stop"
 
 
+def test_a_text_whose_end_is_ignored_ends_where_its_grammar_lets_nothing_else_come(llm) -> None:
+    structured = StructuredOutputsParams(regex="a{1,6}")
+    params = SamplingParams(ignore_eos=True, logit_bias={0: 50.0}, structured_outputs=structured)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "aaaaaa"
+    assert output.outputs[0].finish_reason == "stop"
+
+
 def test_stop_tokens_wait_for_min_tokens_also_where_a_grammar_allows_them(llm) -> None:
     (stop,) = llm.tokenizer.encode("a", add_special_tokens=False)
     structured = StructuredOutputsParams(regex="[ab]{12}")
