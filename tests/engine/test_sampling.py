@@ -16,6 +16,7 @@ import pytest
 import jattn
 from jattn.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from jattn.engine.grammar import GrammarCompiler
+from jattn.engine.reader import PromptReader
 from jattn.load import load_tokenizer
 from tests.support.tiny_models import dense_logits, write_tiny_model
 from torch_core.errors import InvalidInput
@@ -155,6 +156,22 @@ def test_a_prompt_in_chunks_has_all_its_logprobs_also_when_its_blocks_are_cached
             ((token, found),) = output.prompt_logprobs[place].items()
             assert token == prompt[place]
             assert found.logprob == pytest.approx(expected[place - 1, token], abs=1e-3)
+
+
+def test_a_prompts_logprobs_are_whole_also_when_its_first_sample_was_cancelled(llm: Any) -> None:
+    prompt = [(7 * index) % 250 for index in range(40)]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0, n=3, seed=1)
+    (expected,) = llm.generate([prompt], params)
+    first = llm.engine.add(prompt, params)
+    reader = PromptReader(llm.engine, None, first)
+    llm.engine.step()
+
+    llm.engine.cancel(first.request_id)
+    while llm.engine.num_unfinished:
+        llm.engine.step()
+
+    found, wanted = ([list(each or {}) for each in of.prompt_logprobs] for of in (reader.output(), expected))
+    assert found == wanted
 
 
 def test_samples_of_one_prompt_share_its_blocks_and_are_those_of_lone_requests(llm) -> None:
