@@ -207,6 +207,11 @@ class LLM(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: as `generate`; also without a template, or where it fails.
         """
+        if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping | list | tuple) for each in messages):
+            raise InvalidInput(
+                f"messages is {shown(messages)}; it must be a list of mappings with role and content, or a list of "
+                "those."
+            )
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt}
         prompts = [chat_prompt(self.tokenizer, each, **options) for each in conversations]

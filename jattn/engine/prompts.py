@@ -94,6 +94,8 @@ def chat_prompt(
     if template is None:
         raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
     if not isinstance(template, ChatTemplate):
+        if not isinstance(template, str):
+            raise InvalidInput(f"chat_template is {shown(template)}; it must be text, or a ChatTemplate.")
         template = _compiled(template, tuple(tokenizer.special_tokens.items()))
     text = template.render(messages, **options)
     _check_text(text)
@@ -153,14 +155,17 @@ def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | Non
     else:
         check_int("rng", rng, 0, (1 << 32) - 1, also=", or a jax key")
         seeds = [(rng + index) & 0xFFFFFFFF for index in range(len(params))]
-    return [replace(each, seed=seed) if each.seed is None else each for each, seed in zip(params, seeds, strict=True)]
+    return [
+        replace(each, seed=seed) if isinstance(each, SamplingParams) and each.seed is None else each
+        for each, seed in zip(params, seeds, strict=True)
+    ]
 
 
 def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
     """Returns what is in vLLM's TextPrompt or TokensPrompt."""
     if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
-    if set(prompt) == {"prompt_token_ids"}:
+    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str):
         return prompt["prompt_token_ids"]
     raise InvalidInput(
         f"a prompt is a mapping with the keys {shown(list(prompt))}; it must be {{'prompt': text}} or "

@@ -63,7 +63,8 @@ class CompletionOutput:
     Attributes:
         text: the decoded tokens, cut before a stop string; empty without a tokenizer.
         token_ids: the generated tokens, a final stop token included.
-        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large; None while it runs.
+        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large or that no allowed
+            token goes on with; None while it runs.
         index: of the sample, below n.
         logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
         cumulative_logprob: the sum of the tokens' own.
@@ -211,8 +212,12 @@ class Request:
     @property
     def end_reason(self) -> str | None:
         """Why the tokens that it has are its last: "stop", "error" or "length"; None if there is more to come."""
-        if self.output_token_ids and self.output_token_ids[-1] in self.eos_token_ids:
-            return "stop" if self.grammar is None or self.grammar.error is None else "error"
+        last = self.output_token_ids[-1] if self.output_token_ids else None
+        # A grammar lets the end come where nothing else can, also where the end is to be ignored.
+        if self.grammar is not None and last in self.grammar.eos_token_ids:
+            return "stop" if self.grammar.error is None else "error"
+        if last in self.eos_token_ids:
+            return "stop"
         return "length" if len(self.output_token_ids) >= self.max_tokens else None
 
     def restart(self) -> None:

@@ -152,6 +152,26 @@ def test_a_device_that_keeps_failing_ends_the_requests_with_its_error_and_is_tri
     assert is_idle(llm)
 
 
+def test_requests_survive_the_sleep_of_their_engine(llm, expected) -> None:
+    async def ask() -> list[str]:
+        updates = llm.stream(PROMPTS[0], params_of())
+        text = (await anext(updates)).new.text
+        llm.llm.engine.sleep()
+        later = asyncio.create_task(outputs_of(llm, PROMPTS[1]))
+        cancelled = asyncio.create_task(outputs_of(llm, PROMPTS[2]))
+        while llm.num_unfinished < 3:
+            await asyncio.sleep(0.01)
+        cancelled.cancel()
+        while llm.num_unfinished > 2:
+            await asyncio.sleep(0.01)
+        llm.llm.engine.wake()
+        text += "".join([update.new.text async for update in updates])
+        return [text, (await later)[-1].outputs[0].text]
+
+    assert asyncio.run(ask()) == expected[:2]
+    assert is_idle(llm)
+
+
 def test_closing_ends_what_runs_with_an_error_and_refuses_what_comes(folder) -> None:
     llm = AsyncLLM(LLM(folder, config=CONFIG))
 
