@@ -43,6 +43,8 @@ __all__ = ["ModelRunner"]
 # prefill stays on one side, so that a prompt's bits do not depend on the prompts beside it.
 _SMALLEST_PREFILL = 64
 _SMALLEST_QUERY = 16
+# From so many sequences on a step has a size between two powers of two.
+_FIRST_BETWEEN = 256
 # Prompt tokens whose logits are computed at once.
 _PROMPT_LOGPROBS = 64
 
@@ -365,7 +367,7 @@ class ModelRunner:
                 yield bucket
                 if self._num_encoder_blocks and sampler is self._plain:
                     yield replace(bucket, encodes=True)
-            for num_steps in sorted({1, self._config.num_scheduler_steps}):
+            for num_steps in sorted({1, self._config.most_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
                     bucket = self._decode_bucket(num_seqs, sampler, num_steps)
                     yield bucket
@@ -394,8 +396,9 @@ def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
     # A few sequences cost what one does: the weights are read once. Many cost by their number.
     few = tuple(size for size in (1, 4, 16) if size < most_seqs)
     many = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes
+    between = (size * 3 // 2 for size in many if size >= _FIRST_BETWEEN)
     return (
-        Buckets(names[0], few + many),
+        Buckets(names[0], few + tuple(sorted({*many, *(size for size in between if size < most_seqs)}))),
         Buckets.powers_of_two(names[1], most_tokens, smallest=_SMALLEST_PREFILL),
     )
 

@@ -14,7 +14,7 @@ from jattn.engine import EngineConfig, SamplingParams, SpeculativeConfig
 from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket
 from jattn.engine.request import Request, RequestMetrics
-from jattn.engine.runner import ModelRunner
+from jattn.engine.runner import ModelRunner, _buckets
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
@@ -88,3 +88,16 @@ def test_every_step_finds_its_program_compiled(invariant, ragged, guesses, data)
 @pytest.mark.parametrize(("ragged", "programs"), [(True, 24), (False, 60)])
 def test_there_are_few_programs(ragged, programs) -> None:
     assert len(runner(ragged, False, 0)[1]) == programs
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, (1,)),
+        (256, (1, 4, 16, 32, 64, 128, 256)),
+        (464, (1, 4, 16, 32, 64, 128, 256, 384, 464)),
+    ],
+)
+def test_steps_of_many_sequences_have_a_size_between_two_powers_of_two(most, sizes) -> None:
+    config = EngineConfig(max_num_seqs=most, max_num_batched_tokens=512)
+    assert _buckets(config)[0].sizes == sizes
