@@ -24,7 +24,6 @@ _SIZES = {
     "block_size": MAX_SIZE,
     "max_num_seqs": 1 << 16,
     "max_num_batched_tokens": 1 << 24,
-    "num_scheduler_steps": MAX_SIZE,
     "steps_in_flight": MAX_SIZE,
 }
 
@@ -44,7 +43,8 @@ class EngineConfig:
         kv_cache_bytes: memory that the pool may take on each device when `num_blocks` is None.
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
             while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
-            pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time.
+            pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time; None
+            for 4, and for 1 while up to 256 sequences of a large model run on a GPU, where the host has time for each.
         steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's. What
             the second one computes of a request that the first one ends is dropped.
         enable_prefix_caching: share the blocks of equal prefixes.
@@ -99,7 +99,7 @@ class EngineConfig:
     max_model_len: int | None = None
     num_blocks: int | None = None
     kv_cache_bytes: int = 1 << 30
-    num_scheduler_steps: int = 4
+    num_scheduler_steps: int | None = None
     steps_in_flight: int = 2
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
@@ -124,7 +124,7 @@ class EngineConfig:
             check_int(name, getattr(self, name), 1, most)
         check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES)
         check_int("num_host_blocks", self.num_host_blocks, 0, MAX_SIZE)
-        for name, low in (("max_model_len", 1), ("num_blocks", 2)):
+        for name, low in (("max_model_len", 1), ("num_blocks", 2), ("num_scheduler_steps", 1)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
         for name in (
@@ -141,7 +141,7 @@ class EngineConfig:
                 f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "
                 "it on the device, so at most 2 can be in flight."
             )
-        if self.num_scheduler_steps > self.max_num_batched_tokens:
+        if (self.num_scheduler_steps or 1) > self.max_num_batched_tokens:
             raise InvalidInput(
                 f"num_scheduler_steps is {self.num_scheduler_steps}; it must not be above max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
@@ -186,6 +186,11 @@ class EngineConfig:
         """Tokens of a request that are guessed at once; 0 without speculation."""
         speculative = SpeculativeConfig.of(self.speculative_config)
         return 0 if speculative is None else speculative.num_speculative_tokens
+
+    @property
+    def most_scheduler_steps(self) -> int:
+        """Tokens of a sequence that one program decodes at most."""
+        return min(4, self.max_num_batched_tokens) if self.num_scheduler_steps is None else self.num_scheduler_steps
 
     @property
     def tokens_per_block(self) -> int:

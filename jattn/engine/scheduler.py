@@ -89,6 +89,7 @@ class Scheduler:
         in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
             with an encoder.
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
+        single_steps: with so many sequences or fewer a step decodes one token of each.
     """
 
     def __init__(
@@ -99,10 +100,12 @@ class Scheduler:
         *,
         in_turns: bool = False,
         pads_rows: bool = False,
+        single_steps: int = 0,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
         self._pads_rows = pads_rows
+        self._single_steps = single_steps
         self._cache = cache
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -247,11 +250,13 @@ class Scheduler:
             self._drop_blocks(request)
 
     def _schedule_decode(self) -> ScheduledStep | None:
-        num_steps, num_guesses = self._config.num_scheduler_steps, self._config.num_speculative_tokens
+        num_steps, num_guesses = self._config.most_scheduler_steps, self._config.num_speculative_tokens
         if self._waiting and len(self._running) < self._config.max_num_seqs:
             num_steps = 1
         while rows := self._decodable():
             wanted = [request.num_wanted_tokens for request in rows]
+            if len(rows) <= self._single_steps:
+                num_steps = 1
             # With half of its steps unwanted a program would cost more than the host's work that it saves.
             num_steps = num_steps if 2 * max(wanted) > num_steps else 1
             # The last token that a request wants follows its guesses.

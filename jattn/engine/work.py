@@ -58,7 +58,12 @@ class Work:
         self.cache = CacheManager(cache_config)
         self._move_blocks = _BlockMover(device, self.cache)
         self.scheduler = Scheduler(
-            config, self.cache, self._move_blocks, in_turns=device.in_turns, pads_rows=device.pads_rows
+            config,
+            self.cache,
+            self._move_blocks,
+            in_turns=device.in_turns,
+            pads_rows=device.pads_rows,
+            single_steps=device.single_steps,
         )
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._has_residue = False

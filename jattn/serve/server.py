@@ -95,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_cache_bytes=arguments.kv_cache_bytes,
+        # The host has a stream to write for each sequence, too.
+        num_scheduler_steps=min(4, arguments.max_num_batched_tokens),
         **device_settings(arguments),
         kv_cache_dtype=arguments.kv_cache_dtype,
         kv_cache_scales=scales and KVCacheScales.load(scales),

@@ -18,7 +18,13 @@ class Bench:
     """A scheduler over an allocator, and a stand-in for the device that answers every step at once with token 7."""
 
     def __init__(
-        self, *, num_blocks: int = 64, num_host_blocks: int = 0, pads_rows: bool = False, **sizes: Any
+        self,
+        *,
+        num_blocks: int = 64,
+        num_host_blocks: int = 0,
+        pads_rows: bool = False,
+        single_steps: int = 0,
+        **sizes: Any,
     ) -> None:
         config = EngineConfig(
             **{
@@ -41,7 +47,14 @@ class Bench:
             )
         )
         self.swaps: list[CommittedStep] = []
-        self.scheduler = Scheduler(config, self.cache, self._move, in_turns=config.batch_invariant, pads_rows=pads_rows)
+        self.scheduler = Scheduler(
+            config,
+            self.cache,
+            self._move,
+            in_turns=config.batch_invariant,
+            pads_rows=pads_rows,
+            single_steps=single_steps,
+        )
         self._next_token = 0
 
     def _move(self, step: CommittedStep) -> None:
@@ -273,6 +286,17 @@ def test_a_program_of_several_steps_is_not_used_for_one_token() -> None:
     step = bench.schedule()
 
     assert (step.num_decode_steps, step.num_tokens) == (1, 1)
+
+
+def test_few_sequences_decode_one_token_for_a_program_where_the_host_keeps_up() -> None:
+    bench = Bench(num_scheduler_steps=4, single_steps=1)
+    bench.add("a", 2, max_tokens=20)
+    bench.step()
+    assert bench.step() == {"a": 1}
+
+    bench.add("b", 2, max_tokens=20)
+    bench.step()
+    assert bench.step() == {"a": 4, "b": 4}
 
 
 def test_every_request_ends_however_small_the_pool() -> None:

@@ -1,0 +1,43 @@
+"""Which models decode one token for a program while few sequences run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jattn.engine import EngineConfig
+from jattn.engine.device import single_steps
+
+
+def weights(num_bytes: int, platform: str, parts: int = 1) -> Any:
+    return SimpleNamespace(
+        shape=(num_bytes // 2,),
+        dtype=jnp.dtype("bfloat16"),
+        devices=lambda: [SimpleNamespace(platform=platform)],
+        sharding=SimpleNamespace(shard_shape=lambda shape: (shape[0] // parts,)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "platform", "parts", "expected"),
+    [
+        (16 << 30, "gpu", 1, 256),
+        (16 << 30, "gpu", 8, 0),
+        (16 << 30, "cpu", 1, 0),
+        (1 << 30, "gpu", 1, 0),
+    ],
+    ids=["a large model", "cut small", "on a CPU", "a small model"],
+)
+def test_a_model_that_takes_longer_than_the_host_decodes_token_by_token(num_bytes, platform, parts, expected):
+    assert single_steps([weights(num_bytes // 2, platform, parts)] * 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [({}, 4), ({"max_num_batched_tokens": 2, "max_num_seqs": 1}, 2), ({"num_scheduler_steps": 8}, 8)],
+)
+def test_a_program_decodes_four_tokens_unless_a_number_is_given(sizes, most):
+    assert EngineConfig(**sizes).most_scheduler_steps == most
