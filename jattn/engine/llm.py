@@ -20,7 +20,7 @@ from jattn.engine.embeddings import EmbeddingRequestOutput, embed
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
-from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
+from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded, naming
 from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
@@ -280,9 +280,10 @@ class LLM(contextlib.AbstractContextManager):
         outbox = Outbox()
         try:
             requests = []
-            for prompt, each in zip(listed, params, strict=True):
-                token_ids, text = encoded(prompt, self.tokenizer)
-                requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
+            for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
+                with naming(index, listed):
+                    token_ids, text = encoded(prompt, self.tokenizer)
+                    requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
             self.engine.abandon(outbox)

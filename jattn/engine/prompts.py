@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +17,12 @@ from jattn.load import ChatTemplate, TextTokenizer
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "encoded"]
+__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "encoded", "naming"]
 
 #: A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or both of them.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_OF_A_PROMPT = re.compile(r"(a |the )?(prompt|request)\b")
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -68,6 +72,18 @@ def encoded(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[Sequence[i
         raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
     _check_text(prompt)
     return tokenizer.encode(prompt), prompt
+
+
+@contextlib.contextmanager
+def naming(index: int, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Says in a refusal which of several prompts it is about; of one alone there is nothing to say."""
+    try:
+        yield
+    except InvalidInput as error:
+        # What is said of the parameters holds for all of them.
+        if len(prompts) == 1 or not _OF_A_PROMPT.match(str(error)):
+            raise
+        raise type(error)(f"prompts[{index}]: {error}") from None
 
 
 def chat_prompt(

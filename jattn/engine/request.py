@@ -16,7 +16,10 @@ from torch_core.errors import InvalidInput
 if TYPE_CHECKING:
     from jattn.engine.grammar import Grammar
 
-__all__ = ["CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
+__all__ = ["AUTOMATIC", "CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
+
+#: What the engine's own request ids begin with, and nobody else's.
+AUTOMATIC = "#"
 
 
 class RequestState(enum.Enum):
@@ -170,6 +173,11 @@ class Request:
     followers: list[Request] = field(default_factory=list)
     encoder_token_ids: tuple[int, ...] = ()
     num_encoder_slots: int = 0
+
+    @property
+    def given_id(self) -> str | None:
+        """The id that its caller gave; None for the engine's own, by which no caller knows it."""
+        return None if self.request_id.startswith(AUTOMATIC) else self.request_id
 
     @property
     def num_known_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from jattn.engine import LLM, CompletionOutput, Outbox, RequestOutput, RequestOutputKind, SamplingParams
 from jattn.engine.delivery import TokenDelta
-from jattn.engine.prompts import Prompt, encoded
+from jattn.engine.prompts import Prompt, encoded, naming
 from jattn.engine.reader import PromptReader
 from torch_core.errors import EngineAsleep, InvalidInput, JattnError, PoolLost
 
@@ -153,7 +153,8 @@ class AsyncLLM(contextlib.AbstractContextManager):
         def add_all() -> None:
             for index, prompt in enumerate(prompts):
                 deliver = functools.partial(submission.deliver, index)
-                submission.ids.append(self.add(prompt, params, deliver=deliver, **options))
+                with naming(index, prompts):
+                    submission.ids.append(self.add(prompt, params, deliver=deliver, **options))
 
         adding = asyncio.ensure_future(asyncio.to_thread(add_all))
         try:

@@ -282,6 +282,33 @@ def test_a_bad_field_is_named(client, changes, error, param) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            [1] * 300,
+            (
+                "prompt: the request needs 308 tokens (300 prompt + 8 new); this engine's max_model_len is 256. "
+                "Shorten the prompt or lower max_tokens."
+            ),
+        ),
+        ([[1], [1] * 300], "prompt: prompts[1]: the request needs 308 tokens (300 prompt + 8 new); this engine's"),
+        ([[1], [99999]], "prompts[1]: prompt token 0 is outside the vocabulary; ids are 0 to 2047."),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named_by_its_field_and_place(client, prompt, message) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt=prompt, **GREEDY)
+
+    assert caught.value.param == "prompt"
+    assert caught.value.body["message"].startswith(message)
+
+
+def test_a_long_conversation_is_named_by_its_field_and_the_limit(client) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"messages: the request needs \d+ tokens .* max_model_len is 256"):
+        client.chat.completions.create(messages=[{"role": "user", "content": "long " * 200}], **GREEDY)
+
+
 def test_a_wrong_key_is_refused(server) -> None:
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client,
