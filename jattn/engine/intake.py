@@ -190,6 +190,8 @@ class Intake:
 
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks what depends on the model and the engine."""
+        if params.stop and self._tokenizer is None:
+            raise InvalidInput("stop is given, but there is no tokenizer that makes the text to find it in.")
         limits = {"logprobs": self._config.max_logprobs, "prompt_logprobs": self._config.max_logprobs}
         for name, most in limits.items():
             if (getattr(params, name) or 0) > most:
