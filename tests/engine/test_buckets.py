@@ -36,7 +36,7 @@ def runner(
     model = tiny_decoder()
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
     speculative = SpeculativeConfig(num_speculative_tokens=guesses) if guesses else None
-    sizes = SIZES | {"max_num_seqs": max_num_seqs}
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": max_num_seqs}
     config = EngineConfig(**sizes, batch_invariant=invariant, speculative_config=speculative)
     layers = group_layers(model.paged_spec.windows)
     made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=max_blocks, ragged=ragged)
@@ -96,7 +96,7 @@ def test_there_are_few_programs(ragged, programs) -> None:
 
 
 @pytest.mark.parametrize(("max_blocks", "max_num_seqs", "programs"), [(8, 24, 34), (75, 3, 40)])
-def test_no_program_is_for_prompts_that_are_longer_or_more_than_there_can_be(max_blocks, max_num_seqs, programs) -> None:
+def test_no_program_is_for_longer_or_more_prompts_than_can_be(max_blocks, max_num_seqs, programs) -> None:
     _, compiled = runner(False, False, 0, max_blocks, max_num_seqs)
 
     longest = {bucket.max_query_len for bucket in compiled if bucket.num_seqs > 1}
