@@ -104,8 +104,10 @@ def put_whole(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
     if _moves(array, sharding):
         return jax.device_put(array, sharding)
     # A copy: XLA's CPU backend would go on reading the caller's own memory.
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, sharding, lambda part: np.array(host[part]))
+    host = np.array(array)
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
 
 
 def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> TensorParallel:
