@@ -44,7 +44,7 @@ class EngineConfig:
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
             while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time; None
-            for 4, and for 1 while up to 256 sequences of a large model run on a GPU, where the host has time for each.
+            for 4, and for 1 of a large model on a GPU, where the host has time for each.
         steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's. What
             the second one computes of a request that the first one ends is dropped.
         enable_prefix_caching: share the blocks of equal prefixes.

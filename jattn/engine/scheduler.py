@@ -89,7 +89,7 @@ class Scheduler:
         in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
             with an encoder.
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
-        single_steps: with so many sequences or fewer a step decodes one token of each.
+        single_steps: a step decodes one token of each sequence, whatever the config allows.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Scheduler:
         *,
         in_turns: bool = False,
         pads_rows: bool = False,
-        single_steps: int = 0,
+        single_steps: bool = False,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
@@ -251,12 +251,10 @@ class Scheduler:
 
     def _schedule_decode(self) -> ScheduledStep | None:
         num_steps, num_guesses = self._config.most_scheduler_steps, self._config.num_speculative_tokens
-        if self._waiting and len(self._running) < self._config.max_num_seqs:
+        if self._single_steps or (self._waiting and len(self._running) < self._config.max_num_seqs):
             num_steps = 1
         while rows := self._decodable():
             wanted = [request.num_wanted_tokens for request in rows]
-            if len(rows) <= self._single_steps:
-                num_steps = 1
             # With half of its steps unwanted a program would cost more than the host's work that it saves.
             num_steps = num_steps if 2 * max(wanted) > num_steps else 1
             # The last token that a request wants follows its guesses.
