@@ -85,6 +85,7 @@ def hopper_latent_kernel(
             k_rope = gl.allocate_shared_memory(dtype, [ROPES, BLOCK_N, ROPE], layout)
             p_tile = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], layout)
             factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+            grown = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
             query_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
             query_read = gl.allocate_shared_memory(gl.int64, [1], barrier)
             raw = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
@@ -100,7 +101,7 @@ def hopper_latent_kernel(
                 mbarrier.init(raw.index(i), count=1)
             # Until they have been read, where latents will lie.
             rows = (k_tiles.index(SLOTS - 1), q_second, k_rope.index(ROPES - 1))
-            room = Room(latents, k_rope, rows, query_full, query_read, raw, weights, factors)
+            room = Room(latents, k_rope, rows, query_full, query_read, raw, weights, factors, grown)
             results = Results(output, partial_out, partial_max, partial_sum, max_chunks)
             table = block_tables + work.seq.to(gl.int64) * table_stride
             source = Source(query, query_rope, latent_cache, latent_rope, table)

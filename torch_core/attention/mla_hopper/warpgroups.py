@@ -19,6 +19,9 @@ from torch_core.device.softmax import LN2
 
 __all__ = ["make_weights", "weigh_latents"]
 
+# A maximum that grows by no more than so many bits stays what weights are relative to: they are up to 2^8 then.
+_SLACK = gl.constexpr(8.0)
+_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -86,7 +89,10 @@ def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, 
     """A step of the softmax: leaves weights and factors for the other warpgroups. Returns the new maxima and sums."""
     if position + BLOCK_N > full_end:
         s = mask_scores(s, last, last - position, False)
-    new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
+    tile_max = gl.max(s, 1) * factor
+    grown = tile_max > row_max + _SLACK
+    any_grown = gl.max(grown.to(gl.int32), 0)
+    new_max = gl.where(grown, tile_max, row_max)
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(s * factor - shift[:, None])
     keep = gl.exp2(row_max - shift)
@@ -94,6 +100,7 @@ def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, 
     mbarrier.wait(room.weights.empty.index(0), (step & 1) ^ 1)
     room.weights.tiles.store(weights.to(room.weights.tiles.dtype))
     room.factors.store(keep)
+    room.grown.store(gl.full([1], 1, gl.int32, _ONE) * any_grown)
     fence_async_shared()
     mbarrier.arrive(room.weights.full.index(0), count=1)
     return new_max, row_sum
@@ -122,8 +129,8 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
         slot, phase = slot_of(2 * step + OWN)
         mbarrier.wait(room.latents.full.index(slot), phase)
         mbarrier.wait(room.weights.full.index(0), step & 1)
-        factors = room.factors.load(IN_ROWS)
-        acc = acc * factors[:, None]
+        if gl.max(room.grown.load(_ONE), 0) != 0:
+            acc = acc * room.factors.load(IN_ROWS)[:, None]
         acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         # Every warp is done with the slot before it is filled again.

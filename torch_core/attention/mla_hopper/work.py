@@ -108,6 +108,7 @@ class Room(NamedTuple):
         raw: for each half a barrier for latents that are zeroed in part before their slot counts as full.
         weights: a ring of one slot: weights of a step.
         factors: what accumulated rows are multiplied with before the weights of the same slot are added.
+        grown: not 0 where any of these factors is not 1.
     """
 
     latents: Any
@@ -118,6 +119,7 @@ class Room(NamedTuple):
     raw: Any
     weights: Any
     factors: Any
+    grown: Any
 
 
 class Source(NamedTuple):
