@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -30,9 +31,12 @@ _COLD_BYTES = 512 << 20
 _CALLS_PER_GRAPH = 16
 # A graph of this length is long beside the resolution of events; one of 16 calls of 20 ms would only take time.
 _GRAPH_US = 5000.0
+# The same of a JAX program, which the host starts meanwhile.
+_PROGRAM_US = 2000.0
 _MAX_POOLS = 64
 _WARM_UP_RUNS = 5
-_RUNS_IN_FLIGHT = 8
+# Programs of a short and of a long row.
+_RUNS_IN_FLIGHT = (4, 16)
 
 
 def require_cuda(name: str) -> None:
@@ -95,8 +99,12 @@ def jax_us(
     """Returns microseconds of one of the `calls` that a jitted program chains, median over rounds.
 
     Programs are dispatched one after the other without waiting, as a generation loop does; what the host takes is
-    counted where it is slower than the device. With `donated` a run's last argument is the result of the one before,
-    first `donated` itself: results that lie where they lay spare XLA an update of its command buffers.
+    counted where it is slower than the device. What a row of programs takes at its ends, until the first one runs and
+    until the host hears of the last, is in short and long rows alike and drops out of their difference: a loop has it
+    once for thousands of steps, events around a replayed graph do not see it at all.
+
+    With `donated` a run's last argument is the result of the one before, first `donated` itself: results that lie where
+    they lay spare XLA an update of its command buffers.
     """
     import jax
 
@@ -107,15 +115,19 @@ def jax_us(
     # Compile, capture the command buffer, replay it.
     for _ in range(_WARM_UP_RUNS):
         results = [jax.block_until_ready(run(results[-1]))]
-    times = []
-    for _ in range(rounds):
+
+    def seconds(programs: int) -> float:
         started = time.perf_counter()
-        for _ in range(_RUNS_IN_FLIGHT):
+        for _ in range(programs):
             results.append(run(results[-1]))
         jax.block_until_ready(results[-1])
-        times.append(time.perf_counter() - started)
+        ended = time.perf_counter()
         del results[:-1]
-    return statistics.median(times) * 1e6 / (_RUNS_IN_FLIGHT * calls)
+        return ended - started
+
+    short, long = _RUNS_IN_FLIGHT
+    times = [seconds(long) - seconds(short) for _ in range(rounds)]
+    return statistics.median(times) * 1e6 / ((long - short) * calls)
 
 
 def chained_us(
@@ -129,19 +141,27 @@ def chained_us(
     """Returns microseconds of one JAX call, each on the result of the one before, so that nothing runs side by side.
 
     `attend(query, *arrays)` returns the next query; `tensors` are the other arrays of each call of one rotation, of
-    which a program has `rotations`.
+    which a program has `rotations`, and more where those are over sooner than the host starts a program (about 0.3 ms
+    and 3 us a call on an H200's machine): a model's step is longer, too.
     """
     import jax
 
     from jattn.bridge import to_jax
 
-    def program(query: Any, arrays: Any) -> Any:
+    def program(query: Any, arrays: Any, *, rotations: int) -> Any:
         for array in arrays * rotations:
             query = attend(query, *array)
         return query
 
     arrays = [tuple(to_jax(tensor) for tensor in group) for group in tensors]
-    return jax_us(jax.jit(program), (to_jax(query), arrays), calls=rotations * len(arrays), rounds=rounds)
+
+    def measured(rotations: int, rounds: int) -> float:
+        jitted = jax.jit(functools.partial(program, rotations=rotations))
+        return jax_us(jitted, (to_jax(query), arrays), calls=rotations * len(arrays), rounds=rounds)
+
+    found = measured(rotations, rounds)
+    longer = math.ceil(_PROGRAM_US / (found * rotations * len(arrays)))
+    return found if longer == 1 else measured(rotations * longer, rounds)
 
 
 def kernels_us(call: Callable[[], Any]) -> float:

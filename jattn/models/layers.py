@@ -17,6 +17,10 @@ __all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "linear", "norm"]
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
 
+# Of a row's product with up to so many weights XLA's GPU compiler (jax 0.11.2) makes a multiplication and a sum, and
+# the one writes what the other reads: 21 us for 16 MiB on an H200. Of two rows it makes one kernel.
+_FEW_WEIGHTS = 1 << 23
+
 
 def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
     """Returns `x @ kernel + bias`, the kernel stored `[in, out]`.
@@ -34,7 +38,21 @@ def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rng
         rngs: source of the initial values.
         **options: of `nnx.Linear`; `param_dtype` is the dtype of the parameters.
     """
-    return nnx.Linear(in_features, out_features, use_bias=use_bias, kernel_init=INITIALIZER, rngs=rngs, **options)
+    options = {"use_bias": use_bias, "kernel_init": INITIALIZER, "dot_general": _dot_general, "rngs": rngs, **options}
+    return nnx.Linear(in_features, out_features, **options)
+
+
+def _dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
+
+    if x.ndim < 2 or x.size != x.shape[-1] or kernel.size > _FEW_WEIGHTS:
+        return product(x, kernel)
+
+    def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return product(jnp.broadcast_to(x, (2, *x.shape[1:])), kernel)[:1]
+
+    return jax.lax.platform_dependent(x, kernel, cuda=twice, default=product)
 
 
 class RMSNorm(nnx.Module):

@@ -63,17 +63,36 @@ def test_a_report_has_the_ceilings_and_the_values(session: Session) -> None:
     assert (report.copy_bytes_per_second, report.matmul_flops) == (1e12, 1e15)
 
 
-def test_a_chained_program_feeds_each_call_with_the_result_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
+@pytest.mark.parametrize(("call_us", "programs"), [(600.0, [(36.0, 4)]), (150.0, [(36.0, 4), (6.0**8, 16)])])
+def test_a_chained_program_feeds_each_call_with_the_result_of_the_one_before_and_is_long(
+    call_us: float, programs: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
 
     def jax_us(program, arguments, *, calls, rounds):
-        found.update(result=program(*arguments), calls=calls, rounds=rounds)
-        return 1.0
+        found.append((program(*arguments).item(), calls))
+        return call_us
 
     monkeypatch.setattr(measure, "jax_us", jax_us)
     tensors = [(torch.full((1,), 2.0),), (torch.full((1,), 3.0),)]
 
-    measure.chained_us(lambda query, factor: query * factor, torch.ones(1), tensors, rotations=2, rounds=5)
+    us = measure.chained_us(lambda query, factor: query * factor, torch.ones(1), tensors, rotations=2, rounds=5)
 
-    assert found["result"].tolist() == [36.0]
-    assert (found["calls"], found["rounds"]) == (4, 5)
+    assert (us, found) == (call_us, programs)
+
+
+def test_what_a_row_of_programs_takes_at_its_ends_is_not_a_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def program(last: float) -> float:
+        clock[0] += 3e-6
+        return last
+
+    def block_until_ready(last: float) -> float:
+        clock[0] += 500e-6
+        return last
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("jax.block_until_ready", block_until_ready)
+
+    assert measure.jax_us(program, (1.0,), calls=2) == pytest.approx(1.5)

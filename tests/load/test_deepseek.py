@@ -50,6 +50,8 @@ def test_an_indexer_is_what_v32_has_more_than_v3():
                 "index_head_dim": 128, "index_topk": 2048}  # fmt: skip
     layer = 1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128
     assert parse_config(raw).num_parameters == parse_config(V3).num_parameters + 61 * layer
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):
+        assert parse_config(raw | {"layer_types": [kind] * 61}) == parse_config(raw)
     with pytest.raises(Unsupported, match=r"mlp_layer_types is .'sparse'"):
         parse_config(raw | {"mlp_layer_types": ["sparse"] * 61})
     with pytest.raises(InvalidInput, match="q_lora_rank is None; an indexer's queries"):

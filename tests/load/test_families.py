@@ -66,9 +66,9 @@ def test_a_checkpoint_is_saved_as_the_tensors_that_it_was(architecture, variant,
     assert_saved_as_it_was(write_checkpoint(tmp_path / "theirs", architecture, variant, seed), tmp_path / "ours")
 
 
-def assert_greedy_as_transformers(folder, seed, *, max_tokens):
+def assert_greedy_as_transformers(folder, seed, *, max_tokens, implementation="xla"):
     """Two requests whose second reads the first one's blocks, prefilled in chunks; a tie may go either way."""
-    model, config, _ = load_model(folder, implementation="xla", with_tokenizer=False)
+    model, config, _ = load_model(folder, implementation=implementation, with_tokenizer=False)
     prompt = np.random.default_rng(seed).integers(0, config.vocab_size, 30).tolist()
     # More blocks than a window's: those behind it would be written over before the second request comes.
     sizes = EngineConfig(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jattn.models.layers import LayerNorm, RMSNorm
+from jattn.models.layers import LayerNorm, RMSNorm, linear
 from jattn.ops.activations import gated
 
 
@@ -53,3 +57,14 @@ def test_activations_are_those_of_transformers(name):
     expected = activations[name](torch.from_numpy(x)).numpy()
     found = gated(name, jnp.concatenate([jnp.asarray(x, jnp.float32), jnp.ones(101)]))
     np.testing.assert_allclose(found, expected, rtol=0, atol=6 * 2.0**-21)
+
+
+@pytest.mark.parametrize(("platform", "rows", "in_features"), [("cuda", 2, 64), ("cpu", 1, 64), ("cuda", 1, 1 << 13)])
+def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_out(
+    platform: str, rows: int, in_features: int
+) -> None:
+    graph, state = nnx.split(nnx.eval_shape(lambda: linear(in_features, 2048, use_bias=False, rngs=nnx.Rngs(0))))
+    row = jax.ShapeDtypeStruct((1, in_features), jnp.float32)
+    traced = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).trace(state, row)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert re.findall(r"dot_general .*: \(tensor<(\d+)x", text) == [str(rows)]

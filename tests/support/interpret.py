@@ -5,9 +5,10 @@ Here each decorated function gets an interpreted twin instead, made on first use
 Helper kernels must be imported by name (`from torch_core.attention.x import helper`): twins replace names of the
 module that uses them. Slow by design: for tests and for debugging a kernel without a GPU.
 
-Two things of Triton 3.6's interpreter are replaced while it runs: conversions between float types, which truncate to
-bfloat16 and carry wrongly in fp8 where the hardware rounds to nearest even, and float arguments, which a kernel sees as
-tensors when compiled.
+Three things of Triton's interpreter are replaced while it runs: conversions between float types, which truncate to
+bfloat16 and carry wrongly in fp8 where the hardware rounds to nearest even; float arguments, which a kernel sees as
+tensors when compiled; and a scalar condition that is spread over a block, which becomes numbers, and those are no mask
+in 3.9.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def _interpreted_language() -> Iterator[None]:
     patch_lang_tensor = interpreter._patch_lang_tensor
     try:
         interpreter_builder.create_dot = functools.partial(_dot, interpreter_builder)
+        interpreter_builder.create_splat = functools.partial(_splat, interpreter_builder.create_splat)
         interpreter._patch_lang_tensor = functools.partial(_patch_lang_tensor, patch_lang_tensor)
         interpreter._convert_float = _convert_float
         interpreter._implicit_cvt = lambda argument: (
@@ -139,7 +141,7 @@ def _interpreted_language() -> Iterator[None]:
     finally:
         interpreter._convert_float, interpreter._implicit_cvt = convert_float, implicit_cvt
         interpreter._patch_lang_tensor = patch_lang_tensor
-        del interpreter_builder.create_dot
+        del interpreter_builder.create_dot, interpreter_builder.create_splat
         interpreter_builder.options = options
         for owner, attributes in before:
             for name, value in list(vars(owner).items()):
@@ -153,6 +155,12 @@ def _patch_lang_tensor(original: Any, tensor: Any, scope: Any) -> None:
     # numpy 2.4 refuses int() of the one-element arrays that the interpreter uses for scalars (loop bounds).
     original(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _splat(original: Any, block_type: Any, scalar: Any) -> Any:
+    # What compares int32 has int32's type here.
+    is_condition = scalar.data.dtype == np.bool_
+    return original(block_type, interpreter.TensorHandle(scalar.data, tl.int1) if is_condition else scalar)
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

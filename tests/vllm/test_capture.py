@@ -20,6 +20,7 @@ from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     BuilderConfig,
     CommonAttentionState,
+    ContextParallel,
     StepBuffers,
     StepGraphs,
     TritonAttentionMetadataBuilder,
@@ -265,3 +266,23 @@ def test_rows_are_counted_as_decodes_and_prefills(builder):
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 2)
     assert (metadata.num_prefills, metadata.num_prefill_tokens) == (1, 3)
     assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (3, 5)
+
+
+def test_a_prepared_step_has_a_ranks_lengths_and_slots_where_the_captured_one_reads_them():
+    place = ContextParallel(dcp_world_size=2, dcp_rank=1)
+    builder = TritonAttentionMetadataBuilder(SPEC, [], BuilderConfig(num_heads=2, context_parallel=place), "cpu")
+    state = CommonAttentionState(builder, layout_for, "cpu")
+    with state.graph_capture(2):
+        captured = state.graph_capture_get_metadata_for_batch(2)
+    assert captured.dcp_local_seq_lens.tolist() == [0, 0]
+
+    rows = [SequenceRow([1, 2], 9, 1), SequenceRow([3], 4, 1)]
+    common = build_common_metadata(
+        rows, block_size=8, num_blocks=64, num_seqs=2, num_tokens=2, max_blocks=4, layout=layout_for(2),
+        buffer=state.host_buffer(2, 0),
+    )  # fmt: skip
+    state.prepare_graph_input_buffers(2, 0, common)
+
+    # Of 10 tokens and of 5, this rank has those at odd positions; the new ones are at 9 and at 4.
+    assert captured.dcp_local_seq_lens.tolist() == [5, 2]
+    assert captured.slot_mapping.tolist() == [2 * 4, -1]

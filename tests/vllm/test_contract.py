@@ -266,10 +266,13 @@ def test_a_layer_is_alone_unless_it_is_given_a_place():
     assert Layer().need_to_return_lse_for_decode
 
 
-def test_lengths_of_ranks_that_share_sequences_are_not_captured():
+def test_ranks_that_share_sequences_capture_decodes_alone():
     place = ContextParallel(dcp_world_size=2)
     config = BuilderConfig(num_heads=4, context_parallel=place)
-    assert TritonAttentionMetadataBuilder.get_cudagraph_support(config, SPEC) is AttentionCGSupport.NEVER
+    assert TorchAttentionMetadataBuilder.get_cudagraph_support(config, SPEC) is AttentionCGSupport.NEVER
+    assert TritonAttentionMetadataBuilder.get_cudagraph_support(config, SPEC) is (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
     assert TritonAttentionMetadataBuilder.get_cudagraph_support(BuilderConfig(num_heads=4), SPEC) is (
         AttentionCGSupport.ALWAYS
     )

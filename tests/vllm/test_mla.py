@@ -13,7 +13,7 @@ from tests.support import reference
 from tests.support.backend_cases import refuses
 from torch_core import ops
 from torch_core.errors import InvalidInput, Unsupported
-from torch_core.metadata import SequenceRow, build_common_metadata
+from torch_core.metadata import SequenceRow, build_common_metadata, metadata_layout
 from torch_core.run import scratch_of
 from torch_core.specs import AttentionSpec, KVCacheSpec, LatentCacheSpec
 from torch_core.vllm import (
@@ -24,6 +24,7 @@ from torch_core.vllm import (
     DeviceCapability,
     DeviceInfo,
     MLADims,
+    StepBuffers,
     TorchMLAImpl,
     TritonMLABackend,
     TritonMLAImpl,
@@ -186,26 +187,28 @@ def test_vllms_projection_may_return_a_pair(rng):
     assert torch.equal(step.run(make_impl(kv_b_proj=Pair()), metadata), expected)
 
 
-def test_ranks_that_share_sequences_merge_their_parts(rng):
+def test_ranks_that_share_sequences_write_their_tokens_and_merge_their_parts(rng):
     rows = [SequenceRow([5, 6, 7], 8, 1), SequenceRow([9, 10], 5, 1)]
     step, whole = Step(rng, rows), make_impl()
     latents = torch.cat([step.query, step.query], -1)[..., :20].contiguous()
     metadata = make_builder().build(0, step.common)
-    whole.do_kv_cache_update(step.kv_c, step.k_pe, step.cache, metadata.slot_mapping, "auto", ONES._k_scale)
+    new = (step.kv_c, step.k_pe)
+    whole.do_kv_cache_update(*new, step.cache, metadata.slot_mapping, "auto", ONES._k_scale)
     expected, expected_lse = whole.forward_mqa(latents, step.cache, metadata, ONES)
 
+    # The same sequences in blocks of as many tokens on each rank.
+    common = build_common_metadata(rows, block_size=2 * BLOCK, num_blocks=NUM_BLOCKS)
     parts = []
     for rank in range(2):
         place = ContextParallel(dcp_world_size=2, dcp_rank=rank)
-        local = make_builder(context_parallel=place).build(0, step.common)
+        local = make_builder(context_parallel=place).build(0, common)
         cache = torch.full_like(step.cache, float("nan"))
         for row in rows:
-            mine = range(rank, row.num_computed_tokens + 1, 2)
-            for place_in_cache, token in enumerate(mine):
-                source = divmod(token, BLOCK)
-                target = divmod(place_in_cache, BLOCK)
-                cache[row.block_ids[target[0]], target[1]] = step.cache[row.block_ids[source[0]], source[1]]
+            for index, token in enumerate(range(rank, row.num_computed_tokens, 2)):
+                block, source = divmod(index, BLOCK), divmod(token, BLOCK)
+                cache[row.block_ids[block[0]], block[1]] = step.cache[row.block_ids[source[0]], source[1]]
         impl = make_impl(context_parallel=place)
+        impl.do_kv_cache_update(*new, cache, local.slot_mapping, "auto", ONES._k_scale)
         parts += impl.forward_mqa(latents, cache, local, ONES)
         with pytest.raises(Unsupported, match="holds 1 of 2 parts of each sequence; call forward_mqa and merge"):
             step.run(impl, local)
@@ -213,6 +216,37 @@ def test_ranks_that_share_sequences_merge_their_parts(rng):
     merged, merged_lse = ops.merge_states(*parts)
     torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(merged_lse, expected_lse, rtol=1e-5, atol=1e-6)
+
+
+def test_what_ranks_derive_lies_where_a_captured_step_reads_it():
+    place = ContextParallel(dcp_world_size=2, dcp_rank=1)
+    builder = make_builder(context_parallel=place)
+    layout = metadata_layout(num_seqs=2, num_tokens=2, max_blocks=3)
+    sizes: dict[str, Any] = {
+        "block_size": 2 * BLOCK,
+        "num_blocks": NUM_BLOCKS,
+        "num_seqs": 2,
+        "num_tokens": 2,
+        "max_blocks": 3,
+    }
+    buffers = StepBuffers(layout, "cpu")
+    empty = build_common_metadata([], max_query_len=1, layout=layout, **sizes)
+    with refuses(
+        "arrays is None; over 2 ranks a captured step reads lengths and slots that build derives from the batch's. "
+        "Give the arrays of StepBuffers here, and to build before each replay."
+    ):
+        builder.build_for_cudagraph_capture(empty)
+    captured = builder.build_for_cudagraph_capture(empty, arrays=buffers.arrays)
+    assert captured.decode is not None
+    assert captured.decode.seq_lens.tolist() == [0, 0]
+
+    rows = [SequenceRow([5, 6], 9, 1), SequenceRow([7], 4, 1)]
+    common = build_common_metadata(rows, layout=layout, buffer=buffers.host_buffer(0), **sizes)
+    builder.build(0, common, arrays=buffers.upload(0))
+
+    # Of 10 tokens and of 5, this rank has those at odd positions; the new ones are at 9 and at 4.
+    assert captured.decode.seq_lens.tolist() == [5, 2]
+    assert captured.slot_mapping.tolist() == [6 * BLOCK, -1]
 
 
 def test_a_captured_step_is_one_of_empty_decodes(rng):
@@ -320,8 +354,11 @@ def test_a_builder_refuses_another_cache_and_another_batch(rng):
         make_builder().build(8, common)
     with pytest.raises(InvalidInput, match="the batch is not causal"):
         make_builder().build(0, replace(common, causal=False))
+    over_ranks = make_builder(context_parallel=ContextParallel(dcp_world_size=2))
+    with pytest.raises(InvalidInput, match=r"the metadata has block_size 4; the layers layer\.0 have 8 \(4 on each"):
+        over_ranks.build(0, common)
     with pytest.raises(InvalidInput, match="sequence 2 has 9 tokens in a cache that is spread over 2 ranks"):
-        make_builder(context_parallel=ContextParallel(dcp_world_size=2)).build(0, common)
+        over_ranks.build(0, build_common_metadata(ROWS, block_size=2 * BLOCK, num_blocks=NUM_BLOCKS))
 
 
 def test_latent_layers_get_a_backend_of_their_own(make_config):

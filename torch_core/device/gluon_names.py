@@ -6,10 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["async_load", "reinterpret"]
+__all__ = ["async_load", "reinterpret", "thread_barrier"]
 
 #: Starts a copy through a TMA descriptor into shared memory.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+#: Waits for all threads of the warps that run a function.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 

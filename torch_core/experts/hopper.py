@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from torch_core.device.gluon_names import async_load
+from torch_core.device.gluon_names import async_load, thread_barrier
 from torch_core.device.hopper_turns import make_ring, open_slot
 
 __all__ = ["COLUMNS", "ROWS", "STEPS", "hopper_expert_product_kernel"]
@@ -100,11 +100,11 @@ def _multiply(OWN: gl.constexpr, work, ring, weight_tiles, IN: gl.constexpr, OUT
                 # The product before this one is done with its slot.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 if i > 0:
-                    gl.thread_barrier()
+                    thread_barrier()
                     mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1)
                 step += 1
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1)
             column = item % TILES * COLUMNS
             expert = gl.load(work.tile_experts + tile)

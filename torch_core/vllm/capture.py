@@ -79,16 +79,17 @@ class CommonAttentionState:
         if batch_size not in self._buffers:
             self._buffers[batch_size] = StepBuffers(layout, self._device)
         buffers = self._buffers[batch_size]
-        spec, config = self._builder.kv_cache_spec, self._builder.vllm_config
+        config = self._builder.vllm_config
+        block_size = self._builder.kv_cache_spec.block_size * config.context_parallel.total_cp_world_size
         empty = build_common_metadata(
             [],
-            block_size=spec.block_size,
+            block_size=block_size,
             num_blocks=2,
             num_seqs=layout["seq_lens"].size,
             num_tokens=layout["slot_mapping"].size,
             max_blocks=layout["block_tables"].shape[1],
             max_query_len=-(-layout["slot_mapping"].size // max(layout["seq_lens"].size, 1)),
-            max_seq_len=layout["block_tables"].shape[1] * spec.block_size,
+            max_seq_len=layout["block_tables"].shape[1] * block_size,
             cache_group=config.cache_group or None,
             encoder_rows=[] if is_encoder_decoder_model else None,
             layout=layout,
@@ -109,6 +110,8 @@ class CommonAttentionState:
     def prepare_graph_input_buffers(self, batch_size: int, step: int, metadata: CommonAttentionMetadata) -> None:
         """Uploads a step, built into the host buffer taken for it, into the static tensors of a batch size: one copy.
 
+        For ranks that share sequences it also derives what is theirs, where the captured step reads it.
+
         Raises:
             InvalidInput: the metadata was built for another layout.
         """
@@ -118,7 +121,9 @@ class CommonAttentionState:
                 f"the metadata is padded to {metadata.num_seqs} sequences and {metadata.num_tokens} tokens; the graph "
                 f"of batch size {batch_size} has another layout. Build it with that layout."
             )
-        buffers.upload(step)
+        arrays = buffers.upload(step)
+        if self._builder.vllm_config.context_parallel.total_cp_world_size > 1:
+            self._builder.build(0, metadata, arrays=arrays)
 
     def _check_capturing(self, batch_size: int) -> None:
         if self._max_batch_size is None:

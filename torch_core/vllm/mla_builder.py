@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_core.calls import LatentCall
 from torch_core.errors import InvalidInput
-from torch_core.metadata import CommonAttentionMetadata, get_dcp_local_seq_lens, split_decodes_and_prefills
+from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from torch_core.run import scratch_of
 from torch_core.specs import PAD_SLOT_ID, ArraySpec, AttentionSpec, LatentCacheSpec
 from torch_core.vllm.builder import AttentionMetadataBuilder
@@ -23,6 +23,7 @@ from torch_core.vllm.mla_metadata import (
     MLACommonPrefillMetadata,
     MLAContextChunk,
 )
+from torch_core.vllm.rank_arrays import RankArrays
 from torch_core.vllm.types import AttentionCGSupport
 from torch_core.vllm.upload import upload
 
@@ -62,6 +63,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
         self.mla_dims = dims
         self.num_heads = vllm_config.num_heads
         self.dcp_world_size = vllm_config.context_parallel.dcp_world_size
+        self._ranks = RankArrays(vllm_config.context_parallel, kv_cache_spec.block_size)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(
@@ -82,6 +84,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         self._check(common, common_prefix_len)
         on_device = upload(common, self.device) if arrays is None else arrays
+        if self.dcp_world_size > 1:
+            seq_lens, slots = self._ranks.of(on_device)
+            on_device = {**on_device, "seq_lens": seq_lens, "slot_mapping": slots}
         split = split_decodes_and_prefills(common, self.reorder_batch_threshold or 1, require_uniform=True)
         # Padding belongs to the decodes of a batch without prefills: graphs are captured and replayed with it.
         whole = split.num_prefills == 0
@@ -94,12 +99,12 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
             max_seq_len=common.max_seq_len,
             query_start_loc=on_device["query_start_loc"],
             slot_mapping=on_device["slot_mapping"],
-            block_size=common.block_size,
+            block_size=self.latent_spec.block_size,
             cache_group=common.cache_group,
             num_decodes=rows,
             num_decode_tokens=tokens,
             num_prefills=split.num_prefills,
-            decode=self._decode(common, on_device, rows) if rows else None,
+            decode=self._decode(on_device, rows) if rows else None,
             prefill=None if whole else self._prefill(common, on_device, rows),
         )
 
@@ -108,14 +113,18 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
     ) -> MLACommonMetadata:
         """Returns metadata of empty decodes: a capture must neither take long nor write to the cache.
 
+        Where ranks share sequences, `arrays` are needed, and `build` has to be called with them before each replay.
+
         Raises:
-            InvalidInput: the batch has longer queries than decodes have.
+            InvalidInput: the batch has longer queries than decodes have; ranks that share sequences, and no arrays.
         """
         if common_attn_metadata.max_query_len > (self.reorder_batch_threshold or 1):
             raise InvalidInput(
                 f"max_query_len is {common_attn_metadata.max_query_len}; graphs hold decodes of at most "
                 f"{self.reorder_batch_threshold} tokens. Run prefills without one."
             )
+        if self.dcp_world_size > 1:
+            self._ranks.keep(arrays)
         metadata = self.build(0, common_attn_metadata, arrays=arrays)
         metadata.query_start_loc.zero_()
         metadata.slot_mapping.fill_(PAD_SLOT_ID)
@@ -123,16 +132,10 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
             metadata.decode.seq_lens.zero_()
         return metadata
 
-    def _decode(
-        self, common: CommonAttentionMetadata, on_device: Mapping[str, Tensor], rows: int
-    ) -> MLACommonDecodeMetadata:
-        seq_lens = on_device["seq_lens"][:rows]
-        parallel = self.vllm_config.context_parallel
-        if parallel.dcp_world_size > 1:
-            seq_lens = get_dcp_local_seq_lens(seq_lens, **parallel.dcp_place)
+    def _decode(self, on_device: Mapping[str, Tensor], rows: int) -> MLACommonDecodeMetadata:
         return MLACommonDecodeMetadata(
             block_table=on_device["block_tables"][:rows],
-            seq_lens=seq_lens,
+            seq_lens=on_device["seq_lens"][:rows],
             query_start_loc=on_device["query_start_loc"][: rows + 1],
             max_query_len=self.reorder_batch_threshold or 1,
         )
@@ -177,14 +180,16 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
             raise InvalidInput(f"common_prefix_len is {common_prefix_len}; latent attention has no cascade: give 0.")
         if not common.causal:
             raise InvalidInput("the batch is not causal; latent attention serves causal decoders.")
-        for name, found, wanted in (
-            ("block_size", common.block_size, self.latent_spec.block_size),
-            ("cache_group", common.cache_group, self.vllm_config.cache_group),
+        ranks, own = self.dcp_world_size, self.latent_spec.block_size
+        shared = "" if ranks == 1 else f" ({own} on each of {ranks} ranks, which share a block)"
+        for name, found, wanted, more in (
+            ("block_size", common.block_size, own * ranks, shared),
+            ("cache_group", common.cache_group, self.vllm_config.cache_group, ""),
         ):
             if found != wanted:
                 raise InvalidInput(
-                    f"the metadata has {name} {found}; the layers {', '.join(self.layer_names)} have {wanted}. Build "
-                    f"it with {name}={wanted}."
+                    f"the metadata has {name} {found}; the layers {', '.join(self.layer_names)} have {wanted}{more}. "
+                    f"Build it with {name}={wanted}."
                 )
 
 

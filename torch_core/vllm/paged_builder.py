@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from torch_core.errors import InvalidInput
 from torch_core.metadata import (
     CommonAttentionMetadata,
-    get_dcp_local_seq_lens,
-    get_dcp_local_slots,
     prefix_piece_tokens,
     use_cascade_attention,
 )
-from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec
+from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec, LatentCacheSpec
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.prompt_ranks import prompt_share
+from torch_core.vllm.rank_arrays import RankArrays
 from torch_core.vllm.types import AttentionCGSupport, AttentionType
 from torch_core.vllm.upload import upload
 
@@ -39,10 +39,21 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     def get_cudagraph_support(
         cls, vllm_config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
     ) -> AttentionCGSupport:
-        """Returns never for ranks that share sequences, whose lengths `build` derives from the batch's."""
-        if vllm_config is not None and vllm_config.context_parallel.total_cp_world_size > 1:
-            return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        """Returns decodes alone for ranks that share sequences; before a replay, `build` derives what is theirs."""
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if vllm_config is None or vllm_config.context_parallel.total_cp_world_size == 1:
+            return support
+        return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda kind: kind.value)
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec | LatentCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: BuilderConfig,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._ranks = RankArrays(vllm_config.context_parallel, kv_cache_spec.block_size)
 
     def build(
         self,
@@ -74,8 +85,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         local_seq_lens, slots, block_size = None, on_device["slot_mapping"], self.kv_cache_spec.block_size
         share = None
         if parallel.total_cp_world_size > 1:
-            local_seq_lens = get_dcp_local_seq_lens(on_device["seq_lens"], **parallel.dcp_place)
-            slots = get_dcp_local_slots(slots, block_size=block_size, **parallel.dcp_place)
+            local_seq_lens, slots = self._ranks.of(on_device)
         if parallel.pcp_world_size > 1 and common.max_query_len > 1:
             place = {"pcp_world_size": parallel.pcp_world_size, "pcp_rank": parallel.pcp_rank}
             share = prompt_share(common, **place, device=self.device)
@@ -117,10 +127,18 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     ) -> PagedAttentionMetadata:
         """Returns metadata whose sequences are all empty: a capture must neither take long nor write to the cache.
 
-        Its numbers are those of the padded batch, which bound every step that is replayed.
+        Its numbers are those of the padded batch, which bound every step that is replayed. Where ranks share sequences,
+        `arrays` are needed, and `build` has to be called with them before each replay.
+
+        Raises:
+            InvalidInput: as `build`; ranks that share sequences, and no arrays.
         """
+        if self.vllm_config.context_parallel.total_cp_world_size > 1:
+            self._ranks.keep(arrays)
         metadata = self.build(0, common_attn_metadata, arrays=arrays)
         metadata.seq_lens.zero_()
+        if metadata.dcp_local_seq_lens is not None:
+            metadata.dcp_local_seq_lens.zero_()
         metadata.query_start_loc.zero_()
         metadata.slot_mapping.fill_(PAD_SLOT_ID)
         for tensor, empty in ((metadata.encoder_seq_lens, 0), (metadata.cross_slot_mapping, PAD_SLOT_ID)):

@@ -13,17 +13,20 @@ from torch_core.errors import Unsupported
 
 __all__ = ["DEEPSEEK_V32"]
 
+# Of attention over chosen tokens, as transformers 5.23 writes it and as 5.17 does.
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+
 
 def _checked_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Refuses layers of experts in another order, and layers without an indexer."""
     dense, count = raw["first_k_dense_replace"], raw["num_hidden_layers"]
-    wanted = {
-        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(count)],
-        "layer_types": ["indexed_attention"] * count,
+    served = {
+        "mlp_layer_types": [["dense" if layer < dense else "sparse" for layer in range(count)]],
+        "layer_types": [[kind] * count for kind in _INDEXED],
     }
-    for name, types in wanted.items():
-        if raw.get(name) not in (None, types):
-            raise Unsupported(f"{name} is {shown(raw[name])}; this build has {shown(types)}.")
+    for name, types in served.items():
+        if raw.get(name) not in (None, *types):
+            raise Unsupported(f"{name} is {shown(raw[name])}; this build has {shown(types[0])}.")
     return {}
 
 
@@ -37,5 +40,5 @@ DEEPSEEK_V32 = dataclasses.replace(
     },
     defaults={**DEEPSEEK_V3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
     derive=_checked_layers,
-    layer_types=("indexed_attention",),
+    layer_types=_INDEXED,
 )

@@ -26,6 +26,7 @@ class Language:
             setattr(self, name, dtype)
         self.names = {
             "async_load": self._async_load,
+            "thread_barrier": self._thread_barrier,
             "fence_async_shared": lambda: None,
             "warpgroup_mma": machine.multiply,
             "warpgroup_mma_init": lambda sums: sums,
@@ -119,7 +120,7 @@ class Language:
     def convert_layout(self, x: Any, layout: Any = None) -> Any:
         return x
 
-    def thread_barrier(self) -> None:
+    def _thread_barrier(self) -> None:
         # The warps of a role run as one.
         pass
 

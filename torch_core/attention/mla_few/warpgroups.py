@@ -15,7 +15,7 @@ from torch_core.attention.mla_few.loads import load_query, load_scales, load_til
 from torch_core.attention.mla_few.work import BLOCK_N, COLUMNS, GROUP, GROUPS, ROPE
 from torch_core.attention.mla_hopper.loads import boxes_of
 from torch_core.attention.mla_hopper.work import slots_of
-from torch_core.device.gluon_names import reinterpret
+from torch_core.device.gluon_names import reinterpret, thread_barrier
 from torch_core.device.hopper_rows import finish_rows
 from torch_core.device.mask import LOG2E
 from torch_core.device.softmax import LN2
@@ -62,7 +62,7 @@ def attend(
                 load_tile(i, boxes_of(work, source.table, i, SHAPE), source, room, SHAPE)
         load_query(work, source, room, STRIDES, SHAPE)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(room.ready, count=1)
     columns = work.first_row + gl.arange(0, COLUMNS, layout=IN_COLUMNS)
     tokens = columns // SHAPE.NUM_HEADS
@@ -89,7 +89,7 @@ def attend(
         if live < BLOCK_N:
             # What no token owns may be NaN, and its weight of 0 would not help.
             zero_behind(slot, live, room)
-            gl.thread_barrier()
+            thread_barrier()
         if source.packed is None:
             s = _scores(slot, room)
             # Two groups are converted while the products run: packed rows have no registers left for that.
@@ -129,7 +129,7 @@ def attend(
             acc_2 * keep[None, :],
             acc_3 * keep[None, :],
         )
-        gl.thread_barrier()
+        thread_barrier()
         if source.packed is not None:
             part_0, part_1 = _latents(slot, 0, room), _latents(slot, 1, room)
         acc_0 = warpgroup_mma(part_0, weights[0], acc_0, is_async=True)
@@ -141,7 +141,7 @@ def attend(
         acc_3 = warpgroup_mma(_latents(slot, 3, room), weights[3], acc_3, is_async=True)
         acc_2, acc_3 = warpgroup_mma_wait(0, deps=(acc_2, acc_3))
         # Every warp is done with the tile and the weights before they are written again.
-        gl.thread_barrier()
+        thread_barrier()
         if step + SLOTS < work.tiles:
             load_tile(slot, boxes, source, room, SHAPE)
 
@@ -154,7 +154,7 @@ def attend(
             _left(place, i, room).store(accs[i])
         room.states.index(0).store(column_max)
         room.states.index(1).store(column_sum)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(room.other, count=1)
     else:
         mbarrier.wait(room.other, 0)

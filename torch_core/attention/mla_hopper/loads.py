@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from torch_core.attention.mla_hopper.work import BLOCK_N, HALF, ROPES, SLOTS
-from torch_core.device.gluon_names import async_load
+from torch_core.device.gluon_names import async_load, thread_barrier
 
 __all__ = ["boxes_of", "load_half", "load_query", "slot_of"]
 
@@ -56,7 +56,7 @@ def load_half(PART: gl.constexpr, step, boxes, work, source, room, SHAPE: gl.con
         mbarrier.wait(raw, 0)
         _zero_behind(room.latents.tiles.index(slot), live)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(full, count=1)
     else:
         _copy(PART, slot, step, boxes, full, source, room, SHAPE)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_core.attention.mla_hopper.loads import boxes_of, load_half, load_query, slot_of
 from torch_core.attention.mla_hopper.work import BLOCK_N, HALF, ROPES, ROWS, SLOTS, slots_of
+from torch_core.device.gluon_names import thread_barrier
 from torch_core.device.hopper_rows import finish_rows, mask_scores
 from torch_core.device.mask import LOG2E
 from torch_core.device.softmax import LN2
@@ -42,7 +43,7 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
     row_sum = gl.zeros([ROWS], gl.float32, IN_ROWS)
     mbarrier.wait(room.query_full, 0)
     query = (room.query[0].load(OPERAND), room.query[1], room.query[2].load(OPERAND))
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(room.query_read, count=1)
     position = work.start
     for step in range(work.tiles):
@@ -134,7 +135,7 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
         acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         # Every warp is done with the slot before it is filled again.
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(room.weights.empty.index(0), count=1)
         if step + LEAD < work.tiles:
             load_half(PART, step + LEAD, boxes, work, source, room, SHAPE)
