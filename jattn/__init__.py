@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jattn.ops import write_latent_cache as write_latent_cache
     from jattn.pool import KVPool as KVPool
     from torch_core.errors import CacheCorruption as CacheCorruption
+    from torch_core.errors import EngineAsleep as EngineAsleep
     from torch_core.errors import InvalidInput as InvalidInput
     from torch_core.errors import JattnError as JattnError
     from torch_core.errors import OutOfBlocks as OutOfBlocks
@@ -64,7 +65,9 @@ _HOMES = {
         "write_latent_cache"
     ),
     "jattn.pool": "KVPool",
-    "torch_core.errors": ("CacheCorruption InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"),
+    "torch_core.errors": (
+        "CacheCorruption EngineAsleep InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"
+    ),
     "torch_core.metadata": "SequenceRow",
     "torch_core.specs": "KVCacheSpec LatentCacheSpec",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CacheCorruption",
+    "EngineAsleep",
     "InvalidInput",
     "JattnError",
     "OutOfBlocks",
@@ -23,6 +24,10 @@ class JattnError(Exception):
 
 class InvalidInput(JattnError, ValueError):
     """The caller passed something that can never be right; no state has changed."""
+
+
+class EngineAsleep(InvalidInput):
+    """The engine gave its pool's memory away until `wake`; its requests survive that, and whoever waits tries again."""
 
 
 class RequestTooLong(InvalidInput):

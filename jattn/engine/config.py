@@ -165,6 +165,10 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
                 f"({self.max_num_seqs}), one token for each sequence of a decode step."
             )
+        if not isinstance(self.kv_cache_dtype, str):
+            raise InvalidInput(
+                f"kv_cache_dtype is {shown(self.kv_cache_dtype)}; it must be a name, 'auto' for the model's."
+            )
         self._check_mesh()
         limit = self.step_timeout_seconds
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e6):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from tokenizers.decoders import DecodeStream
 
 from jattn.load import TextTokenizer
 
 __all__ = ["Detokenizer"]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Tokens of a prompt that are read before the text, as many as vLLM reads.
+_FEWEST_OF_PROMPT, _MOST_OF_PROMPT = 4, 24
 
 
 class Detokenizer:
@@ -21,6 +26,8 @@ class Detokenizer:
     Args:
         tokenizer: of the model.
         stop: strings that end the text.
+        prompt: what the tokens follow: it decides about a space before the first of them, and may end within a
+            character.
         include_stop: cut behind the stop string, not before it.
         min_tokens: tokens in whose text no stop string counts.
         skip_special_tokens: leave them out of the text.
@@ -36,6 +43,7 @@ class Detokenizer:
         tokenizer: TextTokenizer,
         stop: Sequence[str] = (),
         *,
+        prompt: Sequence[int] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
@@ -49,9 +57,13 @@ class Detokenizer:
         # The last token that gave text, and those since then.
         self._unread: list[int] = []
         self._num_context = 0
-        self.num_tokens = 0
+        self._of_prompt = ""
         self._handed_out = 0
         self.text = ""
+        self._decode(self._end_of(prompt), finished=False)
+        # The stream gives out what is broken once it is whole, and then with the text behind it.
+        self._of_prompt, self.text = self._rest(), ""
+        self.num_tokens = 0
         self.stop_string: str | None = None
 
     @property
@@ -72,6 +84,7 @@ class Detokenizer:
         parts = [(token,) for token in token_ids] if self._stop and token_ids else [tuple(token_ids)]
         for index, part in enumerate(parts):
             searched = len(self.text)
+            self.num_tokens += len(part)
             self._decode(part, finished and index == len(parts) - 1)
             self._cut(searched)
             if self.stopped:
@@ -81,9 +94,16 @@ class Detokenizer:
         self._handed_out = max(self._handed_out, end)
         return new
 
+    def _end_of(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Returns the last tokens of a prompt, from the beginning of a character on."""
+        for count in range(_FEWEST_OF_PROMPT, _MOST_OF_PROMPT):
+            some = prompt[-count:]
+            if len(some) < count or _REPLACEMENT not in self._tokenizer.decode(some):
+                return some
+        return prompt[-_MOST_OF_PROMPT:]
+
     def _decode(self, token_ids: Sequence[int], finished: bool) -> None:
         tokenizer = self._tokenizer.tokenizer
-        self.num_tokens += len(token_ids)
         for token in token_ids:
             self._unread.append(token)
             try:
@@ -94,10 +114,16 @@ class Detokenizer:
                 self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
                 self._stream.step(tokenizer, token)
             if new is not None:
-                self.text += new
+                self._add(new)
                 self._unread, self._num_context = [token], 1
         if finished:
-            self.text += self._rest()
+            self._add(self._rest())
+
+    def _add(self, new: str) -> None:
+        known, self._of_prompt = self._of_prompt, ""
+        # Of what the prompt left the new text may have made something else.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(known, new, strict=False))
+        self.text += new[sum(1 for _ in same) :]
 
     def _rest(self) -> str:
         """Decodes what the stream has not given out; the token before decides about a space between."""

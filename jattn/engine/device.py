@@ -15,6 +15,7 @@ from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.placement import Placement
 from jattn.engine.processes import Channel, shared_channel
 from jattn.engine.runner import ModelRunner
+from jattn.engine.sampler import check_processors
 from jattn.engine.speculation import SpeculationCounts
 from jattn.engine.watchdog import Watchdog
 from jattn.models import PagedModel, PagedSpec
@@ -132,6 +133,8 @@ def open_device(
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
+    processors, vocab_size = config.logits_processors or {}, model.paged_spec.vocab_size
+    check_processors(processors, vocab_size=vocab_size, max_model_len=max_model_len)
     context = config.decode_context_parallel_size
     placement, model = Placement.of(model, mesh, context)
     shape = cached_spec(model.paged_spec, config.kv_cache_dtype)

@@ -66,6 +66,8 @@ def embed(
     if not isinstance(model, Decoder) or model.config.encoder is not None:
         raise Unsupported(f"model is a {type(model).__name__}; vectors come from encoders and from decoders alone.")
     check_bool("normalize", normalize)
+    if not isinstance(pooling, str):
+        raise InvalidInput(f"pooling is {shown(pooling)}; use 'mean', 'cls' or 'last'.")
     checked = [_checked(index, prompt, model) for index, prompt in enumerate(prompts)]
     graph, state = nnx.split(model)
     found: dict[int, np.ndarray] = {}

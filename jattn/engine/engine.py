@@ -316,7 +316,7 @@ class Engine(contextlib.AbstractContextManager):
 
         Raises:
             PoolLost: two steps failed in a row. The engine is still usable.
-            InvalidInput: the engine is closed.
+            EngineAsleep, InvalidInput: the engine is asleep, or closed.
         """
         return self._advance(self._outbox, look_first=False)[0]
 

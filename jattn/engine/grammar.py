@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.engine.params import StructuredOutputsParams
+from jattn.engine.params import SamplingParams, StructuredOutputsParams
 from jattn.engine.tables import mask_of
 from jattn.load import TextTokenizer
 from torch_core.errors import InvalidInput, Unsupported
@@ -27,38 +27,46 @@ class Grammar:
         matcher: llguidance's, at its start.
         eos_token_ids: what ends the text.
         num_words: of a mask.
+
+    Attributes:
+        eos_token_ids: as given.
     """
 
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_words: int) -> None:
-        self._matcher, self._eos_token_ids = matcher, list(eos_token_ids)
-        self._end = mask_of(self._eos_token_ids, num_words)
+        self._matcher, self.eos_token_ids = matcher, tuple(eos_token_ids)
+        self._end = mask_of(self.eos_token_ids, num_words)
         self._num_read = 0
+        self._dead_end: str | None = None
 
     @property
     def error(self) -> str | None:
-        """Why the library gave up on the text, as on a grammar that grew too large; None if it did not."""
+        """Why the text cannot go on: the grammar grew too large for the library, or no token is allowed; or None."""
+        if self._dead_end is not None:
+            return self._dead_end
         return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else None
 
     def copy(self) -> Grammar:
         """Returns another one for the same grammar, at its start."""
-        twin = Grammar(self._matcher.deep_copy(), self._eos_token_ids, len(self._end))
+        twin = Grammar(self._matcher.deep_copy(), self.eos_token_ids, len(self._end))
         twin._num_read = -1
         return twin
 
-    def mask(self, output_token_ids: Sequence[int], min_tokens: int) -> np.ndarray:
+    def mask(self, output_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
         """Returns int32[num_words], a bit for each token that may come next; ends only, where the text is complete.
 
         Ends only, too, where there is an `error`.
 
         Args:
             output_token_ids: all tokens so far; those of earlier calls come first.
-            min_tokens: tokens before which no end is allowed, as long as anything else is.
+            params: min_tokens, before which nothing that ends a text is allowed, as long as anything else is, and
+                ignore_eos, with which that holds of the end always; and allowed_token_ids, no others but for the end of
+                a text that can only end.
         """
         # Whatever interrupts this leaves the text to be read again from its start.
         done, self._num_read = self._num_read, -1
         if done < 0:
             self._matcher.reset()
-            done = 0
+            done, self._dead_end = 0, None
         self._matcher.consume_tokens(list(output_token_ids[done:]))
         self._num_read = len(output_token_ids)
         if self._matcher.is_stopped():
@@ -68,9 +76,17 @@ class Grammar:
         if self._matcher.is_error():
             return self._end
         mask[: len(bits)] = bits[: len(mask)]
-        if len(output_token_ids) < min_tokens and np.any(mask & ~self._end):
-            mask &= ~self._end
-        return mask
+        may_end = np.any(mask & self._end)
+        if params.allowed_token_ids is not None:
+            mask &= mask_of(params.allowed_token_ids, len(mask))
+        if not np.any(mask):
+            if not may_end:
+                self._dead_end = "no token is allowed that the text could go on with"
+            return self._end
+        goes_on = mask & ~self._end if params.ignore_eos else mask
+        if len(output_token_ids) < params.min_tokens:
+            goes_on = mask & ~self._end & ~mask_of(params.stop_token_ids, len(mask))
+        return goes_on if np.any(goes_on) else mask
 
 
 class GrammarCompiler:
@@ -107,7 +123,9 @@ class GrammarCompiler:
             raise Unsupported(
                 "structured_outputs needs llguidance, which is not installed; pip install 'jattn[structured]'."
             ) from None
-        name, value = next((name, value) for name, value in params.constraints().items() if value not in (None, False))
+        ((name, value),) = params.constraints().items()
+        if name == "json":
+            value = params.schema()
         key = (name, value if isinstance(value, str) else json.dumps(value), params.disable_any_whitespace)
         with self._lock:
             found = self._known.pop(key, None)
@@ -143,6 +161,5 @@ def _source(matcher: Any, name: str, value: Any, *, flexible: bool) -> str:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
     if name == "grammar":
         return matcher.grammar_from_lark(value)
-    schema = {"type": "object"} if name == "json_object" else value
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": flexible})
+    schema = '{"type": "object"}' if name == "json_object" else value
+    return matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": flexible})

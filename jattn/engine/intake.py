@@ -12,17 +12,14 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.grammar import Grammar, GrammarCompiler
 from jattn.engine.params import LIMITS, SamplingParams
-from jattn.engine.request import Request, RequestMetrics
+from jattn.engine.request import AUTOMATIC, Request, RequestMetrics
 from jattn.engine.sampler import Rows, is_plain, needs_slot
 from jattn.load import TextTokenizer
 from jattn.models import PagedSpec
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
-__all__ = ["AUTOMATIC", "Intake"]
-
-#: What the engine's own request ids begin with, and nobody else's.
-AUTOMATIC = "#"
+__all__ = ["Intake"]
 
 _MAX_REQUEST_ID = 256
 _MAX_SALT_BYTES = 64
@@ -101,11 +98,9 @@ class Intake:
             Unsupported: probabilities of a prompt that nothing predicts.
         """
         params = SamplingParams() if params is None else params
-        if request_id is None:
-            request_id = f"{AUTOMATIC}{number}"
-        else:
+        if request_id is not None:
             _check_id(request_id, taken)
-        tokens = self._tokens(request_id, prompt_token_ids)
+        tokens = self._tokens(_of(request_id), prompt_token_ids)
         if prompt is not None and not isinstance(prompt, str):
             raise InvalidInput(f"prompt is a {type(prompt).__name__}; it must be the prompt's text, or None.")
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
@@ -115,13 +110,14 @@ class Intake:
             tokens = tokens[-min(keep if keep > 0 else longest, longest) :]
         encoder_tokens, num_slots = (), 0
         if self._decoder_start:
-            encoder_tokens, num_slots = tokens, self._encoder_slots(request_id, tokens, params)
+            encoder_tokens, num_slots = tokens, self._encoder_slots(_of(request_id), tokens, params)
             tokens = self._decoder_start
         max_tokens = max(self.max_model_len - len(tokens), 1) if params.max_tokens is None else params.max_tokens
         total = len(tokens) + max_tokens
         if total > self.max_model_len:
+            name = "the request" if request_id is None else repr(request_id)
             raise RequestTooLong(
-                f"{request_id!r} needs {total} tokens ({len(tokens)} prompt + {max_tokens} new); this engine's "
+                f"{name} needs {total} tokens ({len(tokens)} prompt + {max_tokens} new); this engine's "
                 f"max_model_len is {self.max_model_len}. Shorten the prompt or lower max_tokens."
             )
         self._check_limits(params)
@@ -135,7 +131,7 @@ class Intake:
         bad_words = self._bad_words(params)
         samples = tuple(
             Request(
-                request_id if index == 0 else f"{AUTOMATIC}{number + index}",
+                request_id if index == 0 and request_id is not None else f"{AUTOMATIC}{number + index}",
                 tokens,
                 params,
                 Rows.pack(params, (seed + index) & 0xFFFFFFFF, len(tokens)),
@@ -161,7 +157,7 @@ class Intake:
         samples[0].followers += samples[1:]
         return samples
 
-    def _encoder_slots(self, request_id: str, tokens: tuple[int, ...], params: SamplingParams) -> int:
+    def _encoder_slots(self, whose: str, tokens: tuple[int, ...], params: SamplingParams) -> int:
         """Returns the slots of an encoder's input in whole blocks.
 
         Raises:
@@ -174,14 +170,14 @@ class Intake:
             )
         if len(tokens) > self._max_encoder_len:
             raise RequestTooLong(
-                f"the prompt of {request_id!r} has {len(tokens)} tokens; the model's encoder was made for "
+                f"the prompt{whose} has {len(tokens)} tokens; the model's encoder was made for "
                 f"{self._max_encoder_len}. Shorten it."
             )
         block_size, most = self._config.block_size, self._config.max_num_batched_tokens
         num_slots = -(-len(tokens) // block_size) * block_size
         if num_slots > most:
             raise RequestTooLong(
-                f"the prompt of {request_id!r} takes {num_slots} slots; an encoder reads it in one step, and "
+                f"the prompt{whose} takes {num_slots} slots; an encoder reads it in one step, and "
                 f"max_num_batched_tokens is {most}. Shorten it or raise EngineConfig(max_num_batched_tokens=...)."
             )
         return num_slots
@@ -235,25 +231,29 @@ class Intake:
                 found.append(tokens)
         return tuple(found)
 
-    def _tokens(self, request_id: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def _tokens(self, whose: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         try:
             tokens = np.asarray(token_ids)
         except (ValueError, TypeError, OverflowError):
-            raise InvalidInput(f"the prompt of {request_id!r} must be a flat sequence of ints; it is ragged.") from None
+            raise InvalidInput(f"the prompt{whose} must be a flat sequence of ints; it is ragged.") from None
         if tokens.size == 0:
-            raise InvalidInput(f"the prompt of {request_id!r} is empty; it needs at least one token.")
+            raise InvalidInput(f"the prompt{whose} is empty; it needs at least one token.")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidInput(
-                f"the prompt of {request_id!r} has dtype {tokens.dtype} and shape {tokens.shape}; it must be a flat "
+                f"the prompt{whose} has dtype {tokens.dtype} and shape {tokens.shape}; it must be a flat "
                 "sequence of ints."
             )
         bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
         if bad.size:
             raise InvalidInput(
-                f"prompt token {int(bad[0])} of {request_id!r} is outside the vocabulary; ids are 0 to "
-                f"{self._vocab_size - 1}."
+                f"prompt token {int(bad[0])}{whose} is outside the vocabulary; ids are 0 to {self._vocab_size - 1}."
             )
         return tuple(tokens.tolist())
+
+
+def _of(request_id: str | None) -> str:
+    """Returns whose a prompt is; nothing for a caller who gave no id, and knows of none."""
+    return "" if request_id is None else f" of {request_id!r}"
 
 
 def _check_id(request_id: object, taken: Collection[str]) -> None:

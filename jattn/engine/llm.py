@@ -20,7 +20,7 @@ from jattn.engine.embeddings import EmbeddingRequestOutput, embed
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
 from jattn.engine.placement import replica_meshes
-from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded
+from jattn.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded, naming
 from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
@@ -207,6 +207,11 @@ class LLM(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: as `generate`; also without a template, or where it fails.
         """
+        if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping | list | tuple) for each in messages):
+            raise InvalidInput(
+                f"messages is {shown(messages)}; it must be a list of mappings with role and content, or a list of "
+                "those."
+            )
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt}
         prompts = [chat_prompt(self.tokenizer, each, **options) for each in conversations]
@@ -275,9 +280,10 @@ class LLM(contextlib.AbstractContextManager):
         outbox = Outbox()
         try:
             requests = []
-            for prompt, each in zip(listed, params, strict=True):
-                token_ids, text = encoded(prompt, self.tokenizer)
-                requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
+            for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
+                with naming(index, listed):
+                    token_ids, text = encoded(prompt, self.tokenizer)
+                    requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
             self.engine.abandon(outbox)

@@ -19,7 +19,7 @@ from jattn.engine.weights import Arrivals, Weights
 from jattn.engine.work import Work
 from jattn.pool import check_room
 from torch_core.cache import CacheConfig
-from torch_core.errors import InvalidInput, PoolLost
+from torch_core.errors import EngineAsleep, InvalidInput, PoolLost
 
 __all__ = ["Owner"]
 
@@ -141,10 +141,11 @@ class Owner:
 
         Raises:
             PoolLost: two steps failed in a row.
-            InvalidInput: the engine is closed or asleep.
+            EngineAsleep: the engine is asleep.
+            InvalidInput: it is closed.
         """
         if self._asleep:
-            raise InvalidInput("the engine is asleep: its pool has no memory. wake() takes it again.")
+            raise EngineAsleep("the engine is asleep: its pool has no memory. wake() takes it again.")
         work, device = self.begin(), self.device
         try:
             ended = work.advance()

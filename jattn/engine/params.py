@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,31 +68,45 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         check_bool("disable_any_whitespace", self.disable_any_whitespace)
-        given = [name for name, value in self.constraints().items() if value not in (None, False)]
-        if len(given) != 1:
-            what = " and ".join(given) or "nothing"
-            raise InvalidInput(f"structured_outputs has {what}; give one of json, regex, choice, grammar, json_object.")
-        if self.json is not None and not isinstance(self.json, (str, Mapping)):
-            raise InvalidInput(f"json is {shown(self.json)}; it must be a schema as a mapping or as text.")
-        for name in ("json", "regex", "grammar"):
-            text = getattr(self, name)
-            if isinstance(text, str) and len(text) > _MAX_GRAMMAR_CHARACTERS:
-                raise InvalidInput(
-                    f"{name} has {len(text)} characters; it must have {_MAX_GRAMMAR_CHARACTERS} at most."
-                )
-        for name in ("regex", "grammar"):
-            if not isinstance(getattr(self, name), str | None):
-                raise InvalidInput(f"{name} is {shown(getattr(self, name))}; it must be text.")
         if self.json_object is not None:
             check_bool("json_object", self.json_object)
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice, _MAX_CHOICES))
             if not self.choice:
                 raise InvalidInput("choice is empty; give at least one string.")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InvalidInput(f"{name} is {shown(getattr(self, name))}; it must be text.")
+        if not isinstance(self.json, str | Mapping | None):
+            raise InvalidInput(f"json is {shown(self.json)}; it must be a schema as a mapping or as text.")
+        texts = {"json": None if self.json is None else self.schema(), "regex": self.regex, "grammar": self.grammar}
+        for name, text in texts.items():
+            if text is not None and len(text) > _MAX_GRAMMAR_CHARACTERS:
+                raise InvalidInput(
+                    f"{name} has {len(text)} characters; it must have {_MAX_GRAMMAR_CHARACTERS} at most."
+                )
+        given = self.constraints()
+        if len(given) != 1:
+            what = " and ".join(given) or "nothing"
+            raise InvalidInput(f"structured_outputs has {what}; give one of json, regex, choice, grammar, json_object.")
 
     def constraints(self) -> dict[str, Any]:
-        """Returns the fields of which one is given, by name."""
-        return {name: getattr(self, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
+        """Returns what is given, one of the fields, by name."""
+        fields = {name: getattr(self, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
+        return {name: value for name, value in fields.items() if value is not None and value is not False}
+
+    def schema(self) -> str:
+        """Returns the JSON schema as text.
+
+        Raises:
+            InvalidInput: it holds what JSON has not, or lies too deep.
+        """
+        if isinstance(self.json, str):
+            return self.json
+        try:
+            return json.dumps(self.json, default=_as_object)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"json is no schema that JSON can spell: {error}.") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +129,7 @@ class SamplingParams:
         stop: strings that end the text, or one; it is cut before the first of them. Kept as a tuple.
         stop_token_ids: tokens that end the text, besides the model's end-of-sequence tokens. Kept as a tuple.
         include_stop_str_in_output: cut behind the stop string instead.
-        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar lets nothing else come.
         logprobs: return the log-probabilities of so many of the likeliest tokens and of the sampled one, as the model
             has them before anything here applies; None for none, at most the engine's `max_logprobs`.
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
@@ -221,6 +236,12 @@ class SamplingParams:
                 raise InvalidInput(f"{name} has {len(getattr(self, name))} entries; it must have {most} at most.")
         if self.stop and not self.detokenize:
             raise InvalidInput("stop is given and detokenize is False; stop strings are found in the text.")
+
+
+def _as_object(value: object) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"a {type(value).__name__} is none of its values")
+    return dict(value)
 
 
 def _as_float(name: str, value: object) -> float:

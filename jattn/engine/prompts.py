@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +17,12 @@ from jattn.load import ChatTemplate, TextTokenizer
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "encoded"]
+__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "encoded", "naming"]
 
 #: A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or both of them.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_OF_A_PROMPT = re.compile(r"(a |the )?(prompt|request)\b")
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -70,6 +74,18 @@ def encoded(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[Sequence[i
     return tokenizer.encode(prompt), prompt
 
 
+@contextlib.contextmanager
+def naming(index: int, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Says in a refusal which of several prompts it is about; of one alone there is nothing to say."""
+    try:
+        yield
+    except InvalidInput as error:
+        # What is said of the parameters holds for all of them.
+        if len(prompts) == 1 or not _OF_A_PROMPT.match(str(error)):
+            raise
+        raise type(error)(f"prompts[{index}]: {error}") from None
+
+
 def chat_prompt(
     tokenizer: TextTokenizer | None,
     messages: Sequence[Mapping[str, Any]],
@@ -94,6 +110,8 @@ def chat_prompt(
     if template is None:
         raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
     if not isinstance(template, ChatTemplate):
+        if not isinstance(template, str):
+            raise InvalidInput(f"chat_template is {shown(template)}; it must be text, or a ChatTemplate.")
         template = _compiled(template, tuple(tokenizer.special_tokens.items()))
     text = template.render(messages, **options)
     _check_text(text)
@@ -153,14 +171,17 @@ def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | Non
     else:
         check_int("rng", rng, 0, (1 << 32) - 1, also=", or a jax key")
         seeds = [(rng + index) & 0xFFFFFFFF for index in range(len(params))]
-    return [replace(each, seed=seed) if each.seed is None else each for each, seed in zip(params, seeds, strict=True)]
+    return [
+        replace(each, seed=seed) if isinstance(each, SamplingParams) and each.seed is None else each
+        for each, seed in zip(params, seeds, strict=True)
+    ]
 
 
 def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
     """Returns what is in vLLM's TextPrompt or TokensPrompt."""
     if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
-    if set(prompt) == {"prompt_token_ids"}:
+    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str):
         return prompt["prompt_token_ids"]
     raise InvalidInput(
         f"a prompt is a mapping with the keys {shown(list(prompt))}; it must be {{'prompt': text}} or "

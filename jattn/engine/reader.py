@@ -25,6 +25,7 @@ class _Sample:
             self.detokenizer = Detokenizer(
                 tokenizer,
                 params.stop,
+                prompt=request.prompt_token_ids,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 skip_special_tokens=params.skip_special_tokens,
@@ -130,10 +131,10 @@ class PromptReader:
         wanted = request.params.prompt_logprobs
         if wanted is None:
             return None
+        # The first sample brings them all, unless it was cancelled on the way: then the next one brings the rest.
+        found = {place: each for sample in request.samples for place, each in sample.prompt_logprobs.items()}
         return tuple(
-            as_dict(token, request.prompt_logprobs[place], wanted, self._decode)
-            if place in request.prompt_logprobs
-            else None
+            as_dict(token, found[place], wanted, self._decode) if place in found else None
             for place, token in enumerate(request.prompt_token_ids)
         )
 

@@ -16,7 +16,10 @@ from torch_core.errors import InvalidInput
 if TYPE_CHECKING:
     from jattn.engine.grammar import Grammar
 
-__all__ = ["CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
+__all__ = ["AUTOMATIC", "CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
+
+#: What the engine's own request ids begin with, and nobody else's.
+AUTOMATIC = "#"
 
 
 class RequestState(enum.Enum):
@@ -63,7 +66,8 @@ class CompletionOutput:
     Attributes:
         text: the decoded tokens, cut before a stop string; empty without a tokenizer.
         token_ids: the generated tokens, a final stop token included.
-        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large; None while it runs.
+        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large or that no allowed
+            token goes on with; None while it runs.
         index: of the sample, below n.
         logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
         cumulative_logprob: the sum of the tokens' own.
@@ -171,6 +175,11 @@ class Request:
     num_encoder_slots: int = 0
 
     @property
+    def given_id(self) -> str | None:
+        """The id that its caller gave; None for the engine's own, by which no caller knows it."""
+        return None if self.request_id.startswith(AUTOMATIC) else self.request_id
+
+    @property
     def num_known_tokens(self) -> int:
         """Prompt and generated tokens that the host has seen."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -211,8 +220,12 @@ class Request:
     @property
     def end_reason(self) -> str | None:
         """Why the tokens that it has are its last: "stop", "error" or "length"; None if there is more to come."""
-        if self.output_token_ids and self.output_token_ids[-1] in self.eos_token_ids:
-            return "stop" if self.grammar is None or self.grammar.error is None else "error"
+        last = self.output_token_ids[-1] if self.output_token_ids else None
+        # A grammar lets the end come where nothing else can, also where the end is to be ignored.
+        if self.grammar is not None and last in self.grammar.eos_token_ids:
+            return "stop" if self.grammar.error is None else "error"
+        if last in self.eos_token_ids:
+            return "stop"
         return "length" if len(self.output_token_ids) >= self.max_tokens else None
 
     def restart(self) -> None:

@@ -270,8 +270,7 @@ class ModelRunner:
             if row.num_samples and request.needs_slot:
                 slots[index] = self._slots.of(request)
             if row.num_samples and request.grammar is not None:
-                mask = request.grammar.mask(request.output_token_ids, request.params.min_tokens)
-                grammars.append((index, mask))
+                grammars.append((index, request.grammar.mask(request.output_token_ids, request.params)))
         return SamplerState(self._slots.tables, self._slots.masks(len(slots), grammars))
 
     def _of_prompts(self, rows: tuple[ScheduledRow, ...], hidden: jax.Array | None) -> list[PromptPart]:

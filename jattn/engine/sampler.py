@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from jattn.engine.logprobs import Logprobs, token_logprobs
 from jattn.engine.params import SamplingParams
 from jattn.engine.tables import SamplerState, SlotTables
 from jattn.parallel import exchange
+from torch_core.checks import shown
+from torch_core.errors import InvalidInput
 
 __all__ = [
     "LogitsProcessor",
@@ -22,6 +24,7 @@ __all__ = [
     "Sampler",
     "SamplingKind",
     "VocabShards",
+    "check_processors",
     "filtered",
     "is_plain",
     "needs_slot",
@@ -166,6 +169,26 @@ class Sampler:
         return tokens, logprobs, SamplerState(SlotTables(token_ids, *state.tables[1:]), state.masks)
 
 
+def check_processors(processors: Mapping[str, LogitsProcessor], *, vocab_size: int, max_model_len: int) -> None:
+    """Traces an engine's processors, so that none fails in the midst of other requests' step.
+
+    Raises:
+        InvalidInput: one raises, or returns no float32[vocab].
+    """
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    logits = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
+    token_ids = jax.ShapeDtypeStruct((max_model_len,), jnp.int32)
+    for name, processor in processors.items():
+        try:
+            found = jax.eval_shape(processor, logits, token_ids, number, number, jax.ShapeDtypeStruct((), jnp.float32))
+        except Exception as error:
+            raise InvalidInput(
+                f"logits_processors[{shown(name)}] raises {type(error).__name__} where it is traced: {error}"
+            ) from error
+        if getattr(found, "shape", None) != logits.shape or found.dtype.kind == "c":
+            raise InvalidInput(f"logits_processors[{shown(name)}] returns {found}; it must be float32[{vocab_size}].")
+
+
 def is_plain(params: SamplingParams) -> bool:
     """Returns whether a plain step serves a row."""
     filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
@@ -264,8 +287,9 @@ def processed(
     for index, processor in enumerate(processors):
         value = table.processor_values[:, index]
         processed = jax.vmap(processor)(changed, table.token_ids, rows.num_prompt_tokens, num_tokens, value)
-        changed = jnp.where(jnp.isnan(value)[:, None], changed, processed)
-    changed = _penalized(changed, table.token_ids, rows, num_tokens)
+        changed = jnp.where(jnp.isnan(value)[:, None], changed, processed.astype(changed.dtype))
+    # Of two infinite ones none would be the larger, nor could one be drawn.
+    changed = jnp.minimum(_penalized(changed, table.token_ids, rows, num_tokens), jnp.finfo(changed.dtype).max)
     return jnp.where(jnp.max(changed, axis=-1, keepdims=True) > -jnp.inf, changed, masked)
 
 

@@ -128,7 +128,7 @@ class Scheduler:
             RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
         """
         num_slots = request.num_encoder_slots
-        self._cache.check_admission(request.request_id, num_slots + len(request.prompt_token_ids), request.max_tokens)
+        self._cache.check_admission(request.given_id, num_slots + len(request.prompt_token_ids), request.max_tokens)
         insort(self._waiting, request, key=_order)
         prompt = request.encoder_token_ids or request.prompt_token_ids
         # What an encoder makes of its input is shared as a whole or not at all.

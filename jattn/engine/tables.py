@@ -185,9 +185,9 @@ class Slots:
         params = request.params
         row = SlotTables(*(each.copy() for each in self._neutral))
         row.token_ids[: request.num_known_tokens] = request.token_ids(0, request.num_known_tokens)
-        if params.allowed_token_ids is not None:
+        # A grammar's masks see to these two themselves: they know when nothing but the end is left.
+        if params.allowed_token_ids is not None and request.grammar is None:
             row.allowed[:] = mask_of(params.allowed_token_ids, len(row.allowed))
-        # A grammar's masks see to min_tokens themselves: they know when nothing but the end is left.
         row.min_tokens[0] = params.min_tokens if request.grammar is None else 0
         row.stop_tokens[: len(request.eos_token_ids)] = sorted(request.eos_token_ids)
         if params.logit_bias:
@@ -203,7 +203,7 @@ class Slots:
 def mask_of(token_ids: Any, num_words: int) -> np.ndarray:
     """Returns int32[num_words] with a bit for each token."""
     bits = np.zeros(num_words * 32, np.uint8)
-    bits[np.asarray(token_ids)] = 1
+    bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

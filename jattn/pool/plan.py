@@ -109,7 +109,8 @@ def plan_pool(
     if num_blocks < needed:
         raise InvalidInput(
             f"the budget of {num_bytes:,} bytes holds {num_blocks} blocks; a sequence of {min_tokens:,} tokens needs "
-            f"{needed - 1} and the null block ({needed * per_block:,} bytes). Raise the budget, or lower min_tokens."
+            f"{needed - 1} and the null block ({needed * per_block:,} bytes). Raise the budget, or let "
+            "sequences be shorter (min_tokens; of an engine, max_model_len)."
         )
     return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=num_blocks, further=tuple(further))
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from jattn.serve.protocol import (
     parse_detokenize,
     parse_tokenize,
 )
-from jattn.serve.responses import Answer, error_body, event, usage
+from jattn.serve.responses import Answer, error_body, event, num_characters, usage
 from torch_core.checks import check_bool, check_int
 from torch_core.errors import InvalidInput
 
@@ -240,7 +241,8 @@ class _Server:
         finally:
             self._num_arriving -= wanted
         prefix = "cmpl" if generation.messages is None else "chatcmpl"
-        answer = Answer(generation, f"{prefix}-{uuid.uuid4().hex}", self._config.model_name, int(time.time()))
+        name, tokenizer = self._config.model_name, self._llm.llm.tokenizer
+        answer = Answer(generation, f"{prefix}-{uuid.uuid4().hex}", name, int(time.time()), tokenizer)
         if generation.stream:
             events = self._events(request, answer, submission)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -261,12 +263,14 @@ class _Server:
         # Starlette closes the iterator when the client is gone.
         with submission:
             try:
-                outputs = []
+                outputs, starts = [], Counter[tuple[int, int]]()
                 for body in answer.opening():
                     yield event(body)
                 async for prompt, update in submission:
                     if update.new.text or update.new.logprobs or update.new.finish_reason is not None:
-                        yield event(answer.part(prompt, update.new))
+                        sample = prompt, update.new.index
+                        yield event(answer.part(prompt, update.new, starts[sample]))
+                        starts[sample] += num_characters(update.new)
                     if update.output is not None:
                         outputs.append(update.output)
                         self._metrics.finished(update.output)

@@ -13,14 +13,16 @@ from typing import Any, TypeAlias
 
 from jattn.engine import LLM, CompletionOutput, Outbox, RequestOutput, RequestOutputKind, SamplingParams
 from jattn.engine.delivery import TokenDelta
-from jattn.engine.prompts import Prompt, encoded
+from jattn.engine.prompts import Prompt, encoded, naming
 from jattn.engine.reader import PromptReader
-from torch_core.errors import InvalidInput, JattnError, PoolLost
+from torch_core.errors import EngineAsleep, InvalidInput, JattnError, PoolLost
 
 __all__ = ["AsyncLLM", "Submission", "Update"]
 
 # Steps in a row that may fail before the requests do.
 _MOST_FAILURES = 3
+# Between two looks at an engine that sleeps.
+_NAP_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ class AsyncLLM(contextlib.AbstractContextManager):
         def add_all() -> None:
             for index, prompt in enumerate(prompts):
                 deliver = functools.partial(submission.deliver, index)
-                submission.ids.append(self.add(prompt, params, deliver=deliver, **options))
+                with naming(index, prompts):
+                    submission.ids.append(self.add(prompt, params, deliver=deliver, **options))
 
         adding = asyncio.ensure_future(asyncio.to_thread(add_all))
         try:
@@ -217,6 +220,11 @@ class AsyncLLM(contextlib.AbstractContextManager):
                 self._cancel_requested()
                 try:
                     deltas = self.llm.engine.wait(self._outbox)
+                except EngineAsleep:
+                    # Its requests survive that. Nobody tells of the end: whoever wakes it knows the engine alone.
+                    self._wake.clear()
+                    self._wake.wait(_NAP_SECONDS)
+                    continue
                 except Exception as error:
                     if self._closed:
                         break

@@ -57,7 +57,8 @@ def as_request_error(error: Exception, *, default: str | None = None, grammar: s
     if not isinstance(error, InvalidInput):
         return RequestError(500, "the server failed on this request.", code="internal_error")
     if isinstance(error, RequestTooLong):
-        return RequestError(400, str(error), param=default, code="context_length_exceeded")
+        named = str(error) if default is None else f"{default}: {error}"
+        return RequestError(400, named, param=default, code="context_length_exceeded")
     if grammar is not None and _GRAMMAR.match(str(error)):
         return RequestError(400, f"{grammar}: {error}", param=grammar)
     names = re.findall(r"[a-z][a-z_]*", str(error)[:80])

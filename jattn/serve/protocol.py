@@ -232,6 +232,16 @@ def _generation(
         if best_of > num_choices:
             changes |= {"n": best_of, "logprobs": changes.get("logprobs") or 0}
             aliases = {"n": "best_of"}
+    asked = changes.get("prompt_logprobs")
+    if asked is not None and stream and not echo:
+        raise RequestError(
+            400, "prompt_logprobs is given and stream is true; only a whole answer has them.", param="prompt_logprobs"
+        )
+    if asked == -1:
+        raise RequestError(
+            400, "prompt_logprobs is -1; an answer has those of some tokens at each place, not of all.",
+            param="prompt_logprobs",
+        )  # fmt: skip
     try:
         params = SamplingParams(**changes)
     except InvalidInput as error:
@@ -274,6 +284,8 @@ def _includes_usage(fields: Fields, *, stream: bool) -> bool:
 def _structured(fields: Fields) -> tuple[str | None, StructuredOutputsParams | None]:
     """Returns what the text must match, behind the field that says it."""
     wanted = fields.object("structured_outputs")
+    for unknown in (wanted or {}).keys() - StructuredOutputsParams.__dataclass_fields__:
+        raise RequestError(400, f"structured_outputs has no {shown(unknown)}.", param="structured_outputs")
     form = fields.take("response_format", _is_format, "an object with a type: text, json_object or json_schema")
     name = "structured_outputs" if form is None or form["type"] == "text" else "response_format"
     try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jattn.engine import CompletionOutput, Logprob, RequestOutput
+from jattn.load import TextTokenizer
 from jattn.serve.fields import RequestError
 from jattn.serve.protocol import Generation
 
-__all__ = ["Answer", "error_body", "event", "usage"]
+__all__ = ["Answer", "error_body", "event", "num_characters", "usage"]
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 
@@ -36,12 +37,14 @@ class Answer:
         answer_id: of the answer.
         model: the name that is served.
         created: seconds of Unix time.
+        tokenizer: of the model, for prompts that are echoed; None without one.
     """
 
     request: Generation
     answer_id: str
     model: str
     created: int
+    tokenizer: TextTokenizer | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -57,10 +60,10 @@ class Answer:
                     "finish_reason": _reason(completion),
                     **self._content(output, completion),
                 }
-                choices.append(choice | {"stop_reason": completion.stop_reason})
-        return self._frame("chat.completion" if self.is_chat else "text_completion", choices) | {
-            "usage": usage(outputs),
-        }
+                choices.append(choice | {"stop_reason": completion.stop_reason} | self._of_prompt(output, chat=False))
+        body = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
+        # A chat has one prompt.
+        return body | self._of_prompt(outputs[0], chat=True) | {"usage": usage(outputs)}
 
     def opening(self) -> list[dict[str, Any]]:
         """Returns the events before the first token: a chat's say who speaks."""
@@ -68,15 +71,15 @@ class Answer:
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.request.params.n)]
 
-    def part(self, prompt: int, new: CompletionOutput) -> dict[str, Any]:
-        """Returns the event for what is new of one sample."""
+    def part(self, prompt: int, new: CompletionOutput, start: int) -> dict[str, Any]:
+        """Returns the event for what is new of one sample, behind `start` characters of its tokens."""
         index = prompt * self.request.params.n + new.index
         if self.is_chat:
             chunk = self._chunk(index, {"content": new.text} if new.text or new.logprobs else {})
             logprobs = _chat_logprobs(new, self.request.params.logprobs)
         else:
             chunk = self._frame("text_completion", [{"index": index, "text": new.text}])
-            logprobs = _completion_logprobs(new.token_ids, new.logprobs)
+            logprobs = _completion_logprobs(new.token_ids, new.logprobs, start=start)
         chunk["choices"][0] |= {"logprobs": logprobs, "finish_reason": _reason(new), "stop_reason": new.stop_reason}
         return chunk
 
@@ -99,11 +102,33 @@ class Answer:
             message = {"role": "assistant", "content": completion.text}
             return {"message": message, "logprobs": _chat_logprobs(completion, self.request.params.logprobs)}
         token_ids, logprobs, text = completion.token_ids, completion.logprobs, completion.text
+        first = ""
         if self.request.echo:
-            text = (output.prompt or "") + text
+            text = self._prompt(output) + text
+            first = self._decoded(output.prompt_token_ids[:1])
             token_ids = (*output.prompt_token_ids, *token_ids)
             logprobs = None if logprobs is None else (*(output.prompt_logprobs or ()), *logprobs)
-        return {"text": text, "logprobs": _completion_logprobs(token_ids, logprobs)}
+        return {"text": text, "logprobs": _completion_logprobs(token_ids, logprobs, first=first)}
+
+    def _prompt(self, output: RequestOutput) -> str:
+        """Returns a prompt's text, as much of it as was read."""
+        if output.prompt is not None and self.request.params.truncate_prompt_tokens is None:
+            return output.prompt
+        return self._decoded(output.prompt_token_ids)
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        skip = self.request.params.skip_special_tokens
+        return "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+    def _of_prompt(self, output: RequestOutput, *, chat: bool) -> dict[str, Any]:
+        """Returns the log-probabilities of a prompt's tokens in vLLM's form, if they are wanted and stand here."""
+        if output.prompt_logprobs is None or chat is not self.is_chat:
+            return {}
+        found = [
+            None if each is None else {str(token): asdict(value) for token, value in each.items()}
+            for each in output.prompt_logprobs
+        ]
+        return {"prompt_logprobs": found}
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return self._frame("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None}])
@@ -111,6 +136,12 @@ class Answer:
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": choices}
+
+
+def num_characters(new: CompletionOutput) -> int:
+    """Returns the characters of the tokens that have log-probabilities, each token by itself."""
+    found = zip(new.token_ids, new.logprobs or (), strict=False)
+    return sum(len(each[token].decoded_token or "") for token, each in found)
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -145,15 +176,18 @@ def _chat_logprob(found: Logprob) -> dict[str, Any]:
 
 
 def _completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None] | None
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob] | None] | None,
+    *,
+    start: int = 0,
+    first: str = "",
 ) -> dict[str, Any] | None:
     if logprobs is None:
         return None
     tokens, offsets, own, top = [], [], [], []
-    start = 0
     for token, found in zip(token_ids, logprobs, strict=True):
         # The first token of a prompt has none.
-        text = "" if found is None else found[token].decoded_token or ""
+        text = first if found is None else found[token].decoded_token or ""
         offsets.append(start)
         start += len(text)
         tokens.append(text)

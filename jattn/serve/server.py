@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import uvicorn
 
 from jattn.arguments import add_device_arguments, device_settings, join_processes
@@ -19,6 +21,8 @@ from jattn.serve import access
 from jattn.serve.app import ServeConfig, create_app
 from jattn.serve.async_llm import AsyncLLM
 from jattn.serve.keys import read_keys
+from torch_core.checks import check_int
+from torch_core.errors import InvalidInput
 
 __all__ = ["main"]
 
@@ -66,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
     add_device_arguments(parser)
     arguments = parser.parse_args(argv)
     join_processes(arguments)
+    check_int("drain_seconds", arguments.drain_seconds, 0)
+    if not jax.process_index():
+        _check_address(arguments.host, arguments.port)
     keys = () if arguments.api_key_file is None else read_keys(arguments.api_key_file)
     template = None
     if arguments.chat_template is not None:
@@ -115,3 +122,22 @@ def main(argv: Sequence[str]) -> int:
         access_log=False,
     )
     return 0
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuses an address that nothing can listen at, before minutes of compiling.
+
+    Raises:
+        InvalidInput: it is in use, or none of this machine's.
+    """
+    check_int("port", port, 0, 65535)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As uvicorn's own: what a server of before left behind does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise InvalidInput(f"nothing can listen at host {host!r} and port {port}: {error}.") from None

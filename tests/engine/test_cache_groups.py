@@ -142,7 +142,7 @@ def test_a_prompt_longer_than_the_pool_is_refused_with_the_blocks_of_all_groups(
     with pytest.raises(RequestTooLong) as error:
         grouped.add([1] * 100, GREEDY)
 
-    assert str(error.value) == "'#0' needs 34 blocks (100 prompt + 12 new tokens); the pool can ever give 25."
+    assert str(error.value) == "the request needs 34 blocks (100 prompt + 12 new tokens); the pool can ever give 25."
 
 
 def test_beside_a_draft_model_all_layers_are_one_group_of_what_any_of_them_sees() -> None:

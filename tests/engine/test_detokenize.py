@@ -107,6 +107,30 @@ def test_a_character_of_fallback_bytes_appears_once_it_is_whole() -> None:
     assert shown == ["a", "", "\u00e9", " the"]
 
 
+def test_a_word_behind_a_prompt_keeps_its_space() -> None:
+    tokenizer = fallback_tokenizer()
+    words = ids_of(tokenizer, "\u2581the", "\u2581a")
+
+    assert Detokenizer(tokenizer, prompt=words).push(words) == " the a"
+    assert Detokenizer(tokenizer).push(words) == "the a"
+
+
+@pytest.mark.parametrize("before", ["", "a long text before it: ", "\N{REPLACEMENT CHARACTER}" * 30])
+def test_a_character_that_the_prompt_begins_and_the_output_ends_is_whole(tokenizer, before) -> None:
+    *prompt, last = tokenizer.encode(before + "\u20ac", add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, prompt=prompt)
+
+    assert detokenizer.push([last]) == "\u20ac"
+    assert detokenizer.num_tokens == 1
+
+
+def test_what_is_broken_at_the_end_of_a_prompt_is_no_part_of_the_text(tokenizer) -> None:
+    begun = tokenizer.encode("a\u20ac", add_special_tokens=False)[:-1]
+
+    assert Detokenizer(tokenizer, prompt=begun).push(tokenizer.encode("b", add_special_tokens=False)) == "b"
+    assert Detokenizer(tokenizer, prompt=begun).push([], finished=True) == ""
+
+
 def test_bytes_that_can_become_no_character_are_replaced_and_the_text_goes_on() -> None:
     tokenizer = fallback_tokenizer()
     detokenizer = Detokenizer(tokenizer)

@@ -463,6 +463,11 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
         ),
         (
             {},
+            EngineConfig(logits_processors={"short": lambda logits, *_: logits[:5]}),
+            r"logits_processors\['short'\] returns ShapeDtypeStruct\(shape=\(5,\), .*\); it must be float32\[97\]\.",
+        ),
+        (
+            {},
             EngineConfig(num_host_blocks=10**9),
             r"num_host_blocks is 1000000000; they need 4,096,000,000,000 bytes and this machine has [\d,]+\.",
         ),

@@ -130,6 +130,14 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llm) -> None:
         (["a"], [{"temperature": 0}], "params is a dict; it must be SamplingParams, or None."),
         (b"a", GREEDY, "prompts is a bytes; pass a prompt or a list of them."),
         (5, GREEDY, "prompts is a int; pass a prompt or a list of them."),
+        (
+            {"prompt_token_ids": "ab"},
+            GREEDY,
+            (
+                "a prompt is a mapping with the keys ['prompt_token_ids']; it must be {'prompt': text} or "
+                "{'prompt_token_ids': ids}."
+            ),
+        ),
         (["a", 5], GREEDY, "prompts[1] is a int among prompts; see LLM.generate."),
         (
             {"text": "a"},
@@ -222,6 +230,24 @@ def test_a_chat_is_the_templates_prompt(llm) -> None:
 
     assert [output.prompt for output in one + two] == ["<u>hi<a>", "<u>hi", "<u>hi"]
     assert one[0].outputs == llm.generate("<u>hi<a>", GREEDY)[0].outputs
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", [None], [[{"role": "u", "content": "hi"}], "a"]])
+def test_what_is_no_conversation_is_refused(llm, messages) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"^messages is .*; it must be a list of mappings with role and content, or "
+    ):
+        llm.chat(messages, GREEDY, chat_template="x")
+
+
+def test_a_template_of_another_kind_is_refused(llm) -> None:
+    with pytest.raises(InvalidInput, match=r"^chat_template is \[\]; it must be text, or a ChatTemplate\.$"):
+        llm.chat([{"role": "u", "content": "hi"}], GREEDY, chat_template=[])
+
+
+def test_parameters_of_another_kind_are_refused_beside_a_seed_too(llm) -> None:
+    with pytest.raises(InvalidInput, match=r"^params is a dict; it must be SamplingParams, or None\.$"):
+        llm.generate("x", [{"temperature": 0}], rng=1)
 
 
 def test_a_chat_needs_a_template(llm) -> None:

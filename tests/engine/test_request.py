@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -89,6 +91,10 @@ def test_a_generator_of_stop_token_ids_is_read_once_and_kept() -> None:
         ),
         ({"regex": 5}, "regex is 5; it must be text."),
         ({"json": 5}, "json is 5; it must be a schema as a mapping or as text."),
+        ({"json": {"const": {1, 2}}}, "json is no schema that JSON can spell: a set is none of its values."),
+        ({"json": {"const": "a" * (1 << 17)}}, "json has 131085 characters; it must have 131072 at most."),
+        ({"json": np.array([1, 2])}, "json is array([1, 2]); it must be a schema as a mapping or as text."),
+        ({"regex": np.array(["a", "b"])}, "regex is array(['a', 'b'], dtype='<U1'); it must be text."),
         ({"choice": "yes"}, "choice is a string; pass a tuple of strings."),
         ({"choice": []}, "choice is empty; give at least one string."),
         ({"json_object": "x"}, "json_object is 'x'; it must be True or False."),
@@ -100,6 +106,22 @@ def test_structured_outputs_of_the_wrong_kind_are_refused(arguments: dict, messa
         StructuredOutputsParams(**arguments)
 
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{(1, 2): 3}, functools.reduce(lambda inner, _: {"not": inner}, range(10**5), {})],
+    ids=["keys", "depth"],
+)
+def test_a_schema_that_json_cannot_spell_is_refused(schema: dict) -> None:
+    with pytest.raises(InvalidInput, match=r"^json is no schema that JSON can spell: "):
+        StructuredOutputsParams(json=schema)
+
+
+def test_a_schema_may_be_any_mapping() -> None:
+    schema = MappingProxyType({"properties": MappingProxyType({"a": {"type": "integer"}})})
+
+    assert StructuredOutputsParams(json=schema).schema() == '{"properties": {"a": {"type": "integer"}}}'
 
 
 def test_one_stop_string_is_a_tuple_of_one() -> None:

@@ -13,8 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn.engine.params import SamplingParams
-from jattn.engine.sampler import Rows, Sampler, SamplingKind, filtered, is_plain, processed, sample, sample_fully
+from jattn.engine.sampler import (
+    Rows,
+    Sampler,
+    SamplingKind,
+    check_processors,
+    filtered,
+    is_plain,
+    processed,
+    sample,
+    sample_fully,
+)
 from jattn.engine.tables import SamplerState, SlotTables, mask_of
+from torch_core.errors import InvalidInput
 
 VOCAB, LENGTH, ROWS, DRAWS = 40, 24, 4, 4000
 NEUTRAL = SlotTables.neutral(max_model_len=LENGTH, vocab_size=VOCAB, num_processors=1)
@@ -208,6 +219,29 @@ def test_stop_tokens_are_banned_until_min_tokens(num_output, banned) -> None:
     out = result_of(np.zeros(VOCAB), SamplingParams(min_tokens=3), tokens, 1, min_tokens=[3], stop_tokens=[6, 8])
 
     assert list(np.flatnonzero(out == -np.inf)) == ([6, 8] if banned else [])
+
+
+def test_a_processor_that_fails_is_refused_before_anybody_calls_it() -> None:
+    with pytest.raises(InvalidInput, match=r"^logits_processors\['x'\] raises ZeroDivisionError where it is traced: "):
+        check_processors({"x": lambda *_: 1 // 0}, vocab_size=VOCAB, max_model_len=LENGTH)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_of_logits_that_outgrow_a_float_one_is_taken(temperature) -> None:
+    params = SamplingParams(temperature=temperature, repetition_penalty=1e-30)
+    changes = {"bias_tokens": [7, 9], "bias": [3e38, 3e38]}
+    tables = SlotTables(*map(np.stack, zip(*[table_of([7, 9], **changes)] * ROWS, strict=True)))
+    tokens, _ = run_fully(
+        np.zeros((ROWS, VOCAB), np.float32),
+        rows_of(*[params] * ROWS, seeds=list(range(ROWS))),
+        np.zeros(ROWS, np.int32),
+        num_tokens=np.full(ROWS, 2, np.int32),
+        slots=np.arange(ROWS),
+        tables=tables,
+        masks=NO_MASKS,
+    )
+
+    assert set(tokens.tolist()) <= {7, 9}
 
 
 def test_a_row_with_nothing_left_keeps_its_masks_alone() -> None:

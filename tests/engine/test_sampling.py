@@ -16,6 +16,7 @@ import pytest
 import jattn
 from jattn.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from jattn.engine.grammar import GrammarCompiler
+from jattn.engine.reader import PromptReader
 from jattn.load import load_tokenizer
 from tests.support.tiny_models import dense_logits, write_tiny_model
 from torch_core.errors import InvalidInput
@@ -157,6 +158,22 @@ def test_a_prompt_in_chunks_has_all_its_logprobs_also_when_its_blocks_are_cached
             assert found.logprob == pytest.approx(expected[place - 1, token], abs=1e-3)
 
 
+def test_a_prompts_logprobs_are_whole_also_when_its_first_sample_was_cancelled(llm: Any) -> None:
+    prompt = [(7 * index) % 250 for index in range(40)]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0, n=3, seed=1)
+    (expected,) = llm.generate([prompt], params)
+    first = llm.engine.add(prompt, params)
+    reader = PromptReader(llm.engine, None, first)
+    llm.engine.step()
+
+    llm.engine.cancel(first.request_id)
+    while llm.engine.num_unfinished:
+        llm.engine.step()
+
+    found, wanted = ([list(each or {}) for each in of.prompt_logprobs] for of in (reader.output(), expected))
+    assert found == wanted
+
+
 def test_samples_of_one_prompt_share_its_blocks_and_are_those_of_lone_requests(llm) -> None:
     prompt = list(b"a prompt of some blocks, more than one")
     params = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
@@ -277,6 +294,51 @@ def test_the_text_matches_its_grammar(llm, structured, fits) -> None:
     for output in llm.generate(["a", "b"], params):
         assert output.outputs[0].finish_reason == "stop"
         assert fits(output.outputs[0].text), output.outputs[0].text
+
+
+@pytest.mark.parametrize("ends", [[], [0]], ids=["end not allowed", "end allowed"])
+def test_a_complete_text_ends_whatever_tokens_are_allowed(llm, ends) -> None:
+    allowed = llm.tokenizer.encode("yes", add_special_tokens=False) + ends
+    structured = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(allowed_token_ids=allowed, structured_outputs=structured, min_tokens=6)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "yes"
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_a_text_whose_end_is_ignored_ends_where_its_grammar_lets_nothing_else_come(llm) -> None:
+    structured = StructuredOutputsParams(regex="a{1,6}")
+    params = SamplingParams(ignore_eos=True, logit_bias={0: 50.0}, structured_outputs=structured)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "aaaaaa"
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_stop_tokens_wait_for_min_tokens_also_where_a_grammar_allows_them(llm) -> None:
+    (stop,) = llm.tokenizer.encode("a", add_special_tokens=False)
+    structured = StructuredOutputsParams(regex="[ab]{12}")
+    params = SamplingParams(min_tokens=5, logit_bias={stop: 50.0}, stop_token_ids=[stop], structured_outputs=structured)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "bbbbb"
+    assert output.outputs[0].stop_reason == stop
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_text_that_no_allowed_token_goes_on_with_ends_with_an_error(llm, ignore_eos) -> None:
+    allowed = llm.tokenizer.encode("ye", add_special_tokens=False)
+    structured = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(allowed_token_ids=allowed, structured_outputs=structured, ignore_eos=ignore_eos)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].text == "ye"
+    assert output.outputs[0].finish_reason == "error"
 
 
 @pytest.mark.parametrize(

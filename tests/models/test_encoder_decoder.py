@@ -231,9 +231,9 @@ def tiny() -> Any:
 def test_a_prompt_that_the_encoder_cannot_read_is_refused(tiny):
     config = EngineConfig(block_size=8, max_num_seqs=2, max_num_batched_tokens=32)
     with LLM(tiny, config=config) as llm:
-        with pytest.raises(RequestTooLong, match=r"^the prompt of '#0' has 257 tokens; the model's encoder was made"):
+        with pytest.raises(RequestTooLong, match=r"^the prompt has 257 tokens; the model's encoder was made"):
             llm.generate([[1] * 257])
-        with pytest.raises(RequestTooLong, match=r"^the prompt of '#0' takes 40 slots; an encoder reads it in one"):
+        with pytest.raises(RequestTooLong, match=r"^the prompt takes 40 slots; an encoder reads it in one"):
             llm.generate([[1] * 33])
         with pytest.raises(Unsupported, match=r"^prompt_logprobs is given; the prompt is read by this model's encoder"):
             llm.generate([[1]], SamplingParams(prompt_logprobs=1))

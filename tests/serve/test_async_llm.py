@@ -117,7 +117,7 @@ def test_of_several_prompts_one_bad_one_starts_none(llm) -> None:
     async def ask() -> None:
         await llm.submit(["fine", [1, 999]], params_of(max_tokens=200))
 
-    with pytest.raises(InvalidInput, match=r"prompt token 1 of '#1' is outside the vocabulary"):
+    with pytest.raises(InvalidInput, match=r"^prompts\[1\]: prompt token 1 is outside the vocabulary"):
         asyncio.run(ask())
     assert is_idle(llm)
 
@@ -149,6 +149,26 @@ def test_a_device_that_keeps_failing_ends_the_requests_with_its_error_and_is_tri
     with pytest.raises(PoolLost, match="gone"):
         asyncio.run(outputs_of(llm, PROMPTS[0]))
     assert asyncio.run(outputs_of(llm, PROMPTS[3]))[-1].outputs[0].text == expected[3]
+    assert is_idle(llm)
+
+
+def test_requests_survive_the_sleep_of_their_engine(llm, expected) -> None:
+    async def ask() -> list[str]:
+        updates = llm.stream(PROMPTS[0], params_of())
+        text = (await anext(updates)).new.text
+        llm.llm.engine.sleep()
+        later = asyncio.create_task(outputs_of(llm, PROMPTS[1]))
+        cancelled = asyncio.create_task(outputs_of(llm, PROMPTS[2]))
+        while llm.num_unfinished < 3:
+            await asyncio.sleep(0.01)
+        cancelled.cancel()
+        while llm.num_unfinished > 2:
+            await asyncio.sleep(0.01)
+        llm.llm.engine.wake()
+        text += "".join([update.new.text async for update in updates])
+        return [text, (await later)[-1].outputs[0].text]
+
+    assert asyncio.run(ask()) == expected[:2]
     assert is_idle(llm)
 
 

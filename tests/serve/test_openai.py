@@ -145,6 +145,56 @@ def test_logprobs_come_with_tokens_and_offsets_also_of_an_echoed_prompt(client) 
     )
 
 
+def test_offsets_of_a_stream_are_those_of_the_whole_answer(client) -> None:
+    asked = {"prompt": ["The list", "A string"], "logprobs": 1, "n": 2, "seed": 3, **GREEDY, "temperature": 1}
+
+    whole, events = client.completions.create(**asked), list(client.completions.create(**asked, stream=True))
+
+    for choice in whole.choices:
+        parts = [each.choices[0].logprobs for each in events if each.choices[0].index == choice.index]
+        assert [at for part in parts if part for at in part.text_offset] == choice.logprobs.text_offset
+
+
+def test_an_echoed_prompt_of_token_ids_is_text(client, server) -> None:
+    ids = server.llm.llm.tokenizer.encode("The for statement", add_special_tokens=False)
+
+    answer = client.completions.create(prompt=ids, echo=True, logprobs=0, **GREEDY).choices[0]
+    cut = client.completions.create(
+        prompt="The for statement", echo=True, extra_body={"truncate_prompt_tokens": 1}, **GREEDY
+    ).choices[0]
+
+    assert answer.text.startswith("The for statement")
+    assert answer.logprobs.tokens[0] == "The"
+    assert "".join(answer.logprobs.tokens) == answer.text
+    assert answer.logprobs.text_offset[1] == 3
+    assert cut.text.startswith(" statement")
+
+
+def test_log_probabilities_of_a_prompt_come_with_the_answer_and_not_with_a_stream(client, server) -> None:
+    asked: dict[str, Any] = {**GREEDY, "extra_body": {"prompt_logprobs": 1}}
+    params = SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=1)
+
+    completion = client.completions.create(prompt=["The list", "A string"], **asked)
+    chat = client.chat.completions.create(messages=MESSAGES, **asked)
+
+    for choice, output in zip(
+        completion.choices, server.llm.llm.generate(["The list", "A string"], params), strict=True
+    ):
+        assert choice.prompt_logprobs[0] is None
+        for found, expected in zip(choice.prompt_logprobs[1:], output.prompt_logprobs[1:], strict=True):
+            assert {int(token): each["logprob"] for token, each in found.items()} == pytest.approx(
+                {token: each.logprob for token, each in expected.items()}
+            )
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    for create in (
+        functools.partial(client.completions.create, prompt="x"),
+        functools.partial(client.chat.completions.create, messages=MESSAGES),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            create(stream=True, **asked)
+        assert error.value.param == "prompt_logprobs"
+
+
 def test_a_chat_goes_through_the_template_with_its_tools(client, server) -> None:
     tools: Any = [{"type": "function", "function": {"name": "weather"}}]
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "What is a list?"}]}]
@@ -220,6 +270,8 @@ def test_models_are_listed(client) -> None:
         ({"prompt": []}, openai.BadRequestError, "prompt"),
         ({"prompt": [99999]}, openai.BadRequestError, "prompt"),
         ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"extra_body": {"prompt_logprobs": -1}}, openai.BadRequestError, "prompt_logprobs"),
+        ({"extra_body": {"structured_outputs": {"regexp": "a"}}}, openai.BadRequestError, "structured_outputs"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
     ],
 )
@@ -228,6 +280,33 @@ def test_a_bad_field_is_named(client, changes, error, param) -> None:
         client.completions.create(**({"prompt": "x", **GREEDY} | changes))
 
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            [1] * 300,
+            (
+                "prompt: the request needs 308 tokens (300 prompt + 8 new); this engine's max_model_len is 256. "
+                "Shorten the prompt or lower max_tokens."
+            ),
+        ),
+        ([[1], [1] * 300], "prompt: prompts[1]: the request needs 308 tokens (300 prompt + 8 new); this engine's"),
+        ([[1], [99999]], "prompts[1]: prompt token 0 is outside the vocabulary; ids are 0 to 2047."),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named_by_its_field_and_place(client, prompt, message) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt=prompt, **GREEDY)
+
+    assert caught.value.param == "prompt"
+    assert caught.value.body["message"].startswith(message)
+
+
+def test_a_long_conversation_is_named_by_its_field_and_the_limit(client) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"messages: the request needs \d+ tokens .* max_model_len is 256"):
+        client.chat.completions.create(messages=[{"role": "user", "content": "long " * 200}], **GREEDY)
 
 
 def test_a_wrong_key_is_refused(server) -> None:

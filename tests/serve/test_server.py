@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -52,11 +53,23 @@ def test_what_runs_is_finished_after_sigterm(tmp_path) -> None:
         process.wait()
 
 
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        assert main(["serve", "/nowhere", "--port", str(port)]) == 2
+
+    assert f"jattn: nothing can listen at host '127.0.0.1' and port {port}: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["/nowhere"], "jattn: folder is '/nowhere'; it is not an existing folder."),
         (["--api-key-file", "/nowhere"], "jattn: api_key_file '/nowhere' cannot be read: "),
+        (["--port", "99999"], "jattn: port is 99999; it must be from 0 to 65535."),
+        (["--host", "192.0.2.1"], "jattn: nothing can listen at host '192.0.2.1' and port 8000: "),
+        (["--drain-seconds", "-1"], "jattn: drain_seconds is -1; it must be an int of at least 0."),
         (["--max-body-bytes", "0"], "jattn: max_body_bytes is 0; it must be an int of at least 1."),
         (["--max-num-seqs", "0"], "jattn: max_num_seqs is 0; it must be from 1 to 65536."),
     ],

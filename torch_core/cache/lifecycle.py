@@ -35,21 +35,22 @@ _MAX_ID_CHARACTERS = 1024
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
 
 
-def check_admission(state: CacheState, seq_id: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
+def check_admission(state: CacheState, seq_id: str | None, num_prompt_tokens: int, max_new_tokens: int) -> None:
     """Refuses a request that can never fit; see `CacheManager.check_admission`."""
-    check_int(f"num_prompt_tokens of {seq_id!r}", num_prompt_tokens, 1)
-    check_int(f"max_new_tokens of {seq_id!r}", max_new_tokens, 0)
+    name = "the request" if seq_id is None else repr(seq_id)
+    check_int(f"num_prompt_tokens of {name}", num_prompt_tokens, 1)
+    check_int(f"max_new_tokens of {name}", max_new_tokens, 0)
     total = num_prompt_tokens + max_new_tokens
     config = state.config
     width = max(-(-total // group.block_size) for group in state.groups)
     asked = f"({num_prompt_tokens:,} prompt + {max_new_tokens:,} new tokens)"
     if config.max_blocks_per_seq is not None and width > config.max_blocks_per_seq:
         raise RequestTooLong(
-            f"{seq_id!r} needs {width} blocks {asked}; a block table has {config.max_blocks_per_seq} columns."
+            f"{name} needs {width} blocks {asked}; a block table has {config.max_blocks_per_seq} columns."
         )
     needed = sum(group.most_blocks(total, config.max_step_tokens) for group in state.groups)
     if needed > config.capacity:
-        raise RequestTooLong(f"{seq_id!r} needs {needed} blocks {asked}; the pool can ever give {config.capacity}.")
+        raise RequestTooLong(f"{name} needs {needed} blocks {asked}; the pool can ever give {config.capacity}.")
 
 
 def add(

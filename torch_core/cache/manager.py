@@ -81,8 +81,12 @@ class CacheManager:
 
     # Sequences
 
-    def check_admission(self, seq_id: str, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    def check_admission(self, seq_id: str | None, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Refuses a request that could never finish, even alone in an empty pool. Needs no lock: sizes never change.
+
+        Args:
+            seq_id: what errors call it; None for one whose name says nothing to who reads them.
+            num_prompt_tokens, max_new_tokens: how long it is, and how much longer it may grow.
 
         Raises:
             RequestTooLong: it needs more blocks than the pool or its block table has.
