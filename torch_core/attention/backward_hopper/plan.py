@@ -59,7 +59,7 @@ def hopper_backward_plan(
         "row_stats": stats,
         "d_query_sums": ArraySpec((heads * tiles, block_m * head_size), "float32"),
     }
-    if call.deterministic:
+    if call.deterministic or tile.always_in_turns:
         scratch["turns"] = ArraySpec((heads * tiles,), "int32")
     outputs = call.outputs()
     if "d_sinks" in outputs:
