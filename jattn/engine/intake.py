@@ -106,7 +106,7 @@ class Intake:
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput(f"salt must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None.")
         if (keep := params.truncate_prompt_tokens) is not None:
-            longest = self._max_encoder_len or self.max_model_len - 1
+            longest = self._longest_encoder_input if self._decoder_start else self.max_model_len - 1
             tokens = tokens[-min(keep if keep > 0 else longest, longest) :]
         encoder_tokens, num_slots = (), 0
         if self._decoder_start:
@@ -182,8 +182,16 @@ class Intake:
             )
         return num_slots
 
+    @property
+    def _longest_encoder_input(self) -> int:
+        """Tokens that the model takes and that one step reads, in whole blocks."""
+        block_size = self._config.block_size
+        return min(self._max_encoder_len, self._config.max_num_batched_tokens // block_size * block_size)
+
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks what depends on the model and the engine."""
+        if params.stop and self._tokenizer is None:
+            raise InvalidInput("stop is given, but there is no tokenizer that makes the text to find it in.")
         limits = {"logprobs": self._config.max_logprobs, "prompt_logprobs": self._config.max_logprobs}
         for name, most in limits.items():
             if (getattr(params, name) or 0) > most:

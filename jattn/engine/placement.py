@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.engine.config import EngineConfig
-from jattn.models import Decoder, PagedModel, TensorParallel, shard_model
+from jattn.models import Decoder, PagedModel, TensorParallel, put_whole, shard_model
 from jattn.parallel import Peers
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
@@ -50,10 +50,7 @@ class Placement:
 
     def put(self, array: np.ndarray) -> jax.Array:
         """Returns an array of the host on every device, committed there."""
-        if self.mesh is None:
-            return jax.device_put(array, next(iter(jnp.zeros(()).devices())))
-        # Not device_put, which compares the values of all processes.
-        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, PartitionSpec()), lambda _: array)
+        return put_whole(array, self.whole or jnp.zeros(()).sharding)
 
     def peers(self) -> Peers | None:
         """Allocates what the devices sum small arrays with; None where XLA sums all, see `jattn.parallel.Peers`."""

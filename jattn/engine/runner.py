@@ -91,7 +91,8 @@ class ModelRunner:
         self._num_seqs, self._num_tokens = _buckets(config)
         self._query_lens = None
         if not ragged and not config.batch_invariant:
-            largest = self._num_tokens.largest
+            longest = max(max_blocks * config.tokens_per_block, model.paged_spec.max_encoder_len)
+            largest = min(self._num_tokens.largest, longest)
             self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
         self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config, layers)
         self._vocab_size = model.paged_spec.vocab_size
@@ -355,6 +356,9 @@ class ModelRunner:
                 takes_all = longest == smallest and num_tokens == self._num_tokens.largest
                 num_seqs = most if takes_all else min(most, 2 * num_tokens // longest)
                 yield Bucket(num_seqs, num_tokens, longest, sampler, num_encoder_blocks=self._num_encoder_blocks)
+                if num_seqs * longest <= num_tokens:
+                    # So many rows have no more.
+                    return
 
     def _encode_bucket(self, num_seqs: int, num_tokens: int, longest: int) -> Bucket:
         return replace(self._prefill_bucket(num_seqs, num_tokens, longest, self._plain), encodes=True)
@@ -375,6 +379,9 @@ class ModelRunner:
     def _prompt_buckets(self, sampler: Sampler) -> Iterator[Bucket]:
         for num_tokens in self._num_tokens.sizes:
             yield self._prefill_bucket(1, num_tokens, num_tokens, sampler)
+            if self._query_lens is not None and num_tokens >= self._query_lens.largest:
+                # One row has no more.
+                break
         if self._query_lens is not None and self._config.max_num_seqs > 1:
             for longest in self._query_lens.sizes:
                 yield from self._padded_buckets(longest, sampler)

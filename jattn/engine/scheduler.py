@@ -288,6 +288,8 @@ class Scheduler:
         elif seq_id in self._to_resume:
             request.num_computed_tokens = self._whole(request, self._cache.resume(seq_id))
             self._to_resume.remove(seq_id)
+            # Others may have computed its prompt meanwhile.
+            self._fork(request)
         elif seq_id not in self._registered:
             # What an encoder makes of a token depends on all others, so blocks are shared by equal inputs alone.
             found = self._add(request, repr(request.encoder_token_ids) if request.encoder_token_ids else "")

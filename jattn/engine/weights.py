@@ -8,12 +8,11 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jattn.engine.draft import WithDraft
-from jattn.models import Decoder, ParameterShards, TensorParallel, parameter_shards
+from jattn.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -92,7 +91,7 @@ class Weights:
                 bring = functools.partial(shards[name].placed, leaf, cast(Any, old.sharding).mesh)
             else:
                 _check(name, leaf, old)
-                bring = functools.partial(_brought, leaf, old.sharding)
+                bring = functools.partial(put_whole, leaf, old.sharding)
             found[self._places[name]] = bring
         return found
 
@@ -107,7 +106,7 @@ class Weights:
             raise InvalidInput(f"scales must be of the model's {len(own) // 2} layers; {min(wrong)} is of one alone.")
         places = {self._places[name]: scale for name, scale in scales.items()}
         return {
-            place: functools.partial(_brought, scale, self.leaves[place].sharding) for place, scale in places.items()
+            place: functools.partial(put_whole, scale, self.leaves[place].sharding) for place, scale in places.items()
         }
 
     def brought(self, arrivals: Arrivals) -> list[jax.Array]:
@@ -136,12 +135,3 @@ def _check(name: str, leaf: Any, old: jax.Array | jax.ShapeDtypeStruct) -> None:
         raise InvalidInput(f"{name} is {what}; the model's is {old.dtype}{list(old.shape)}.")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise InvalidInput(f"{name} was donated or deleted; give the array that took its place.")
-
-
-def _brought(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable == sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
-    # Not device_put, which compares the values of all processes. A copy: XLA's CPU backend would go on reading the
-    # caller's own memory.
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda part: np.array(host[part]))

@@ -97,6 +97,11 @@ def load_model(
     Raises:
         InvalidInput: a file is missing, broken or contradicts another, or a model that cannot be cut so.
         Unsupported: a valid model that this build does not serve.
+
+    Example:
+        >>> model, config, tokenizer = load_model(embedded_model_folder())
+        >>> tokenizer.decode(tokenizer.encode("A list")), config.dtype
+        ('A list', 'float32')
     """
     if quantization is not None and mesh is not None:
         raise Unsupported(

@@ -50,6 +50,14 @@ def save_model(
     Raises:
         InvalidInput: dtype is not float32, bfloat16 or float16.
         Unsupported: no supported architecture stores this config.
+
+    Example:
+        >>> import os, tempfile
+        >>> from jattn.load import embedded_model_folder, load_model
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_model(folder, *load_model(embedded_model_folder()))
+        ...     sorted(os.listdir(folder))
+        ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json']
     """
     dtype = config.dtype if dtype is None else dtype
     codes = {str(stored): code for code, stored in STORED_DTYPES.items()}

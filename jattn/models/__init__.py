@@ -9,7 +9,14 @@ from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_spe
 from jattn.models.paged_model import EncoderModel, PagedModel, PagedSpec
 from jattn.models.parts import LatentConfig, MoEConfig, last_of_each_window
 from jattn.models.rope_scaling import RopeScaling
-from jattn.models.sharding import ParameterShards, decoder_of, parameter_shards, shard_model, tensor_parallel_of
+from jattn.models.sharding import (
+    ParameterShards,
+    decoder_of,
+    parameter_shards,
+    put_whole,
+    shard_model,
+    tensor_parallel_of,
+)
 from jattn.models.tensor_parallel import TensorParallel
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "logical_axes",
     "parameter_shards",
     "partition_specs",
+    "put_whole",
     "shard_model",
     "tensor_parallel_of",
 ]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
@@ -22,7 +22,7 @@ from jattn.models.tensor_parallel import TensorParallel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["ParameterShards", "decoder_of", "parameter_shards", "shard_model", "tensor_parallel_of"]
+__all__ = ["ParameterShards", "decoder_of", "parameter_shards", "put_whole", "shard_model", "tensor_parallel_of"]
 
 #: In the place of an element that a device has and the parameter has not: 0.
 _NONE = -1
@@ -64,10 +64,9 @@ class ParameterShards:
         several processes each gives the whole, or all give an array that is spread over them.
         """
         sharding = NamedSharding(mesh, self.spec)
-        on_devices = isinstance(array, jax.Array) and array.is_fully_addressable == sharding.is_fully_addressable
-        if self.order is None and on_devices:
-            return jax.device_put(array, sharding)
-        if not on_devices:
+        if self.order is None:
+            return put_whole(array, sharding)
+        if not _moves(array, sharding):
             take: Any = jnp.take if isinstance(array, jax.Array) else np.take
 
             def some(axis: int | None, places: np.ndarray) -> np.ndarray:
@@ -98,6 +97,17 @@ class ParameterShards:
             return found
 
         return jax.make_array_from_callback(self.cut_shape, NamedSharding(mesh, self.spec), part)
+
+
+def put_whole(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
+    """Returns an array as a sharding has it. Over several processes each gives the whole, or all one that is spread."""
+    if _moves(array, sharding):
+        return jax.device_put(array, sharding)
+    # A copy: XLA's CPU backend would go on reading the caller's own memory.
+    host = np.array(array)
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
 
 
 def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> TensorParallel:
@@ -173,6 +183,11 @@ def decoder_of(
     flat: Any = nnx.to_flat_state(state)
     filled = [(path, variable.replace(values[path])) for path, variable in flat]
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _moves(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
+    """Whether `device_put` is for it: from the host, or from one process to several, it compares all their values."""
+    return isinstance(array, jax.Array) and array.is_fully_addressable == sharding.is_fully_addressable
 
 
 def _arrays(model: Decoder) -> dict[ParameterPath, jax.Array]:

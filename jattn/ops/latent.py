@@ -57,6 +57,14 @@ def latent_request(
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here or does not serve the combination.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> cache = jnp.ones((2, 4, 8 + 2))  # 2 blocks of 4 tokens, of which a sequence has the second
+        >>> table, lens, starts = jnp.array([[1]]), jnp.array([3]), jnp.array([0, 1])
+        >>> options = {"kv_lora_rank": 8, "max_query_len": 1, "scale": 0.5}
+        >>> mla_attention(jnp.ones((1, 2, 10)), cache, table, lens, starts, **options).shape
+        (1, 2, 8)
     """
     return request_of(LatentCall, **locals(), attention_chunk=None, use_alibi_sqrt=False)
 
@@ -96,6 +104,12 @@ def write_latent_cache(
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> latents, keys, slots = jnp.ones((1, 2)), jnp.zeros((1, 1)), jnp.array([3])  # the second block's second slot
+        >>> write_latent_cache(latents, keys, jnp.zeros((2, 2, 3)), slots)[1].tolist()
+        [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     """
     call = LatentWriteCall(
         kv_c=kv_c,

@@ -51,6 +51,14 @@ def indexer_topk(
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
         Unsupported: the implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> keys = jnp.array([[0.0, 0.0], [3.0, 1.0]])[..., None]  # 2 blocks of 2 tokens, keys of one element
+        >>> table, lens, starts = jnp.array([[1]]), jnp.array([2]), jnp.array([0, 1])
+        >>> query, weights = jnp.ones((1, 1, 1)), jnp.ones((1, 1))
+        >>> indexer_topk(query, weights, keys, table, lens, starts, topk=3, scale=1.0, max_query_len=1).tolist()
+        [[0, 1, -1]]
     """
     check_int("topk", topk, 1)
     call = IndexerCall(
@@ -96,6 +104,15 @@ def _sparse(
     Raises:
         InvalidInput: as `mla_attention`; indices of another shape or dtype.
         Unsupported: as `mla_attention`; a window.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> cache = jnp.arange(8.0).reshape(2, 2, 2)  # 2 blocks of 2 tokens: latents 4 and 6 are the sequence's
+        >>> table, lens, starts = jnp.array([[1]]), jnp.array([2]), jnp.array([0, 1])
+        >>> options = {"kv_lora_rank": 1, "max_query_len": 1, "scale": 1.0}
+        >>> chosen = jnp.array([[1, -1]])
+        >>> sparse_mla_attention(jnp.ones((1, 1, 2)), cache, chosen, table, lens, starts, **options).tolist()
+        [[[6.0]]]
     """
     request, attend = latent_request(query, latent_cache, block_tables, seq_lens, query_start_loc, **options)
     call = cast(LatentCall[jax.Array], request)

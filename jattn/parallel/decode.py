@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jattn import ops
 from torch_core.calls import DenseCall, PagedCall, WriteCall
+from torch_core.calls.call import array_fields
 from torch_core.checks import check_int
 from torch_core.context_parallel import context_call, local_call, merge_parts
 from torch_core.errors import InvalidInput
@@ -90,11 +91,16 @@ def paged_attention(
     groups = _groups(axis_name, group_size)
     whole = call
     if split_heads:
-        names = ("query", "alibi_slopes")
-        given = {name: jnp.asarray(x) for name in names if (x := getattr(call, name)) is not None}
+        axes = {
+            name: field.dims.index("num_heads")
+            for name, field in array_fields(type(call)).items()
+            if "num_heads" in field.dims
+        }
+        # Sinks come in where parts are merged, and where the result goes is every device's own matter.
         gathered = {
-            name: jax.lax.all_gather(x, axis_name, axis=min(1, x.ndim - 1), tiled=True, axis_index_groups=groups)
-            for name, x in given.items()
+            name: jax.lax.all_gather(jnp.asarray(x), axis_name, axis=axes[name], tiled=True, axis_index_groups=groups)
+            for name, x in call.arrays().items()
+            if name in axes and name not in ("sinks", *call.written)
         }
         whole = replace(call, **gathered)
     if new is None:

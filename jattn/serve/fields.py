@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch_core.checks import shown
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
 __all__ = ["IGNORED", "SAMPLING", "Fields", "RequestError", "as_request_error", "is_prompt", "is_tokens"]
 
@@ -54,7 +54,7 @@ def as_request_error(error: Exception, *, default: str | None = None, grammar: s
     """
     if isinstance(error, RequestError):
         return error
-    if not isinstance(error, InvalidInput):
+    if not isinstance(error, InvalidInput | Unsupported):
         return RequestError(500, "the server failed on this request.", code="internal_error")
     if isinstance(error, RequestTooLong):
         named = str(error) if default is None else f"{default}: {error}"

@@ -69,8 +69,8 @@ def test_a_chained_program_feeds_each_call_with_the_result_of_the_one_before_and
 ) -> None:
     found = []
 
-    def jax_us(program, arguments, *, calls, rounds):
-        found.append((program(*arguments).item(), calls))
+    def jax_us(program, arguments, *, calls, rounds, donated):
+        found.append((program(*arguments, donated).item(), calls))
         return call_us
 
     monkeypatch.setattr(measure, "jax_us", jax_us)

@@ -30,13 +30,16 @@ KINDS = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 4, 1.0))
 
 
 @functools.cache
-def runner(ragged: bool, invariant: bool, guesses: int) -> tuple[ModelRunner, frozenset[Bucket]]:
+def runner(
+    ragged: bool, invariant: bool, guesses: int, max_blocks: int = 75, max_num_seqs: int = 24
+) -> tuple[ModelRunner, frozenset[Bucket]]:
     model = tiny_decoder()
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
     speculative = SpeculativeConfig(num_speculative_tokens=guesses) if guesses else None
-    config = EngineConfig(**SIZES, batch_invariant=invariant, speculative_config=speculative)
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": max_num_seqs}
+    config = EngineConfig(**sizes, batch_invariant=invariant, speculative_config=speculative)
     layers = group_layers(model.paged_spec.windows)
-    made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=ragged)
+    made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=max_blocks, ragged=ragged)
     return made, frozenset(made._all_buckets())
 
 
@@ -60,21 +63,23 @@ def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
 @pytest.mark.parametrize("guesses", [0, 3])
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize(("max_blocks", "max_num_seqs"), [(75, 24), (8, 24), (75, 3)])
 @settings(deadline=None)
 @given(data=st.data())
-def test_every_step_finds_its_program_compiled(invariant, ragged, guesses, data) -> None:
-    made, compiled = runner(ragged, invariant, guesses)
+def test_every_step_finds_its_program_compiled(max_blocks, max_num_seqs, invariant, ragged, guesses, data) -> None:
+    made, compiled = runner(ragged, invariant, guesses, max_blocks, max_num_seqs)
     kinds = st.integers(0, 2)
     num_steps = 1
     if data.draw(st.booleans(), label="decoding alone"):
         num_steps = 1 if guesses else data.draw(st.sampled_from([1, 4]))
-        guessed = data.draw(st.lists(st.integers(0, guesses), min_size=1, max_size=24))
+        guessed = data.draw(st.lists(st.integers(0, guesses), min_size=1, max_size=max_num_seqs))
         rows = [row_of(num_steps + some, data.draw(kinds), num_steps + some, some) for some in guessed]
     else:
-        lengths = data.draw(st.lists(st.integers(1, 300 // 24), min_size=1, max_size=23))
+        others = st.integers(1, min(300 // max_num_seqs, 4 * max_blocks))
+        lengths = data.draw(st.lists(others, max_size=max_num_seqs - 1))
         # Where rows are padded the scheduler keeps them within the budget.
         most = 300 - sum(lengths) if ragged or invariant else max(300 // (len(lengths) + 1), 1)
-        lengths.append(data.draw(st.integers(1, most)))
+        lengths.append(data.draw(st.integers(1, min(most, 4 * max_blocks))))
         rows = [row_of(length, data.draw(kinds), data.draw(st.integers(0, 1))) for length in lengths]
 
     bucket = made._bucket(ScheduledStep(tuple(rows), CommittedStep(step_id=0), num_steps))
@@ -88,3 +93,12 @@ def test_every_step_finds_its_program_compiled(invariant, ragged, guesses, data)
 @pytest.mark.parametrize(("ragged", "programs"), [(True, 24), (False, 60)])
 def test_there_are_few_programs(ragged, programs) -> None:
     assert len(runner(ragged, False, 0)[1]) == programs
+
+
+@pytest.mark.parametrize(("max_blocks", "max_num_seqs", "programs"), [(8, 24, 34), (75, 3, 40)])
+def test_no_program_is_for_longer_or_more_prompts_than_can_be(max_blocks, max_num_seqs, programs) -> None:
+    _, compiled = runner(False, False, 0, max_blocks, max_num_seqs)
+
+    longest = {bucket.max_query_len for bucket in compiled if bucket.num_seqs > 1}
+    assert max(longest) == min(300, 4 * max_blocks)
+    assert len(compiled) == programs

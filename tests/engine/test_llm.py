@@ -191,6 +191,8 @@ def test_text_needs_a_tokenizer(llm) -> None:
 
     with pytest.raises(InvalidInput, match=r"no tokenizer.json; pass prompts as lists of token ids"):
         bare.generate("text", GREEDY)
+    with pytest.raises(InvalidInput, match=r"^stop is given, but there is no tokenizer that makes the text"):
+        bare.generate([1, 2], replace(GREEDY, stop="a"))
 
 
 def test_an_int_or_a_key_is_the_source_of_all_seeds(llm) -> None:

@@ -335,3 +335,21 @@ def test_the_next_of_a_group_computes_the_prompt_when_the_first_is_gone() -> Non
 
     assert bench.step() == {"b": 22}
     assert not bench.scheduler._first_of.keys() - bench.scheduler._prompts.values()
+
+
+def test_samples_that_waited_for_room_share_what_another_request_computed_meanwhile() -> None:
+    bench = Bench(num_blocks=5, max_num_batched_tokens=32, enable_prefix_caching=True)
+    prompt = tuple(range(12))
+    bench.add_prompt("before", prompt, max_tokens=4)
+    samples = tuple(bench.add_prompt(name, prompt[:9], max_tokens=3, order=1) for name in ("first", "second"))
+    samples[0].followers.append(samples[1])
+    for index, sample in enumerate(samples):
+        sample.index, sample.samples = index, samples
+
+    # Its blocks were promised to the samples, which found no room for the rest.
+    assert bench.step() == {"before": 12}
+    while bench.scheduler.num_unfinished:
+        bench.step()
+
+    assert [sample.finish_reason or sample.end_reason for sample in samples] == ["length"] * 2
+    assert bench.cache.stats().used == 0

@@ -241,6 +241,16 @@ def test_a_prompt_that_the_encoder_cannot_read_is_refused(tiny):
             llm.generate([[1] * 9], SamplingParams(max_tokens=40))
 
 
+def test_a_prompt_is_truncated_to_what_the_encoder_reads_in_one_step(tiny):
+    config = EngineConfig(block_size=8, max_num_seqs=2, max_num_batched_tokens=36)
+    prompt = list(range(1, 100))
+
+    with LLM(tiny, config=config) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, truncate_prompt_tokens=-1))
+
+    assert output.prompt_token_ids == tuple(prompt[-32:])
+
+
 def test_a_generation_starts_with_the_tokens_that_the_folder_forces(tmp_path, seed):
     folder = write_checkpoint(tmp_path, "BartForConditionalGeneration", 0, seed)
     raw = read_object(folder, "config.json") | {"decoder_start_token_id": 2, "forced_bos_token_id": 5}

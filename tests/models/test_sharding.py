@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.models import (
     DEFAULT_RULES,
@@ -21,6 +21,7 @@ from jattn.models import (
     logical_axes,
     parameter_shards,
     partition_specs,
+    put_whole,
     shard_model,
 )
 from jattn.nn import MultiHeadAttention
@@ -181,3 +182,17 @@ def test_a_decoder_that_cannot_be_cut_is_refused_with_the_number(case: str) -> N
     changes, rules, message = REFUSED[case]
     with pytest.raises(InvalidInput, match=f"^{message}"):
         parameter_shards(tiny_config(**changes), TensorParallel(size=4, rules=rules))
+
+
+@pytest.mark.parametrize("spec", [None, (), ("tp",)])
+@on_four_devices
+def test_a_hosts_array_is_copied_by_an_explicit_transfer(spec: tuple[str, ...] | None) -> None:
+    place = jnp.zeros(()).sharding if spec is None else NamedSharding(mesh("auto"), PartitionSpec(*spec))
+    host = np.arange(8, dtype=np.int32)
+
+    with jax.transfer_guard("disallow"):
+        put = put_whole(host, place)
+    host[:] = -1
+
+    assert put.sharding == place
+    assert np.asarray(put).tolist() == list(range(8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from jattn.serve.fields import as_request_error
 from jattn.serve.protocol import parse_chat, parse_completion
+from torch_core.errors import Unsupported
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 50}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -21,6 +23,13 @@ def test_without_defaults_they_are_openais() -> None:
 
     assert (completion.temperature, completion.top_p, completion.max_tokens) == (1, 1, 16)
     assert chat.max_tokens is None
+
+
+def test_what_the_model_does_not_serve_is_the_clients_to_leave_out() -> None:
+    error = as_request_error(Unsupported("prompt_logprobs is given; nothing predicts the prompt."), default="prompt")
+
+    assert (error.status, error.param) == (400, "prompt_logprobs")
+    assert as_request_error(RuntimeError("inside")).status == 500
 
 
 def test_a_salt_of_any_text_separates() -> None:
