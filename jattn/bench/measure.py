@@ -61,8 +61,8 @@ def num_pools(pool_bytes: int) -> int:
 def rest() -> None:
     """Lets the device's power limit forget what ran before.
 
-    Clocks fall under load and recover in idle: a kernel that is timed second, at once, takes up to 1.12 times as long as
-    when it is first.
+    Clocks fall under load and recover in idle: a kernel that is timed second, at once, takes up to 1.12 times as long
+    as when it is first.
     """
     time.sleep(_REST_SECONDS)
 
