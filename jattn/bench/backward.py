@@ -62,6 +62,7 @@ def run(
         if others:
             columns["FA2 SDPA dropout"] = lambda batches: step.sdpa("flash", batches[0], dropout)
     if passes != "forward":
+        columns[f"{OURS} in any order"] = in_graph(lambda batch: step.ours(_any_order(batch), ops.run))
         columns[f"{OURS} portable"] = in_graph(lambda batch: step.ours(dense_call(batch), _portable))
     if others:
         columns["cuDNN in JAX"] = lambda batches: step.in_jax(batches[0], _cudnn)
@@ -177,6 +178,10 @@ def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs the backward kernels for every GPU, whatever the plan of the call would be."""
     plan = backward_plan(call.map(array_spec), device_limits(call.query.device))
     return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
+
+
+def _any_order(batch: Any) -> DenseCall[torch.Tensor]:
+    return dataclasses.replace(dense_call(batch), deterministic=False)
 
 
 def _dropping(batch: Any, rate: float) -> DenseCall[torch.Tensor]:

@@ -24,6 +24,7 @@ __all__ = [
     "matmul_flops",
     "num_pools",
     "require_cuda",
+    "rest",
 ]
 
 # Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
@@ -37,6 +38,7 @@ _MAX_POOLS = 64
 _WARM_UP_RUNS = 5
 # Programs of a short and of a long row.
 _RUNS_IN_FLIGHT = (4, 16)
+_REST_SECONDS = 0.3
 
 
 def require_cuda(name: str) -> None:
@@ -54,6 +56,15 @@ def require_cuda(name: str) -> None:
 def num_pools(pool_bytes: int) -> int:
     """Returns how many pools of this size a rotation needs so that each is cold when its turn comes."""
     return max(2, min(_MAX_POOLS, -(-_COLD_BYTES // max(1, pool_bytes))))
+
+
+def rest() -> None:
+    """Lets the device's power limit forget what ran before.
+
+    Clocks fall under load and recover in idle: a kernel that is timed second, at once, takes up to 1.12 times as long
+    as when it is first.
+    """
+    time.sleep(_REST_SECONDS)
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], *, rounds: int = 9) -> float:

@@ -63,6 +63,7 @@ class Session:
         """
         times: dict[str, float] = {}
         for name, timed in columns.items():
+            measure.rest()
             try:
                 times[name] = timed(batches)
             except Exception as error:

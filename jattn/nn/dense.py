@@ -65,6 +65,7 @@ def attention_fn(
     rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     lengths: jax.Array | None = None,
     key_lengths: jax.Array | None = None,
+    deterministic_gradients: bool = True,
     implementation: str | None = None,
     force_fp32_for_softmax: bool = True,
     qk_attn_weights_einsum: None = None,
@@ -92,6 +93,7 @@ def attention_fn(
         rope: `nnx.RoPE`, or any function of x[heads, tokens, head_size] and positions[tokens].
         lengths, key_lengths: int32[batch...], real tokens of each row, the rest being padding; outputs of padding are
             0. `key_lengths` is `lengths` where queries and keys are equally many.
+        deterministic_gradients: `deterministic` of `jattn.attention`; here that is flax's word for no dropout.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
         force_fp32_for_softmax: the softmax is float32 whatever this says.
         qk_attn_weights_einsum, attn_weights_value_einsum: None.
@@ -142,6 +144,7 @@ def attention_fn(
         dropout=dropout,
         sow=None if module is None else _sow(module, batch_dims),
         precision=precision,
+        deterministic_gradients=deterministic_gradients,
         implementation=implementation,
         causal=is_causal,
         **options,
@@ -161,6 +164,7 @@ def dense_attention(
     dropout: Dropout | None,
     sow: Callable[[jax.Array], None] | None,
     precision: Any,
+    deterministic_gradients: bool,
     implementation: str | None,
     **options: Any,
 ) -> jax.Array:
@@ -213,6 +217,7 @@ def dense_attention(
         keys.start_loc,
         max_query_len=length,
         max_key_len=key_length,
+        deterministic=deterministic_gradients,
         implementation=implementation,
         **options,
     )

@@ -47,6 +47,7 @@ class MultiHeadLatentAttention(nnx.Module):
         dtype, param_dtype, kernel_init: as flax's.
         k_scale: what a unit of an 8-bit cache is worth, where `kv_scales` does not say it.
         kv_chunk_size, implementation: see `jattn.mla_attention`.
+        deterministic_gradients: gradients have the same bits every time; without it, some kernels are faster.
         rngs: source of the initial values.
 
     Attributes:
@@ -86,6 +87,7 @@ class MultiHeadLatentAttention(nnx.Module):
         kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008
         k_scale: float | None = None,
         kv_chunk_size: int | None = None,
+        deterministic_gradients: bool = True,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -117,6 +119,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.dtype = dtype
         self.k_scale = k_scale
         self.kv_chunk_size = kv_chunk_size
+        self.deterministic_gradients = deterministic_gradients
         self.implementation = implementation
 
         def linear(inner: int, outer: int, *, bias: bool = False) -> nnx.Linear:
@@ -234,8 +237,8 @@ class MultiHeadLatentAttention(nnx.Module):
         k_nope, value = jnp.split(expanded, [self.qk_nope_head_dim], axis=-1)
         k_pe = jnp.broadcast_to(k_pe[:, None], (*k_nope.shape[:2], self.qk_rope_head_dim))
         key = jnp.concatenate([k_nope, k_pe], axis=-1)
-        options = {"scale": self.scale, "implementation": self.implementation}
-        return ops.attention(query, key, value, starts, max_query_len=max_query_len, **options)
+        options = {"deterministic": self.deterministic_gradients, "implementation": self.implementation}
+        return ops.attention(query, key, value, starts, max_query_len=max_query_len, scale=self.scale, **options)
 
     def _absorbed(
         self, query: jax.Array, cache: jax.Array, metadata: AttentionMetadata, chosen: jax.Array | None = None

@@ -33,6 +33,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         max_length: tokens of a sequence that the cache can hold; needed for `decode`.
         block_size: tokens of a block of it.
         kv_cache_dtype: of its elements; that of the keys by default.
+        deterministic_gradients: gradients have the same bits every time; without it, some kernels are faster.
 
     Example:
         >>> layer = MultiHeadAttention(num_heads=2, decode=True, max_length=16)
@@ -55,6 +56,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     max_length: int | None = None
     block_size: int = 16
     kv_cache_dtype: Any = None
+    deterministic_gradients: bool = True
 
     @linen.compact
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -121,6 +123,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 input_positions=input_positions,
                 rope=self.rope,
                 lengths=lengths,
+                deterministic_gradients=self.deterministic_gradients,
                 **core.options,
             )
         else:

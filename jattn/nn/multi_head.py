@@ -56,6 +56,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             layer's cache and writes none.
         kv_cache_dtype: of a held cache; the dtype of the computation by default.
         k_scale, v_scale: what a unit of an 8-bit cache is worth.
+        deterministic_gradients: gradients have the same bits every time; without it, some kernels are faster.
         attention_fn: refused unless it is flax's default or `jattn.attention_fn`.
         rngs: source of the initial values, and of dropout.
         **options: flax's other arguments; how scores are masked, scaled and biased and `implementation`, as in
@@ -92,6 +93,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         kv_cache_dtype: Any = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        deterministic_gradients: bool = True,
         attention_fn: Callable[..., jax.Array] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -111,6 +113,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.attention_type = attention_type
         self.kv_sharing, self.kv_cache_dtype = kv_sharing, kv_cache_dtype
         self.k_scale, self.v_scale = k_scale, v_scale
+        self.deterministic_gradients = deterministic_gradients
         if kv_sharing:
             self.key, self.value, self.key_ln = nnx.data(None), nnx.data(None), nnx.data(None)
 
@@ -208,6 +211,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 precision=self.precision,
                 module=self if sow_weights else None,
                 is_causal=is_causal,
+                deterministic_gradients=self.deterministic_gradients,
                 **lens,
                 **self.core.options,
                 **scores,

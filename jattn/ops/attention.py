@@ -176,6 +176,7 @@ def _dense(
     seq_causal: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_seeds: jax.Array | None = None,
+    deterministic: bool = True,
     out_dtype: jax.typing.DTypeLike | None = None,
     out_scale: float | jax.Array | None = None,
     implementation: str | None = None,
@@ -197,6 +198,7 @@ def _dense(
             the share that stays. The LSE is without it.
         dropout_seeds: int32[num_seqs, num_heads, 2], any numbers; `jattn.dropout_seeds` draws them. Which weights go is
             a function of seed, query and key position (`torch_core.calls.dropout`), the same by every implementation.
+        deterministic: static, gradients have the same bits every time; without it, some kernels are faster.
 
     Returns:
         float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with

@@ -19,7 +19,7 @@ from torch_core import ops
 from torch_core.attention.backward_hopper.plan import hopper_backward_plan
 from torch_core.attention.backward_hopper.tiles import HopperBackwardTile
 from torch_core.calls import DenseBackwardCall
-from torch_core.plan.plan import DeviceLimits
+from torch_core.plan.plan import DeviceLimits, OperationPlan
 from torch_core.run import array_spec
 from torch_core.specs import AttentionSpec
 
@@ -29,9 +29,13 @@ _HEAD_SIZES = [(64, 64), (128, 128), (192, 128), (256, 256)]
 def _run(
     call: DenseBackwardCall[torch.Tensor], seed: int, tile: HopperBackwardTile | None = None
 ) -> dict[str, torch.Tensor]:
+    return run_emulated_operation(_plan(call, tile), call.arrays(), seed)
+
+
+def _plan(call: DenseBackwardCall[torch.Tensor], tile: HopperBackwardTile | None = None) -> OperationPlan:
     plan = hopper_backward_plan(call.map(array_spec), DeviceLimits(), tile=tile)
     assert plan is not None
-    return run_emulated_operation(plan, call.arrays(), seed)
+    return plan
 
 
 @pytest.mark.parametrize(("head_sizes", "draw"), [*((sizes, 0) for sizes in _HEAD_SIZES), ((256, 256), 1)])
@@ -51,6 +55,14 @@ def test_gradients_of_many_random_problems_are_as_exact_as_torch_in_its_dtype(
 ) -> None:
     case = hopper_backward_case(seed, head_sizes, small=draw % 8 > 0)
     call = backward_call(poisoned(case), ops.run, with_d_lse=bool(draw % 2))
+    assert_poisoned_match(case, call, _run(call, seed))
+
+
+@pytest.mark.parametrize("head_sizes", [(64, 64), (192, 128)])
+def test_gradients_of_queries_may_be_added_up_in_any_order(head_sizes: tuple[int, int], seed: int) -> None:
+    case = hopper_backward_case(seed, head_sizes, small=True)
+    call = replace(backward_call(poisoned(case), ops.run, with_d_lse=False), deterministic=False)
+    assert "turns" not in dict(_plan(call).scratch)
     assert_poisoned_match(case, call, _run(call, seed))
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jattn import attention, dropout_seeds
-from jattn.nn import attention_fn
+from jattn import attention, dropout_seeds, ops
+from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, attention_fn
+from jattn.nn.linen import MultiHeadAttention as LinenMultiHeadAttention
 from torch_core.calls import keep_factor, keep_mask
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -125,6 +126,36 @@ def test_the_default_differentiates_what_its_kernels_do_not(seed: int, monkeypat
     assert close(jax.grad(loss)(bias, None), jax.grad(loss)(bias, "xla"))
     with pytest.raises(Unsupported, match="relative_bias has a derivative, which implementation 'torch' does not"):
         jax.grad(loss)(bias, "torch")
+
+
+@pytest.mark.parametrize("module", ["attention_fn", "nnx", "linen", "latent"])
+def test_gradients_may_be_added_up_in_any_order_where_a_module_says_so(
+    module: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def noting(*args: Any, deterministic: bool, **options: Any) -> jax.Array:
+        asked.append(deterministic)
+        return attention(*args, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(ops, "attention", noting)
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(2, 4, 16)), jnp.float32)
+    for order in ({}, {"deterministic_gradients": False}):
+        options: dict[str, Any] = {"implementation": "torch", **order}
+        if module == "attention_fn":
+            attention_fn(*arrays(seed), **options)
+        elif module == "linen":
+            layer = LinenMultiHeadAttention(num_heads=2, **options)
+            layer.apply(layer.init(jax.random.key(0), x), x)
+        elif module == "nnx":
+            MultiHeadAttention(num_heads=2, in_features=16, **options, decode=False, rngs=nnx.Rngs(0))(x)
+        else:
+            sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+            MultiHeadLatentAttention(num_heads=2, in_features=16, **sizes, **options, rngs=nnx.Rngs(0))(x)
+    half = len(asked) // 2
+    assert half > 0
+    assert all(asked[:half])
+    assert not any(asked[half:])
 
 
 def test_padding_holds_anything_and_gives_zeros(seed: int) -> None:

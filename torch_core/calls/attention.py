@@ -300,6 +300,8 @@ class DenseCall(AttentionCall[A]):
             knows nothing of it.
         max_key_len: an upper bound on the key lengths; None for what the arrays allow.
         dropout_rate: the share of weights that go, to a multiple of 2^-16; above 0 with `dropout_seeds`.
+        deterministic: gradients have the same bits every time; without it, the Hopper kernels add to the queries'
+            gradient in any order, and are faster.
     """
 
     name: ClassVar[str] = "attention"
@@ -310,6 +312,7 @@ class DenseCall(AttentionCall[A]):
     dropout_seeds: Int32[A, "num_seqs num_heads 2"] | None = None
     max_key_len: int | None = None
     dropout_rate: float = 0.0
+    deterministic: bool = True
 
     @property
     def drops(self) -> bool:

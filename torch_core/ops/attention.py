@@ -149,6 +149,7 @@ def dense_call(
     seq_causal: Tensor | None = None,
     dropout_rate: float = 0.0,
     dropout_seeds: Tensor | None = None,
+    deterministic: bool = True,
 ) -> DenseCall[Tensor]:
     """Attends packed sequences of unequal length: encoders, cross attention, prefill without a cache.
 
@@ -174,6 +175,7 @@ def dense_call(
         seq_causal: bool `[num_seqs]`, overrides `spec.causal`.
         dropout_rate: the share of softmax weights that go; the others are divided by what stays.
         dropout_seeds: int32 `[num_seqs, num_heads, 2]`, any numbers; see `torch_core.calls.dropout`.
+        deterministic: `attention_backward` gives the same bits every time; without it, some kernels are faster.
 
     Returns:
         The output, and the log-sum-exp where it is asked for; see `paged_attention`.
@@ -201,13 +203,14 @@ def dense_call(
         seq_causal=seq_causal,
         dropout_rate=dropout_rate,
         dropout_seeds=dropout_seeds,
+        deterministic=deterministic,
     )
 
 
 def attention_backward(
     *args: Any, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """Differentiates `attention`, deterministically; see `torch_core.calls.DenseBackwardCall`.
+    """Differentiates `attention`; see `torch_core.calls.DenseBackwardCall`.
 
     Args:
         *args: the arrays that `attention` was given.

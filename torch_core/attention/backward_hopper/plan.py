@@ -22,6 +22,7 @@ __all__ = ["hopper_backward_plan"]
 _ARRAYS = frozenset(
     ("query", "key", "value", "sinks", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc")
 )
+_WRITTEN = ("d_query_sums", "turns", "d_key", "d_value")
 # Shorter sequences leave too much of a tile of keys without work, and narrower windows both edges in one tile.
 _MIN_LEN = 256
 _MIN_WINDOW = 256
@@ -57,8 +58,9 @@ def hopper_backward_plan(
     scratch = {
         "row_stats": stats,
         "d_query_sums": ArraySpec((heads * tiles, block_m * head_size), "float32"),
-        "turns": ArraySpec((heads * tiles,), "int32"),
     }
+    if call.deterministic or tile.always_in_turns:
+        scratch["turns"] = ArraySpec((heads * tiles,), "int32")
     outputs = call.outputs()
     if "d_sinks" in outputs:
         scratch["sink_parts"] = ArraySpec((heads, tiles), "float32")
@@ -86,7 +88,7 @@ def hopper_backward_plan(
         **{f"{name.upper()}_STRIDES": _strides(outputs[name]) for name in ("d_query", "d_key", "d_value")},
     }
     pointers: dict[str, Argument] = {
-        "sink_parts": ABSENT,
+        **dict.fromkeys(("sink_parts", "turns"), ABSENT),
         **{name: Pointer(name) for name in (*outputs, *scratch)},
         "query_tiles": count(tiles),
         "num_keys": count(call.key.shape[0]),
@@ -108,7 +110,7 @@ def hopper_backward_plan(
         # Not hot: in the steps at the mask's edge some state outside the products is spilled.
         make_launch(
             hopper_backward_kernel, call, (programs,), known, arguments={**pointers, **copies},
-            writes=("d_query_sums", "turns", "d_key", "d_value"), num_warps=4,
+            writes=tuple(name for name in _WRITTEN if name in (*outputs, *scratch)), num_warps=4,
         ),
         make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)),
     ]  # fmt: skip

@@ -17,7 +17,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
 
     The sums lie in memory as the matrix units leave them, so that a thread adds 16 bytes at a time. Tiles of keys add
     in their order, so that the bits are the same every time: programs start in that order and go from the last queries
-    to the first, so that a program finds the one before it a tile of queries ahead.
+    to the first, so that a program finds the one before it a tile of queries ahead. Without turns they add at once.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
@@ -46,12 +46,13 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
             if part == HEAD_SIZE // PART - 1:
                 for i in gl.static_range(WRITERS):
                     signal_room(step, steps, i)
-            if part == 0:
+            if part == 0 and gradients.turns is not None:
                 await_turn()
             _add(sums + part * (BLOCK_M * PART) + offsets, dq)
             if HEAD_SIZE // PART > 2:
                 _finish_part()
-        pass_turn()
+        if gradients.turns is not None:
+            pass_turn()
 
 
 @gluon.jit

@@ -60,7 +60,8 @@ def prepare_backward_kernel(
     stats = row_stats + place * (2 * BLOCK_M) + lanes
     tl.store(stats, tl.where(live, row_lse * LOG2E, float("inf")))
     tl.store(stats + BLOCK_M, delta)
-    tl.store(turns + place, 0)
+    if turns is not None:
+        tl.store(turns + place, 0)
     if sink_parts is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         weights = tl.math.exp2((sink - tl.where(live, row_lse, float("inf"))) * LOG2E)

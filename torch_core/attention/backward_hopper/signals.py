@@ -89,11 +89,12 @@ def take_turns(item, gradients, SHAPE: gl.constexpr):
 
     Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
     """
-    for step in range((item.end - item.start) * SHAPE.GROUP):
-        counter, tile = _turn_counter(step, item, gradients, SHAPE)
-        turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // SHAPE.BLOCK_N
-        _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
-        _barrier(_TURN, 1, "@p bar.sync $1, 192;")
+    if gradients.turns is not None:
+        for step in range((item.end - item.start) * SHAPE.GROUP):
+            counter, tile = _turn_counter(step, item, gradients, SHAPE)
+            turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // SHAPE.BLOCK_N
+            _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
+            _barrier(_TURN, 1, "@p bar.sync $1, 192;")
 
 
 @gluon.jit
@@ -102,16 +103,18 @@ def pass_turns(item, gradients, SHAPE: gl.constexpr):
 
     It falls at most one step behind the warpgroup that adds, which needs its word for a turn too.
     """
-    steps = (item.end - item.start) * SHAPE.GROUP
-    _barrier(_TURN, steps, "@p bar.arrive $1, 192;")
-    for step in range(steps):
-        counter, _ = _turn_counter(step, item, gradients, SHAPE)
-        _barrier(_TURN + 1, 1, "@p bar.sync $1, 160;")
-        _barrier(_TURN, step + 1 < steps, "@p bar.arrive $1, 192;")
-        _counter(
-            counter, 1,
-            "mov.u32 v, %laneid; setp.eq.u32 p, v, 0; fence.acq_rel.gpu; @p red.release.gpu.global.add.u32 [$1], $2;",
-        )  # fmt: skip
+    if gradients.turns is not None:
+        steps = (item.end - item.start) * SHAPE.GROUP
+        _barrier(_TURN, steps, "@p bar.arrive $1, 192;")
+        for step in range(steps):
+            counter, _ = _turn_counter(step, item, gradients, SHAPE)
+            _barrier(_TURN + 1, 1, "@p bar.sync $1, 160;")
+            _barrier(_TURN, step + 1 < steps, "@p bar.arrive $1, 192;")
+            _counter(
+                counter, 1,
+                "mov.u32 v, %laneid; setp.eq.u32 p, v, 0; fence.acq_rel.gpu; @p red.release.gpu.global.add.u32 [$1], "
+                "$2;",
+            )  # fmt: skip
 
 
 @gluon.jit
