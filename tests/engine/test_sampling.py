@@ -170,7 +170,7 @@ def test_a_prompts_logprobs_are_whole_also_when_its_first_sample_was_cancelled(l
     while llm.engine.num_unfinished:
         llm.engine.step()
 
-    found, wanted = ([list(each or {}) for each in of.prompt_logprobs] for of in (reader.output(), expected))
+    found, wanted = ([list(each or {}) for each in of.prompt_logprobs or ()] for of in (reader.output(), expected))
     assert found == wanted
 
 

@@ -301,7 +301,8 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_field_and_place(client, prom
         client.completions.create(prompt=prompt, **GREEDY)
 
     assert caught.value.param == "prompt"
-    assert caught.value.body["message"].startswith(message)
+    body: Any = caught.value.body
+    assert body["message"].startswith(message)
 
 
 def test_a_long_conversation_is_named_by_its_field_and_the_limit(client) -> None:

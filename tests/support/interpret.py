@@ -157,10 +157,10 @@ def _patch_lang_tensor(original: Any, tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
-def _splat(original: Any, block_type: Any, scalar: Any) -> Any:
+def _splat(original: Any, ret_ty: Any, arg: Any) -> Any:
     # What compares int32 has int32's type here.
-    is_condition = scalar.data.dtype == np.bool_
-    return original(block_type, interpreter.TensorHandle(scalar.data, tl.int1) if is_condition else scalar)
+    is_condition = arg.data.dtype == np.bool_
+    return original(ret_ty, interpreter.TensorHandle(arg.data, tl.int1) if is_condition else arg)
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
