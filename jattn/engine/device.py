@@ -45,7 +45,7 @@ class Device:
         runner: the model.
         in_turns: prompts and decoding have steps of their own.
         pads_rows: a step costs by its longest row times its rows.
-        single_steps: a program decodes one token of each sequence.
+        num_scheduler_steps: tokens of each sequence that a program decodes at most.
         channel: to the other processes that have parts of the same model; None where all is here.
         speculation: how guesses went.
         watchdog: of its steps.
@@ -56,7 +56,7 @@ class Device:
     runner: ModelRunner
     in_turns: bool
     pads_rows: bool
-    single_steps: bool
+    num_scheduler_steps: int
     speculation: SpeculationCounts
     watchdog: Watchdog
     channel: Channel | None = None
@@ -188,8 +188,19 @@ def open_device(
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     channel = shared_channel(mesh, config, {"model": (shape, spec, plan.num_blocks)})
     announce: Any = (lambda *_: None) if channel is None else channel.send
+    num_scheduler_steps = config.most_scheduler_steps
+    # Explicit steps are as many; to announce each to other processes takes the host longer.
+    if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
+        num_scheduler_steps = 1
     runner = ModelRunner(
-        model, pool, config, placement, layers, max_blocks=max_blocks, ragged=ragged, announce=announce
+        model,
+        pool,
+        replace(config, num_scheduler_steps=num_scheduler_steps),
+        placement,
+        layers,
+        max_blocks=max_blocks,
+        ragged=ragged,
+        announce=announce,
     )
     # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
     device = Device(
@@ -199,8 +210,7 @@ def open_device(
         in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
         # A batch-invariant step costs what the largest one does, whatever is in it.
         pads_rows=not (config.batch_invariant or ragged),
-        # Explicit steps are as many; to announce each to other processes takes the host longer.
-        single_steps=not config.num_scheduler_steps and channel is None and outlasts_the_host(runner.weights.leaves),
+        num_scheduler_steps=num_scheduler_steps,
         speculation=SpeculationCounts(config.num_speculative_tokens),
         watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
         channel=channel,

@@ -89,7 +89,7 @@ class Scheduler:
         in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
             with an encoder.
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
-        single_steps: a step decodes one token of each sequence, whatever the config allows.
+        num_scheduler_steps: tokens of each sequence that a step decodes at most; None for what the config says.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Scheduler:
         *,
         in_turns: bool = False,
         pads_rows: bool = False,
-        single_steps: bool = False,
+        num_scheduler_steps: int | None = None,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
         self._pads_rows = pads_rows
-        self._single_steps = single_steps
+        self._num_scheduler_steps = num_scheduler_steps or config.most_scheduler_steps
         self._cache = cache
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -250,8 +250,8 @@ class Scheduler:
             self._drop_blocks(request)
 
     def _schedule_decode(self) -> ScheduledStep | None:
-        num_steps, num_guesses = self._config.most_scheduler_steps, self._config.num_speculative_tokens
-        if self._single_steps or (self._waiting and len(self._running) < self._config.max_num_seqs):
+        num_steps, num_guesses = self._num_scheduler_steps, self._config.num_speculative_tokens
+        if self._waiting and len(self._running) < self._config.max_num_seqs:
             num_steps = 1
         while rows := self._decodable():
             wanted = [request.num_wanted_tokens for request in rows]

@@ -63,7 +63,7 @@ class Work:
             self._move_blocks,
             in_turns=device.in_turns,
             pads_rows=device.pads_rows,
-            single_steps=device.single_steps,
+            num_scheduler_steps=device.num_scheduler_steps,
         )
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._has_residue = False

@@ -23,7 +23,7 @@ class Bench:
         num_blocks: int = 64,
         num_host_blocks: int = 0,
         pads_rows: bool = False,
-        single_steps: bool = False,
+        steps_of_device: int | None = None,
         **sizes: Any,
     ) -> None:
         config = EngineConfig(
@@ -53,7 +53,7 @@ class Bench:
             self._move,
             in_turns=config.batch_invariant,
             pads_rows=pads_rows,
-            single_steps=single_steps,
+            num_scheduler_steps=steps_of_device,
         )
         self._next_token = 0
 
@@ -289,7 +289,7 @@ def test_a_program_of_several_steps_is_not_used_for_one_token() -> None:
 
 
 def test_one_token_is_decoded_for_a_program_where_the_host_keeps_up() -> None:
-    bench = Bench(num_scheduler_steps=4, single_steps=True)
+    bench = Bench(num_scheduler_steps=4, steps_of_device=1)
     bench.add("a", 2, max_tokens=20)
     bench.add("b", 2, max_tokens=20)
     bench.step()

@@ -8,8 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jattn.engine import EngineConfig
+import jattn.engine.device
+from jattn.engine import Engine, EngineConfig
 from jattn.engine.device import outlasts_the_host
+from tests.engine.conftest import tiny_decoder
 
 
 def weights(num_bytes: int, platform: str, parts: int = 1) -> Any:
@@ -41,3 +43,15 @@ def test_a_model_that_takes_longer_than_the_host_decodes_token_by_token(num_byte
 )
 def test_a_program_decodes_four_tokens_unless_a_number_is_given(sizes, most):
     assert EngineConfig(**sizes).most_scheduler_steps == most
+
+
+def test_warmup_compiles_no_program_of_several_tokens_where_none_runs(monkeypatch):
+    sizes: dict[str, Any] = {"block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 32}
+    found = {}
+    for outlasts in (True, False):
+        monkeypatch.setattr(jattn.engine.device, "outlasts_the_host", lambda leaves, outlasts=outlasts: outlasts)
+        with Engine(tiny_decoder(), EngineConfig(num_blocks=9, **sizes)) as engine:
+            engine.warmup()
+            found[outlasts] = [name for name in engine.programs if "4 steps" in name]
+    assert found[False]
+    assert not found[True]
