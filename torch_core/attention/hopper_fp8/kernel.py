@@ -72,7 +72,6 @@ def hopper_fp8_prefill_kernel(
     TRANSPOSER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     TRANSPOSER_WARPS: gl.constexpr,
-    PING_PONG: gl.constexpr,
     OVERLAP: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
@@ -101,7 +100,7 @@ def hopper_fp8_prefill_kernel(
     """
     BLOCK_N: gl.constexpr = 128
     SHAPE: gl.constexpr = Shape(
-        NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, 0, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
+        NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, 0, WARPGROUPS, False, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
         BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype

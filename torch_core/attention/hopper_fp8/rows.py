@@ -19,7 +19,7 @@ from torch_core.attention.hopper_fp8.step import attend_fp8_tiles, weigh_tile
 from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
-from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
+from torch_core.device.hopper_turns import ring_slot, skip_tile
 from torch_core.device.mask import LOG2E
 
 __all__ = ["Scales", "attend_fp8_rows"]
@@ -40,7 +40,6 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
-    PING_PONG: gl.constexpr = SHAPE.PING_PONG
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(HEAD_SIZE, 128), 32])
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
@@ -62,8 +61,6 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
     factor = scale * LOG2E
     programs = gl.num_programs(0)
     step = 0
-    if PING_PONG and OWN == WARPGROUPS - 1:
-        pass_turn(OWN, WARPGROUPS)
     for turn in range((num_items + programs - 1) // programs):
         place = gl.program_id(0)
         place = gl.where(turn % 2 == 0, place, programs - 1 - place)
@@ -124,8 +121,6 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             store_lse(output, shift, total, empty, first_row, rows, head, in_rows, OWN, SHAPE)
             fence_async_shared()
             mbarrier.arrive(rings.query.empty.index(slot), count=1)
-    if PING_PONG and OWN == 0:
-        take_turn(OWN)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from torch_core.attention.hopper.softmax import rescale
 from torch_core.attention.hopper_fp8.softmax import fp8_softmax_step
 from torch_core.device.hopper_rows import mask_scores
-from torch_core.device.hopper_turns import pass_turn, ring_slot, take_turn
+from torch_core.device.hopper_turns import ring_slot
 
 __all__ = ["attend_fp8_tiles", "weigh_tile"]
 
@@ -45,13 +45,9 @@ def attend_fp8_tiles(
         mbarrier.wait(keys.full.index(stage), phase)
         if OVERLAP:
             mbarrier.wait(values.full.index(before), phase_before)
-        if SHAPE.PING_PONG:
-            take_turn(OWN)
         s = warpgroup_mma(q, keys.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         if OVERLAP:
             acc = warpgroup_mma(p, values.tiles.index(before).permute((1, 0)), acc, is_async=True)
-        if SHAPE.PING_PONG:
-            pass_turn(OWN, SHAPE.WARPGROUPS)
         s = warpgroup_mma_wait(1 if OVERLAP else 0, deps=(s,))
         mbarrier.arrive(keys.empty.index(stage), count=1)
         if MASKED:

@@ -24,7 +24,6 @@ class HopperFp8Tile:
         transposer_registers: registers of a thread that transposes values.
         producer_registers: registers of a thread that loads.
         transposer_warps: warps that transpose values.
-        ping_pong: warpgroups multiply in turns.
         overlap: a warpgroup's softmax runs beside its own products with values.
     """
 
@@ -36,7 +35,6 @@ class HopperFp8Tile:
     transposer_registers: int
     producer_registers: int
     transposer_warps: int = 4
-    ping_pong: bool = False
     overlap: bool = True
 
     @property
