@@ -59,20 +59,27 @@ _IGNORED = (
     "attn_pdrop",
     "auto_map",
     "aux_loss_alpha",
+    "bad_words_ids",
+    "begin_suppress_tokens",
     "bias_dropout_fusion",
     "cache_implementation",
     "chunk_size_feed_forward",
     "classif_dropout",
     "classifier_dropout",
+    "cross_attention_hidden_size",
     "decoder_layerdrop",
     "dense_act_fn",
+    "diversity_penalty",
+    "do_sample",
     "dropout",
     "dropout_rate",
     "early_stopping",
     "embd_pdrop",
     "embedding_dropout",
     "encoder_layerdrop",
+    "encoder_no_repeat_ngram_size",
     "ep_size",
+    "exponential_decay_length_penalty",
     "extra_pos_embeddings",
     "finetuning_task",
     "force_bos_token_to_be_generated",
@@ -94,25 +101,32 @@ _IGNORED = (
     "min_length",
     "n_ctx",
     "no_repeat_ngram_size",
+    "num_beam_groups",
     "num_beams",
     "num_mtp_layers",
     "num_nextn_predict_layers",
+    "num_return_sequences",
     "offset_alibi",
     "output_attentions",
     "output_hidden_states",
     "output_past",
     "output_router_logits",
+    "output_scores",
     "pad_token_id",
     "prefix",
     "pretraining_tp",
     "problem_type",
     "qk_head_dim",
+    "remove_invalid_values",
     "reorder_and_upcast_attn",
+    "repetition_penalty",
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
+    "return_dict_in_generate",
     "router_aux_loss_coef",
     "router_jitter_noise",
+    "sep_token_id",
     "seq_aux",
     "seq_length",
     "skip_bias_add",
@@ -123,11 +137,17 @@ _IGNORED = (
     "summary_proj_to_labels",
     "summary_type",
     "summary_use_proj",
+    "suppress_tokens",
     "task_specific_params",
+    "temperature",
     "tf_legacy_loss",
     "tokenizer_class",
+    "top_k",
+    "top_p",
     "torchscript",
+    "transformers.js_config",
     "transformers_version",
+    "typical_p",
     "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
@@ -160,7 +180,8 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput(f"{FILE}: architectures is {shown(named)}; it must be a list of one name.")
     known = known_families()
-    if not isinstance(named[0], str) or named[0] not in known:
+    also = {name: family for family in known.values() for name in family.also}
+    if not isinstance(named[0], str) or named[0] not in known | also:
         nearest = nearest_family(str(named[0])[:200], lambda family: len(_unread(raw, family)))
         unread = sorted(_unread(raw, nearest))
         missing = f", which has no {', '.join(map(shown, unread[:8]))}" if unread else ""
@@ -168,7 +189,7 @@ def family_of_file(raw: dict[str, Any]) -> Family:
             f"{FILE}: architectures[0] is {shown(named[0])}; the nearest that this build has is "
             f"{nearest.architecture}{missing}. It has {', '.join(known)}."
         )
-    family = known[named[0]]
+    family = (also | known)[named[0]]
     if raw.get("auto_map") is not None and not family.brings_code:
         raise Unsupported(f"{FILE} has auto_map; code from a model folder is never run.")
     _check_quantization(raw.get("quantization_config"))
@@ -192,14 +213,15 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
             known = str(expected).lower() if isinstance(expected, bool) else repr(expected)
             raise Unsupported(f"{FILE}: {key} is {shown(value)}; this build has {known}.")
-    unknown = sorted(
-        key for key, value in raw.items() if value is not None and key not in allowed | set(_IGNORED) | set(inert)
-    )
+    known = {*allowed, *_IGNORED, *family.ignored, *inert}
+    unknown = sorted(key for key, value in raw.items() if value is not None and key not in known)
     if unknown:
         named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
         raise InvalidInput(
-            f"{FILE} has unknown keys: {named}. Keys that are read: {', '.join(sorted(allowed))}. "
-            f"Keys that are ignored: {', '.join(_IGNORED)}. Keys of one value: {', '.join(inert)}."
+            f"{FILE} has unknown keys: {named}; hf_overrides={{{shown(unknown[0])}: None}} loads without one. "
+            f"Keys that are read: {', '.join(sorted(allowed))}. "
+            f"Keys that are ignored: {', '.join((*_IGNORED, *family.ignored))}. "
+            f"Keys of one value: {', '.join(inert)}."
         )
     given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
     for alias, key in family.aliases.items():
@@ -225,7 +247,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _unread(raw: dict[str, Any], family: Family) -> set[str]:
-    return set(raw) - _allowed(family) - set(_IGNORED) - {*_INERT, *family.inert}
+    return set(raw) - _allowed(family) - {*_IGNORED, *family.ignored, *_INERT, *family.inert}
 
 
 def _check_quantization(given: Any) -> None:

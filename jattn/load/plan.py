@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,8 +12,10 @@ from jattn.load.families import Family
 from jattn.models.config import ModelConfig
 from jattn.models.shapes import ParameterPath, parameter_shapes
 
-__all__ = ["ParameterPlan", "TensorPlan", "plan_parameters"]
+__all__ = ["ParameterPlan", "TensorPlan", "plan_parameters", "spelled_as_found"]
 
+#: Old writers' names of a norm's parameters.
+_OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
 _BARE = ("sinks", "e_score_correction_bias", "final_logits_bias")
@@ -83,6 +86,25 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
         planners[str(path[0]) if path[0] in planners else ""].plan(path, shape)
         for path, shape in parameter_shapes(config).items()
     )
+
+
+def spelled_as_found(plan: tuple[ParameterPlan, ...], names: Container[str]) -> tuple[ParameterPlan, ...]:
+    """Returns the plan with the tensors' names as files of old writers spell them.
+
+    Args:
+        plan: of `plan_parameters`.
+        names: of the tensors that are there.
+    """
+    return tuple(
+        replace(parameter, pieces=tuple(replace(piece, name=_found(piece.name, names)) for piece in parameter.pieces))
+        for parameter in plan
+    )
+
+
+def _found(name: str, names: Container[str]) -> str:
+    front, dot, last = name.rpartition(".")
+    old = front + _OF_NORMS.get(dot + last, "")
+    return old if name not in names and old in names else name
 
 
 class _Planner:

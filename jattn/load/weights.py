@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,25 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
     raise InvalidInput(f"the folder has neither {_SINGLE} nor {_INDEX}.")
 
 
-def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
+def check_weights(
+    tensors: dict[str, SafetensorsFile],
+    plan: tuple[ParameterPlan, ...],
+    *,
+    unread: str = "",
+    num_layers: int = 0,
+    copies: Mapping[str, str] | None = None,
+) -> None:
     """Compares what the files hold with what the config asks for.
 
     Args:
         tensors: of `find_weights`.
         plan: of `plan_parameters`.
-        unread: a regular expression of names that may be there and are not looked at.
+        unread: a regular expression of names that may be there and are not looked at; where it has a group `layer`,
+            only those of layers from `num_layers` on.
+        copies: names that may be there, and what they repeat.
 
     Raises:
-        InvalidInput: a missing or extra tensor, or one of another shape.
+        InvalidInput: a missing or extra tensor, one of another shape, or a copy that differs.
         Unsupported: weights in a type that needs scales which are not there.
     """
     expected: dict[str, tuple[int, ...]] = {}
@@ -95,15 +104,21 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
         for name in tensors
         if name not in expected and not _IGNORED_TENSOR.fullmatch(name) and not _KV_SCALE.fullmatch(name)
     )
-    extra = sorted(name for name in unknown if not re.fullmatch(unread, name))
+    copies = {} if copies is None else copies
+    extra = sorted(name for name in unknown if name not in copies and not _is_unread(name, unread, num_layers))
     if extra:
-        hint = " (tie_word_embeddings is true, so the head is the embedding)" if extra == ["lm_head.weight"] else ""
-        raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for{hint}.")
+        raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for.")
     for name, shape in expected.items():
         found = tensors[name].tensors[name].shape
         if found != shape:
             raise InvalidInput(
                 f"{tensors[name].path.name}: tensor {name!r} has shape {found}; the config asks for {shape}."
+            )
+    for copy, name in copies.items():
+        if copy in tensors and not _are_equal(read_tensor(tensors[copy], copy), read_tensor(tensors[name], name)):
+            raise InvalidInput(
+                f"tensor {copy!r} differs from {name!r}, and config.json has tie_word_embeddings: "
+                "hf_overrides={'tie_word_embeddings': False} takes both."
             )
 
 
@@ -330,3 +345,15 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _listed(names: list[str], shapes: dict[str, tuple[int, ...]] | None = None) -> str:
     shown = ", ".join(repr(name[:120]) + (f" {shapes[name]}" if shapes else "") for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _is_unread(name: str, unread: str, num_layers: int) -> bool:
+    match = re.fullmatch(unread, name)
+    return match is not None and ("layer" not in match.re.groupindex or int(match["layer"]) >= num_layers)
+
+
+def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    # By their bytes: not a number is equal to itself here.
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and np.array_equal(
+        one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+    )

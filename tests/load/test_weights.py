@@ -127,17 +127,6 @@ def test_a_scale_that_cannot_be_is_refused(folder, name, scale, message):
     refused(folder, message)
 
 
-def test_a_head_beside_a_tied_embedding_is_explained(tmp_path, seed):
-    folder = write_tiny_model(tmp_path, seed, tie_word_embeddings=True)
-    tensors = tensors_of(folder)
-    write_tensors(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()})
-    refused(
-        folder,
-        "the weights have 'lm_head.weight', which the config does not ask for (tie_word_embeddings is true, so the "
-        "head is the embedding).",
-    )
-
-
 def test_rotary_buffers_of_old_writers_are_ignored(folder):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     write_tensors(folder, tensors_of(folder) | buffer)

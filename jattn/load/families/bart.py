@@ -75,6 +75,8 @@ BART = Family(
         },
         "model.",
     ),
+    # encoder_layers and decoder_layers say it.
+    ignored=("num_hidden_layers",),
     # The embedding again.
     unread=r"model\.(en|de)coder\.embed_tokens\.weight",
 )

@@ -26,6 +26,7 @@ BERT = Family(
     },
     absent=("head_dim", "num_key_value_heads"),
     inert={"position_embedding_type": "absolute"},
+    also=("BertForMaskedLM",),
     names={
         "embed_tokens": "bert.embeddings.word_embeddings",
         "position_embedding": "bert.embeddings.position_embeddings",

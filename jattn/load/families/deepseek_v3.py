@@ -27,5 +27,5 @@ DEEPSEEK_V3 = Family(
     names=NAMES,
     brings_code=True,
     # The layer that predicts a second token; transformers does not read it either.
-    unread=r"model\.layers\.61\..+",
+    unread=r"model\.layers\.(?P<layer>\d+)\..+",
 )

@@ -82,6 +82,8 @@ class Family:
         absent: common keys that the family does not have.
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
+        ignored: keys of published files that the architecture computes nothing with.
+        also: further architectures whose files have these weights among others.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window where no layer_types does.
         layer_types: what files call layers that see all, besides "full_attention".
@@ -97,7 +99,8 @@ class Family:
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
-        unread: a regular expression of tensors that files may have and that nothing here is computed with.
+        unread: a regular expression of tensors that files may have and that nothing here is computed with; where it has
+            a group `layer`, only those behind the last layer.
     """
 
     architecture: str
@@ -109,6 +112,8 @@ class Family:
     absent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
     layer_types: tuple[str, ...] = ()
     rope_keys: Mapping[str, str] = field(default_factory=dict)

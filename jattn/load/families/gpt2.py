@@ -57,6 +57,9 @@ STARCODER2 = Family(
         "tie_word_embeddings": True,
     },
     options=_OPTIONS,
+    inert={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
+    # Of its predecessor: hidden_act and norm_epsilon say them.
+    ignored=("activation_function", "layer_norm_epsilon", "scale_attention_softmax_in_fp32"),
     windows="all",
     names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 )

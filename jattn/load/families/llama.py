@@ -11,7 +11,13 @@ __all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
 
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES)
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    keys=_BIASES,
+    # Of Llama 1 and Vicuna; of Falcon 3.
+    ignored=("max_sequence_length", "activation"),
+)
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",

@@ -1,0 +1,168 @@
+"""Folders as they were published: keys and tensors that nothing computes with, and what a user overrides."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jattn.load import load_model, parse_config
+from tests.support import encoder_decoders
+from tests.support.family_models import CASES, write_checkpoint
+from tests.support.tiny_models import dense_logits, write_tiny_model
+from torch_core.errors import InvalidInput
+
+#: What files of the hub have beside the keys that transformers writes today.
+KEYS: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", {"max_sequence_length": 2048}),
+    ("LlamaForCausalLM", {"activation": "swiglu"}),
+    ("LlamaForCausalLM", {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "is_llama_config": True}),
+    ("LlamaForCausalLM", {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "sep_token_id": 2}),
+    ("Gemma2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 7}),
+    ("Gemma3ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
+    ("Phi3ForCausalLM", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}),
+    ("CohereForCausalLM", {"model_max_length": 131072}),
+    (
+        "Starcoder2ForCausalLM",
+        {
+            "activation_function": "gelu",
+            "layer_norm_epsilon": 1e-5,
+            "mlp_type": "default",
+            "norm_type": "layer_norm",
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+        },
+    ),
+    ("BartForConditionalGeneration", {"num_hidden_layers": 2, "normalize_before": False}),
+]
+
+
+def raw_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def write_published(folder: Path, architecture: str, seed: int) -> Path:
+    write = write_checkpoint if architecture in CASES else encoder_decoders.write_checkpoint
+    return write(folder, architecture, 0, seed)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=24, max_position_embeddings=40)
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def logits(folder: Path) -> np.ndarray:
+    model, *_ = load_model(folder)
+    return dense_logits(model, np.arange(7) + 3)
+
+
+@pytest.mark.parametrize(("architecture", "keys"), KEYS, ids=[f"{name}-{next(iter(keys))}" for name, keys in KEYS])
+def test_keys_of_published_files_that_nothing_computes_with_are_left_alone(architecture, keys, tmp_path, seed):
+    raw = raw_config(write_published(tmp_path, architecture, seed))
+
+    assert parse_config(raw | keys) == parse_config(raw)
+
+
+def test_one_function_by_its_two_names_is_one_activation(tmp_path, seed):
+    raw = raw_config(write_checkpoint(tmp_path, "GPTNeoXForCausalLM", 0, seed))
+
+    assert parse_config(raw | {"hidden_act": "gelu_fast"}) == parse_config(raw | {"hidden_act": "gelu_new"})
+
+
+def test_an_encoder_with_the_head_of_its_training_is_the_encoder(bert):
+    raw = raw_config(bert)
+
+    assert parse_config(raw | {"architectures": ["BertForMaskedLM"]}) == parse_config(raw)
+
+
+def edited(folder: Path, change: Any) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_norms_by_the_names_of_old_writers_are_read(bert):
+    name = "encoder.layer.0.output.LayerNorm.weight"
+    edited(bert, lambda tensors: tensors.update({name: np.arange(16, 32, dtype=np.float32)}))
+    expected, *_ = load_model(bert, with_tokenizer=False)
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if "LayerNorm." in name]:
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            tensors[old] = tensors.pop(name)
+
+    found, *_ = load_model(edited(bert, rename), with_tokenizer=False)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
+def add_head(tensors: dict[str, np.ndarray], factor: float = 1.0) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * np.float32(factor)
+
+
+def test_a_head_that_repeats_the_tied_embedding_is_left_alone(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed, tie_word_embeddings=True)
+    expected = logits(folder)
+
+    np.testing.assert_array_equal(logits(edited(folder, add_head)), expected)
+
+
+def test_a_head_that_differs_from_the_tied_embedding_is_refused_and_taken_on_request(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed, tie_word_embeddings=True)
+    edited(folder, lambda tensors: add_head(tensors, 2.0))
+
+    message = (
+        "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', and config.json has tie_word_embeddings: "
+        "hf_overrides={'tie_word_embeddings': False} takes both."
+    )
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        load_model(folder)
+    model, *_ = load_model(folder, hf_overrides={"tie_word_embeddings": False})
+    assert model.lm_head is not None
+    np.testing.assert_array_equal(model.lm_head.kernel[...], 2 * model.embed_tokens.embedding[...].T)
+
+
+def test_layers_that_predict_further_tokens_are_left_alone(tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "DeepseekV3ForCausalLM", 0, seed)
+    behind = {"model.layers.2.embed_tokens.weight": np.ones((3, 2), np.float32)}
+
+    load_model(edited(folder, lambda tensors: tensors.update(behind)), with_tokenizer=False)
+    edited(folder, lambda tensors: tensors.update({"model.layers.1.extra.weight": np.ones(3, np.float32)}))
+    with pytest.raises(InvalidInput, match=r"the weights have 'model\.layers\.1\.extra\.weight', which"):
+        load_model(folder, with_tokenizer=False)
+
+
+def test_overrides_stand_in_the_place_of_the_files_values(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    raw = raw_config(folder) | {"zeta": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+    with pytest.raises(InvalidInput, match=r"unknown keys: 'zeta'; hf_overrides=\{'zeta': None\} loads without"):
+        load_model(folder)
+    _, config, _ = load_model(folder, hf_overrides={"zeta": None, "rope_theta": 5000.0})
+    assert config.rope_theta == 5000.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([1], r"^hf_overrides is \[1\]; it must be a mapping of keys of config\.json to values\.$"),
+        ({1: 2}, r"^hf_overrides has the key 1; keys of config\.json are text\.$"),
+        ({"rms_norm_eps": "x"}, r"^config\.json: rms_norm_eps is 'x'; "),
+    ],
+)
+def test_wrong_overrides_are_refused_by_name(overrides, message, tmp_path, seed):
+    with pytest.raises(InvalidInput, match=message):
+        load_model(write_tiny_model(tmp_path, seed), hf_overrides=overrides)
