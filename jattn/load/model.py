@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import track
 
 from jattn.load.config import family_of, parse_config
+from jattn.load.config_keys import is_whole
 from jattn.load.families import Family
 from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
-from jattn.load.plan import ParameterPlan, plan_parameters, spelled_as_found
+from jattn.load.plan import ParameterPlan, found_name, plan_parameters, spelled_as_found
 from jattn.load.read_ahead import read_ahead
 from jattn.load.safetensors_file import SafetensorsFile
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
@@ -44,6 +45,8 @@ from torch_core.specs import QUERY_DTYPES
 
 __all__ = ["embedded_model_folder", "load_model"]
 
+#: Tensors beside those of a language model.
+_NOT_LANGUAGE = r"(?!language_model\.|model\.language_model\.|lm_head\.).+"
 #: Modules whose kernels may stay in fewer bits.
 _QUANTIZED_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 
@@ -113,7 +116,8 @@ def load_model(
             "Leave quantization away, or load onto one device."
         )
     path = check_folder(folder)
-    config = parse_config(_overridden(read_object(path, "config.json"), hf_overrides))
+    raw = _overridden(read_object(path, "config.json"), hf_overrides)
+    config = parse_config(raw)
     config = _with_generation_config(path, config)
     if max_model_len is not None:
         check_int("max_model_len", max_model_len, 1, config.max_position_embeddings)
@@ -127,13 +131,15 @@ def load_model(
     tensors = find_weights(path)
     family = family_of(config)
     is_bare = not any(name.startswith(family.prefix) for name in tensors)
-    plan = spelled_as_found(plan_parameters(config, prefix="" if is_bare else None), tensors)
+    plan = plan_parameters(config, prefix="" if is_bare else None)
+    whole = is_whole(raw, family)
+    plan = spelled_as_found(plan, tensors, is_whole=whole)
     check_weights(
         tensors,
         plan,
-        unread=family.unread,
+        unread=_NOT_LANGUAGE if whole else family.unread,
         num_layers=config.num_hidden_layers,
-        copies=_copies(family, config, plan),
+        copies=_copies(family, config, plan, tensors, whole),
     )
     tokenizer = load_tokenizer(path) if with_tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -178,12 +184,14 @@ def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dic
     return {**raw, **(overrides or {})}
 
 
-def _copies(family: Family, config: ModelConfig, plan: tuple[ParameterPlan, ...]) -> dict[str, str]:
+def _copies(
+    family: Family, config: ModelConfig, plan: tuple[ParameterPlan, ...], names: Container[str], whole: bool
+) -> dict[str, str]:
     """Returns the tensors that files of tied models repeat, and what they are copies of."""
     if not config.tie_word_embeddings:
         return {}
     (embedding,) = (parameter.pieces[0].name for parameter in plan if parameter.path[0] == "embed_tokens")
-    return {f"{family.tensor_name('lm_head', config)}.weight": embedding}
+    return {found_name(f"{family.tensor_name('lm_head', config)}.weight", names, whole): embedding}
 
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -12,7 +12,7 @@ from jattn.load.families import Family
 from jattn.models.config import ModelConfig
 from jattn.models.shapes import ParameterPath, parameter_shapes
 
-__all__ = ["ParameterPlan", "TensorPlan", "plan_parameters", "spelled_as_found"]
+__all__ = ["ParameterPlan", "TensorPlan", "found_name", "plan_parameters", "spelled_as_found"]
 
 #: Old writers' names of a norm's parameters.
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
@@ -88,23 +88,32 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
     )
 
 
-def spelled_as_found(plan: tuple[ParameterPlan, ...], names: Container[str]) -> tuple[ParameterPlan, ...]:
-    """Returns the plan with the tensors' names as files of old writers spell them.
+def spelled_as_found(
+    plan: tuple[ParameterPlan, ...], names: Container[str], *, is_whole: bool = False
+) -> tuple[ParameterPlan, ...]:
+    """Returns the plan with the tensors' names as files of other writers spell them.
 
     Args:
         plan: of `plan_parameters`.
         names: of the tensors that are there.
+        is_whole: the file has further models; see `Family.whole`.
     """
     return tuple(
-        replace(parameter, pieces=tuple(replace(piece, name=_found(piece.name, names)) for piece in parameter.pieces))
+        replace(
+            parameter,
+            pieces=tuple(replace(piece, name=found_name(piece.name, names, is_whole)) for piece in parameter.pieces),
+        )
         for parameter in plan
     )
 
 
-def _found(name: str, names: Container[str]) -> str:
+def found_name(name: str, names: Container[str], is_whole: bool) -> str:
+    """Returns how the file spells a tensor's name; the name itself where it has none of the spellings."""
     front, dot, last = name.rpartition(".")
-    old = front + _OF_NORMS.get(dot + last, "")
-    return old if name not in names and old in names else name
+    others = (front + _OF_NORMS.get(dot + last, ""),)
+    if is_whole:
+        others = (f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
+    return next((each for each in (name, *others) if each in names), name)
 
 
 class _Planner:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jattn.load import load_model, parse_config
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, write_checkpoint
-from tests.support.tiny_models import dense_logits, write_tiny_model
+from tests.support.tiny_models import dense_logits, reference_bound, write_tiny_model
 from torch_core.errors import InvalidInput
 
 #: What files of the hub have beside the keys that transformers writes today.
@@ -166,3 +166,102 @@ def test_overrides_stand_in_the_place_of_the_files_values(tmp_path, seed):
 def test_wrong_overrides_are_refused_by_name(overrides, message, tmp_path, seed):
     with pytest.raises(InvalidInput, match=message):
         load_model(write_tiny_model(tmp_path, seed), hf_overrides=overrides)
+
+
+_TEXT = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+_SIGHT = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3Config",
+        {
+            "text_config": _TEXT | {"sliding_window": 5, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+            "vision_config": _SIGHT,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": (
+        "Mistral3Config",
+        {"text_config": _TEXT | {"model_type": "mistral", "sliding_window": None}, "vision_config": _SIGHT},
+    ),
+}
+
+
+@pytest.fixture(params=WHOLES)
+def whole(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> tuple[Path, np.ndarray, np.ndarray]:
+    """A model that reads pictures, and its logits of a text: in float64 and in float32."""
+    import torch
+    import transformers
+
+    name, options = WHOLES[request.param]
+    options = {**options, "image_token_index": 98, "eos_token_id": [1, 7]}
+    torch.manual_seed(seed)
+    model = getattr(transformers, request.param)(getattr(transformers, name)(**options)).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in path and "Mistral" in request.param else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(12)[None] + 3
+    with torch.no_grad():
+        single, double = model(input_ids=ids).logits[0], model.double()(input_ids=ids).logits[0]
+    return tmp_path, double.numpy(), single.numpy()
+
+
+@pytest.mark.parametrize("spelling", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_one_that_reads_pictures_is_read_alone(whole, spelling):
+    folder, double, single = whole
+
+    def spell(tensors: dict[str, np.ndarray]) -> None:
+        for name in [*tensors]:
+            inner = name.removeprefix("language_model.")
+            if inner != name and spelling == "model.language_model.":
+                tensors[inner.replace("model.", spelling, 1)] = tensors.pop(name)
+
+    model, config, _ = load_model(edited(folder, spell), with_tokenizer=False)
+
+    found = dense_logits(model, np.arange(12) + 3)
+    assert np.abs(found - double).max() <= reference_bound(double, single)
+    assert config.eos_token_ids == (1, 7)
+
+
+def test_a_whole_without_a_language_model_of_the_family_is_refused(whole):
+    raw = raw_config(whole[0])
+    architecture = raw["architectures"][0]
+
+    with pytest.raises(InvalidInput, match=rf"^config\.json: text_config is None; {architecture} needs an object\.$"):
+        parse_config({key: value for key, value in raw.items() if key != "text_config"})
+    with pytest.raises(InvalidInput, match=r"^config\.json: text_config\.model_type is 'other'; this build reads the"):
+        parse_config(raw | {"text_config": raw["text_config"] | {"model_type": "other"}})
+
+
+def test_sizes_that_a_published_text_config_leaves_out_are_those_of_transformers():
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+        },
+        "vision_config": {},
+    }
+    config = parse_config(raw)
+    sizes = (config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    assert sizes == (262208, 8, 4, 256)

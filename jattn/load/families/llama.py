@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import BOTH_BIASES, INVERSE, Family, Key
+from jattn.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Whole
 
 __all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
 
@@ -23,6 +23,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     windows="all",
+    whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
 )
 
 GRANITE = Family(
