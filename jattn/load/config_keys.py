@@ -46,16 +46,17 @@ _DERIVED = ("decoder_sparse_step", "mlp_layer_types", "no_rope_layers", "no_rope
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 #: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
 _IGNORED = (
+    "_attn_implementation",
     "_attn_implementation_autoset",
+    "_flash_attn_2_enabled",
     "_name_or_path",
     "_num_labels",
     "activation_dropout",
     "add_bias_logits",
     "attention_dropout",
     "attention_probs_dropout_prob",
-    "gradient_checkpointing",
-    "hidden_dropout_prob",
     "attention_softmax_in_fp32",
+    "attn_implementation",
     "attn_pdrop",
     "auto_map",
     "aux_loss_alpha",
@@ -64,23 +65,29 @@ _IGNORED = (
     "chunk_size_feed_forward",
     "classif_dropout",
     "classifier_dropout",
+    "custom_pipelines",
     "decoder_layerdrop",
     "dense_act_fn",
+    "diversity_penalty",
+    "do_sample",
     "dropout",
     "dropout_rate",
     "early_stopping",
     "embd_pdrop",
     "embedding_dropout",
     "encoder_layerdrop",
+    "encoder_no_repeat_ngram_size",
     "ep_size",
     "extra_pos_embeddings",
     "finetuning_task",
     "force_bos_token_to_be_generated",
     "forced_bos_token_id",
+    "gradient_checkpointing",
     "hidden_dropout",
+    "hidden_dropout_prob",
     "id2label",
-    "initial_context_length",
     "init_std",
+    "initial_context_length",
     "initializer_factor",
     "initializer_range",
     "is_decoder",
@@ -90,29 +97,38 @@ _IGNORED = (
     "length_penalty",
     "masked_softmax_fusion",
     "max_length",
+    "max_sequence_length",
     "max_window_layers",
     "min_length",
+    "model_max_length",
     "n_ctx",
     "no_repeat_ngram_size",
+    "num_beam_groups",
     "num_beams",
     "num_mtp_layers",
     "num_nextn_predict_layers",
+    "num_return_sequences",
     "offset_alibi",
     "output_attentions",
     "output_hidden_states",
     "output_past",
     "output_router_logits",
+    "output_scores",
     "pad_token_id",
     "prefix",
     "pretraining_tp",
     "problem_type",
     "qk_head_dim",
+    "remove_invalid_values",
     "reorder_and_upcast_attn",
+    "repetition_penalty",
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
+    "return_dict_in_generate",
     "router_aux_loss_coef",
     "router_jitter_noise",
+    "sep_token_id",
     "seq_aux",
     "seq_length",
     "skip_bias_add",
@@ -124,10 +140,15 @@ _IGNORED = (
     "summary_type",
     "summary_use_proj",
     "task_specific_params",
+    "temperature",
     "tf_legacy_loss",
     "tokenizer_class",
+    "top_k",
+    "top_p",
     "torchscript",
+    "transformers.js_config",
     "transformers_version",
+    "typical_p",
     "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
@@ -192,14 +213,13 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
             known = str(expected).lower() if isinstance(expected, bool) else repr(expected)
             raise Unsupported(f"{FILE}: {key} is {shown(value)}; this build has {known}.")
-    unknown = sorted(
-        key for key, value in raw.items() if value is not None and key not in allowed | set(_IGNORED) | set(inert)
-    )
+    harmless = {*_IGNORED, *family.ignored, *inert}
+    unknown = sorted(key for key, value in raw.items() if value is not None and key not in allowed | harmless)
     if unknown:
         named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
         raise InvalidInput(
             f"{FILE} has unknown keys: {named}. Keys that are read: {', '.join(sorted(allowed))}. "
-            f"Keys that are ignored: {', '.join(_IGNORED)}. Keys of one value: {', '.join(inert)}."
+            f"Keys that are ignored: {', '.join((*family.ignored, *_IGNORED))}. Keys of one value: {', '.join(inert)}."
         )
     given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
     for alias, key in family.aliases.items():
@@ -225,7 +245,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _unread(raw: dict[str, Any], family: Family) -> set[str]:
-    return set(raw) - _allowed(family) - set(_IGNORED) - {*_INERT, *family.inert}
+    return set(raw) - _allowed(family) - {*_IGNORED, *family.ignored, *_INERT, *family.inert}
 
 
 def _check_quantization(given: Any) -> None:

@@ -82,6 +82,7 @@ class Family:
         absent: common keys that the family does not have.
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
+        ignored: keys of published files that change nothing, whatever their value: transformers does not read them.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window where no layer_types does.
         layer_types: what files call layers that see all, besides "full_attention".
@@ -109,6 +110,7 @@ class Family:
     absent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
     layer_types: tuple[str, ...] = ()
     rope_keys: Mapping[str, str] = field(default_factory=dict)

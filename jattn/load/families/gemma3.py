@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.load.families.family import Family, every
-from jattn.load.families.gemma import DEFAULTS, INERT, KEYS, NAMES, scaled_embedding
+from jattn.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scaled_embedding
 
 __all__ = ["GEMMA3"]
 
@@ -24,6 +24,7 @@ GEMMA3 = Family(
     derive=scaled_embedding,
     # transformers reads the key and caps nothing.
     inert=INERT | {"attn_logit_softcapping": None},
+    ignored=IGNORED,
     windows=_pattern,
     rope_keys={"rope_local_base_freq": "rope_local_base_freq"},
     names=NAMES,

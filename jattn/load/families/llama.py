@@ -11,11 +11,12 @@ __all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
 
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES)
+LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES, ignored=("activation",))
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
+    defaults={"sliding_window": 4096},
     windows="all",
 )
 

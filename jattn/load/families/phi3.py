@@ -10,6 +10,7 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ignored=("full_attn_mod", "interpolate_factor", "lm_head_bias"),
     windows="all",
     brings_code=True,
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
