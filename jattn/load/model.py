@@ -33,6 +33,7 @@ from jattn.load.weights import (
     read_parameter,
     read_places,
     read_quantized,
+    with_tied_head,
 )
 from jattn.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
 from jattn.models.encoder_decoder import build_model
@@ -124,7 +125,11 @@ def load_model(
     family = family_of(config)
     is_bare = not any(name.startswith(family.prefix) for name in tensors)
     plan = plan_parameters(config, prefix="" if is_bare else None)
-    check_weights(tensors, plan, unread=family.unread)
+    if config.tie_word_embeddings:
+        names = {parameter.path: parameter.pieces[0].name for parameter in plan}
+        head = family.tensor_name("lm_head", config)
+        tensors = with_tied_head(tensors, names["embed_tokens", "embedding"], f"{head}.weight")
+    check_weights(tensors, plan, unread=family.unread.replace("{layers}", str(config.num_hidden_layers)))
     tokenizer = load_tokenizer(path) if with_tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise InvalidInput(

@@ -98,7 +98,8 @@ class Family:
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
-        unread: a regular expression of tensors that files may have and that nothing here is computed with.
+        unread: a regular expression of tensors that files may have and that nothing here is computed with; "{layers}"
+            is the number of layers, and so the index of what follows the last one.
     """
 
     architecture: str
