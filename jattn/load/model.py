@@ -131,10 +131,8 @@ def load_model(
         tensors = with_tied_head(tensors, names["embed_tokens", "embedding"], f"{head}.weight")
     check_weights(tensors, plan, unread=family.unread.replace("{layers}", str(config.num_hidden_layers)))
     tokenizer = load_tokenizer(path) if with_tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise InvalidInput(
-            f"tokenizer.json has token ids up to {tokenizer.vocab_size - 1}; vocab_size is {config.vocab_size}."
-        )
+    if tokenizer is not None:
+        tokenizer = tokenizer.within(config.vocab_size)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
