@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from rich.progress import track
 
 from jattn.load.config import family_of, parse_config
 from jattn.load.config_keys import is_whole
-from jattn.load.families import Family
 from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
 from jattn.load.plan import ParameterPlan, found_name, plan_parameters, spelled_as_found
@@ -35,6 +34,7 @@ from jattn.load.weights import (
     read_parameter,
     read_places,
     read_quantized,
+    with_tied_head,
 )
 from jattn.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
 from jattn.models.encoder_decoder import build_model
@@ -134,18 +134,15 @@ def load_model(
     plan = plan_parameters(config, prefix="" if is_bare else None)
     whole = is_whole(raw, family)
     plan = spelled_as_found(plan, tensors, is_whole=whole)
-    check_weights(
-        tensors,
-        plan,
-        unread=_NOT_LANGUAGE if whole else family.unread,
-        num_layers=config.num_hidden_layers,
-        copies=_copies(family, config, plan, tensors, whole),
-    )
+    if config.tie_word_embeddings:
+        names = {parameter.path: parameter.pieces[0].name for parameter in plan}
+        head = found_name(f"{family.tensor_name('lm_head', config)}.weight", tensors, whole)
+        tensors = with_tied_head(tensors, names["embed_tokens", "embedding"], head)
+    unread = _NOT_LANGUAGE if whole else family.unread.replace("{layers}", str(config.num_hidden_layers))
+    check_weights(tensors, plan, unread=unread)
     tokenizer = load_tokenizer(path) if with_tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise InvalidInput(
-            f"tokenizer.json has token ids up to {tokenizer.vocab_size - 1}; vocab_size is {config.vocab_size}."
-        )
+    if tokenizer is not None:
+        tokenizer = tokenizer.within(config.vocab_size)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
@@ -182,16 +179,6 @@ def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dic
         if not isinstance(key, str):
             raise InvalidInput(f"hf_overrides has the key {shown(key)}; keys of config.json are text.")
     return {**raw, **(overrides or {})}
-
-
-def _copies(
-    family: Family, config: ModelConfig, plan: tuple[ParameterPlan, ...], names: Container[str], whole: bool
-) -> dict[str, str]:
-    """Returns the tensors that files of tied models repeat, and what they are copies of."""
-    if not config.tie_word_embeddings:
-        return {}
-    (embedding,) = (parameter.pieces[0].name for parameter in plan if parameter.path[0] == "embed_tokens")
-    return {found_name(f"{family.tensor_name('lm_head', config)}.weight", names, whole): embedding}
 
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -17,6 +17,5 @@ COHERE = Family(
     },
     defaults={"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500000.0},
     options={"norm_type": "layer_norm", "parallel_block": "shared_norm"},
-    ignored=("model_max_length",),
     rotates_neighbours=True,
 )

@@ -107,7 +107,7 @@ class Family:
         absent: common keys that the family does not have.
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
-        ignored: keys of published files that the architecture computes nothing with.
+        ignored: keys of published files that change nothing, whatever their value: transformers does not read them.
         also: further architectures whose files have these weights among others.
         whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
@@ -125,8 +125,8 @@ class Family:
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
-        unread: a regular expression of tensors that files may have and that nothing here is computed with; where it has
-            a group `layer`, only those behind the last layer.
+        unread: a regular expression of tensors that files may have and that nothing here is computed with; "{layers}"
+            is the number of layers, and so the index of what follows the last one.
     """
 
     architecture: str

@@ -35,7 +35,7 @@ DEFAULTS = {
     "sliding_window": 4096,
 }
 INERT = {"use_bidirectional_attention": False}
-#: hidden_activation says it.
+#: hidden_activation is read in its place.
 IGNORED = ("hidden_act",)
 
 GEMMA = Family(
@@ -50,6 +50,7 @@ GEMMA = Family(
     options={"norm_type": "gemma_rms_norm"},
     derive=scaled_embedding,
     inert=INERT,
+    ignored=("hidden_activation",),
 )
 
 GEMMA2 = Family(

@@ -11,17 +11,12 @@ __all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
 
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
 
-LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    keys=_BIASES,
-    # Of Llama 1 and Vicuna; of Falcon 3.
-    ignored=("max_sequence_length", "activation"),
-)
+LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES, ignored=("activation",))
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
+    defaults={"sliding_window": 4096},
     windows="all",
     whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
 )
