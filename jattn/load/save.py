@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from jattn.load.config import render_config
 from jattn.load.plan import ParameterPlan, TensorPlan, plan_parameters
 from jattn.load.safetensors_file import STORED_DTYPES
-from jattn.load.tokenizer import TextTokenizer
+from jattn.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
 from jattn.models import Decoder, ModelConfig
 from jattn.models.quantized import dequantize
 from torch_core.checks import shown
@@ -78,6 +78,9 @@ def save_model(
     _write_json(path / "generation_config.json", tokens)
     if isinstance(tokenizer, TextTokenizer) and tokenizer.chat_template is not None:
         _write(path / "chat_template.jinja", tokenizer.chat_template.encode())
+        if tokenizer.tool_chat_template is not None:
+            (path / MORE_TEMPLATES).mkdir(exist_ok=True)
+            _write(path / MORE_TEMPLATES / TOOL_TEMPLATE, tokenizer.tool_chat_template.encode())
     if tokenizer is not None:
         _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
 

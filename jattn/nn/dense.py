@@ -90,7 +90,7 @@ def attention_fn(
             promote_dtype, is_causal: as in `nnx.dot_product_attention`. In jnp dropout draws flax's own numbers, in
             the kernels those of `jattn.attention`, by seeds from `dropout_rng`.
         input_positions: int[batch..., length] or [length], for `rope`.
-        rope: `nnx.RoPE`, or any function of x[heads, tokens, head_size] and positions[tokens].
+        rope: newer flax's `nnx.RoPE`, or any function of x[heads, tokens, head_size] and positions[tokens].
         lengths, key_lengths: int32[batch...], real tokens of each row, the rest being padding; outputs of padding are
             0. `key_lengths` is `lengths` where queries and keys are equally many.
         deterministic_gradients: `deterministic` of `jattn.attention`; here that is flax's word for no dropout.

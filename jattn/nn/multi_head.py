@@ -48,7 +48,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Args:
         num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features: as flax's.
         head_dim: elements of a head, in place of qkv_features = num_heads * head_dim.
-        rope: `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied after norms.
+        rope: newer flax's `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied
+            after norms.
         sinks: each head learns a sink logit, the parameter `sinks`; zeros at first.
         attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (its cache is written with an
             encoder's keys whenever `inputs_k` is given, and else read).

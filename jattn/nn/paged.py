@@ -38,8 +38,8 @@ class PagedAttention(nnx.Module):
         value_head_dim: elements of one value head; head_dim by default. Others need a pair of caches.
         scale: factor on the scores; head_dim ** -0.5 by default.
         causal: hide keys after the query.
-        sliding_window: tokens that stay visible, the query's own included, or a pair (left, right) of further tokens
-            to each side; None for all.
+        sliding_window: tokens that stay visible, the query's own included, without `causal` as many to the right; or a
+            pair (left, right) of further tokens to each side; None for all.
         attention_chunk: a query sees its own chunk of this many positions only; None for all.
         logits_soft_cap: cap on the scores; None for off.
         alibi_slopes: a number for each head; they are not trained. Given with a call, an array takes their place.

@@ -29,7 +29,7 @@ def attention_spec(
     Raises:
         InvalidInput: a tracer or a value of another type where a static number must be; a query without a head size.
     """
-    left, right = _window(sliding_window)
+    left, right = _window(sliding_window, causal)
     # A query of no size is refused with the rest of the call.
     head_size = max(1, query.shape[-1]) if getattr(query, "ndim", 0) else 1
     return AttentionSpec(
@@ -55,7 +55,7 @@ def _static_float(name: str, value: float) -> float:
     return float(value)
 
 
-def _window(sliding_window: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+def _window(sliding_window: int | tuple[int | None, int | None] | None, causal: bool) -> tuple[int | None, int | None]:
     if sliding_window is None:
         return None, None
     if isinstance(sliding_window, tuple):
@@ -67,4 +67,4 @@ def _window(sliding_window: int | tuple[int | None, int | None] | None) -> tuple
             f"sliding_window is {sliding_window!r}; it must be an int of at least 1 (the query's own token counts), a "
             "tuple (left, right), or None."
         )
-    return sliding_window - 1, None
+    return sliding_window - 1, None if causal else sliding_window - 1

@@ -106,7 +106,8 @@ def _paged(
         max_query_len: static upper bound on the query lengths.
         scale: factor on the scores; head_size ** -0.5 by default.
         causal: hide keys after the query.
-        sliding_window: W tokens, the query's own included, or a pair (left, right) of further tokens to each side.
+        sliding_window: W tokens, the query's own included, without `causal` as many to the right; or a pair
+            (left, right) of further tokens to each side.
         logits_soft_cap: cap on the scores, `cap * tanh(score / cap)`.
         attention_chunk: a query sees its own chunk of this many positions only.
         alibi_slopes: float[num_heads].

@@ -212,6 +212,7 @@ def test_when_one_of_two_dies_the_other_ends_with_an_error_within_a_minute(victi
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
 
     assert code != 0
     assert time.monotonic() - died < 60

@@ -100,6 +100,13 @@ def test_a_cache_that_leaked_out_of_a_trace_is_refused_by_name(seed: int) -> Non
         build()(inputs(seed, 3), cache=leaked[0], metadata=prompt(3))
 
 
+def test_a_window_of_so_many_tokens_reaches_as_far_to_either_side_in_an_encoder(seed: int) -> None:
+    x = inputs(seed, 1, 9)
+    one_number, pair = (build(attention_type="encoder_only", sliding_window=window) for window in (3, (2, 2)))
+    np.testing.assert_array_equal(one_number(x), pair(x))
+    assert not np.array_equal(one_number(x), build(attention_type="encoder_only", sliding_window=(2, None))(x))
+
+
 def test_an_encoders_module_sees_both_ways_and_takes_no_cache(seed: int) -> None:
     module, x = build(attention_type="encoder_only", sliding_window=(1, 1)), inputs(seed, 1, 6)
     changed = module(x.at[:, 5].add(1.0))

@@ -82,7 +82,7 @@ def _server(settings: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], st
         yield process, next(found.group() for line in process.stderr if (found := re.search(r"http://[0-9.:]+", line)))
     finally:
         process.terminate()
-        process.wait()
+        process.communicate()
 
 
 async def _hold(

@@ -50,7 +50,7 @@ def test_what_runs_is_finished_after_sigterm(tmp_path) -> None:
             httpx.get(f"{url}/health")
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:

@@ -57,6 +57,8 @@ BART = Family(
     derive=_embedding,
     absent=("head_dim", "num_key_value_heads"),
     inert={"is_encoder_decoder": True, "normalize_embedding": True} | dict.fromkeys(_OFF, False),
+    # The encoder's again.
+    ignored=("num_hidden_layers",),
     names={
         "embed_tokens": "model.shared",
         "attention_output_norm": "self_attn_layer_norm",
