@@ -40,8 +40,8 @@ _MAX_SHARDS = 1000
 #: Of memory that XLA takes as it is.
 _ALIGNMENT = 64
 _TILE = 256
-#: Of two tensors that are compared at once.
-_ROWS = 4096
+#: Elements of two tensors that are compared at once.
+_COMPARED = 1 << 22
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 #: Scales of an fp8 cache, under the names that vLLM knows.
 _KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
@@ -95,10 +95,13 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
     if embedding not in tensors:
         return rest | {embedding: replace(file, tensors={embedding: stored})}
     other = tensors[embedding].tensors[embedding]
-    same = (stored.shape, stored.dtype) == (other.shape, other.dtype) and all(
-        np.array_equal(*(read_tensor(tensors[name], name)[row : row + _ROWS] for name in (head, embedding)))
-        for row in range(0, stored.shape[0] if stored.shape else 0, _ROWS)
-    )
+    same = (stored.shape, stored.dtype) == (other.shape, other.dtype)
+    if same:
+        first, second = (read_tensor(tensors[name], name).reshape(-1) for name in (head, embedding))
+        same = all(
+            np.array_equal(first[start : start + _COMPARED], second[start : start + _COMPARED])
+            for start in range(0, first.size, _COMPARED)
+        )
     if not same:
         raise InvalidInput(
             f"the weights have {head!r}, which is not {embedding!r}, and tie_word_embeddings is true; set it to false "
