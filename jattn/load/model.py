@@ -20,11 +20,12 @@ from rich.progress import track
 from jattn.load.config import family_of, parse_config
 from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
-from jattn.load.plan import ParameterPlan, plan_parameters
+from jattn.load.plan import ParameterPlan, fewest_tensors, plan_parameters
 from jattn.load.read_ahead import read_ahead
 from jattn.load.safetensors_file import SafetensorsFile
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import (
+    check_count,
     check_weights,
     find_weights,
     is_quantized,
@@ -123,7 +124,9 @@ def load_model(
         raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep' or None.")
     tensors = find_weights(path)
     family = family_of(config)
-    is_bare = not any(name.startswith(family.prefix) for name in tensors)
+    check_count(tensors, fewest_tensors(config))
+    embedding = str(family.tensor_name("embed_tokens", config))
+    is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
     plan = plan_parameters(config, prefix="" if is_bare else None)
     if config.tie_word_embeddings:
         names = {parameter.path: parameter.pieces[0].name for parameter in plan}

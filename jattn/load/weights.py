@@ -22,6 +22,7 @@ from jattn.models.quantized import dequantize
 from torch_core.errors import InvalidInput
 
 __all__ = [
+    "check_count",
     "check_weights",
     "find_weights",
     "is_quantized",
@@ -40,6 +41,8 @@ _MAX_SHARDS = 1000
 #: Of memory that XLA takes as it is.
 _ALIGNMENT = 64
 _TILE = 256
+#: Tensors that are named in far less than a second.
+_NAMED_AT_ONCE = 1 << 14
 #: Elements of two tensors that are compared at once.
 _COMPARED = 1 << 22
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -108,6 +111,16 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
             f"in config.json, or take {head!r} out of the weights."
         )
     return rest
+
+
+def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
+    """Refuses a config of so many tensors that naming them would take long, where the files have fewer.
+
+    Raises:
+        InvalidInput: with both numbers.
+    """
+    if fewest > max(len(tensors), _NAMED_AT_ONCE):
+        raise InvalidInput(f"the config asks for {fewest} tensors or more; the weights have {len(tensors)}.")
 
 
 def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
