@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from jattn.engine import (
@@ -35,6 +36,17 @@ def two(**sizes: Any) -> DataParallelEngine:
     engine = open_engine(large_decoder(), EngineConfig(**SIZES, data_parallel_size=2, **sizes))
     assert isinstance(engine, DataParallelEngine)
     return engine
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], ids=["dp tp", "tp dp"])
+@on_four_devices
+def test_a_mesh_with_an_axis_of_copies_has_an_engine_for_each(axes: dict[str, int]) -> None:
+    over = mesh("auto", **axes)
+    engine = open_engine(large_decoder(num_hidden_layers=1), EngineConfig(**SIZES, mesh=over))
+    assert isinstance(engine, DataParallelEngine)
+    places = [{device.id for device in each._owner.device.pool._arrays[0].devices()} for each in engine.engines]
+    ids = np.vectorize(lambda device: device.id)(over.devices)
+    assert places == [set(row.tolist()) for row in (ids if over.axis_names[0] == "dp" else ids.T)]
 
 
 @on_four_devices
