@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.kv_scales import cached_spec, writing_8_bits
+from jattn.engine.no_mesh import no_mesh
 from jattn.engine.placement import Placement
 from jattn.engine.processes import Channel, shared_channel
 from jattn.engine.runner import ModelRunner
@@ -118,6 +119,7 @@ class Device:
             self.channel.send(what, *arguments)
 
 
+@no_mesh()
 def open_device(
     model: PagedModel,
     config: EngineConfig,

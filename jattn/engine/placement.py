@@ -86,7 +86,7 @@ class Placement:
                 raise InvalidInput(
                     f"model is cut over {parallel.size} devices; give the engine its mesh: EngineConfig(mesh=...)."
                 )
-            return cls(), model
+            return cls(), _on_one_device(model)
         size = mesh.shape["tp"]
         if parallel is None and isinstance(model, Decoder) and size > 1:
             model = cast(PagedModel, shard_model(model, mesh, TensorParallel(size=size, context_size=context_size)))
@@ -133,6 +133,17 @@ def replica_meshes(config: EngineConfig) -> list[Mesh | None]:
     if config.mesh is not None and config.mesh.axis_names[0] == "tp":
         chosen = np.asarray(devices, object).reshape(tensor, data).T
     return [Mesh(row, ("tp",)) for row in chosen]
+
+
+def _on_one_device(model: PagedModel) -> PagedModel:
+    """Returns a model whose arrays lie on one device each: of a trainer's, which a mesh has spread, on JAX's own."""
+    graph, state = nnx.split(cast(nnx.Module, model))
+    leaves = jax.tree.leaves(state)
+    if all(len(leaf.devices()) == 1 for leaf in leaves if isinstance(leaf, jax.Array)):
+        return model
+    device = jnp.zeros(()).sharding
+    moved: Any = nnx.merge(graph, jax.device_put(state, device))
+    return moved
 
 
 def _without_empty_constants(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -320,7 +320,26 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         content = "\n".join(texts)
     if not isinstance(content, str | None):
         raise RequestError(400, f"{name}.content is {shown(content)}; it must be text.", param=name)
-    return message | {"content": content}
+    if message.get("tool_calls") is None:
+        return message | {"content": content}
+    calls = message["tool_calls"]
+    if not _is_objects(calls) or not all(isinstance(call.get("function"), dict) for call in calls):
+        raise RequestError(
+            400, f"{name}.tool_calls is {shown(calls)}; it must be a list of objects with a function.", param=name
+        )
+    called = [{**call, "function": _with_arguments(name, call["function"])} for call in calls]
+    return message | {"content": content, "tool_calls": called}
+
+
+def _with_arguments(name: str, function: dict[str, Any]) -> dict[str, Any]:
+    """Returns a called function whose arguments are an object: OpenAI's are JSON in a text, templates write objects."""
+    given = function.get("arguments")
+    if not isinstance(given, str):
+        return function
+    try:
+        return function | {"arguments": read_json(given, "arguments") if given.strip() else {}}
+    except InvalidInput as error:
+        raise RequestError(400, f"{name}.tool_calls: {error}", param=name) from None
 
 
 def _is_text(part: Any) -> bool:

@@ -146,6 +146,24 @@ def test_new_weights_come_from_a_trainers_mesh_and_compile_nothing() -> None:
     assert engine.num_compilations == before
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@on_four_devices
+def test_a_mesh_that_a_trainer_has_set_changes_nothing(kind: str) -> None:
+    model, prompts, over = large_decoder(num_hidden_layers=1), prompts_of(5, 3), mesh(kind, dp=2, tp=2)
+    sizes: dict[str, Any] = SIZES | {"num_scheduler_steps": 1}
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    expected = run(Engine(model, EngineConfig(**sizes)), prompts, greedy)
+
+    with jax.set_mesh(over):
+        spread = jax.device_put(nnx.state(model), NamedSharding(over, PartitionSpec()))
+        trained = nnx.merge(nnx.graphdef(model), spread)
+        for parts in (1, 2):
+            engine = Engine(trained, EngineConfig(**sizes, tensor_parallel_size=parts))
+            assert run(engine, prompts, greedy) == expected
+            engine.update_weights(spread)
+            assert run(engine, prompts, greedy) == expected
+
+
 @on_four_devices
 def test_the_pool_takes_its_bytes_on_each_device() -> None:
     one, four = (

@@ -293,7 +293,7 @@ def test_a_bad_field_is_named(client, changes, error, param) -> None:
             ),
         ),
         ([[1], [1] * 300], "prompt: prompts[1]: the request needs 308 tokens (300 prompt + 8 new); this engine's"),
-        ([[1], [99999]], "prompts[1]: prompt token 0 is outside the vocabulary; ids are 0 to 2047."),
+        ([[1], [99999]], "prompts[1]: prompt token 0 is 99999, outside the vocabulary; ids are 0 to 2047."),
     ],
 )
 def test_a_prompt_that_does_not_fit_is_named_by_its_field_and_place(client, prompt, message) -> None:
