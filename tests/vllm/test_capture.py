@@ -299,5 +299,6 @@ def test_a_step_over_ranks_is_captured_empty_whatever_batch_it_is_captured_with(
 
     captured = builder.build_for_cudagraph_capture(common, arrays=buffers.upload(0))
 
+    assert captured.dcp_local_seq_lens is not None
     assert captured.dcp_local_seq_lens.tolist() == captured.seq_lens.tolist() == [0, 0]
     assert captured.slot_mapping.tolist() == [-1, -1]
