@@ -16,6 +16,7 @@ import pytest
 import jattn
 from jattn.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from jattn.engine.grammar import GrammarCompiler
+from jattn.engine.logprobs import Logprobs
 from jattn.engine.reader import PromptReader
 from jattn.load import TextTokenizer, load_tokenizer
 from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
@@ -294,6 +295,28 @@ def test_the_text_matches_its_grammar(llm, structured, fits) -> None:
     for output in llm.generate(["a", "b"], params):
         assert output.outputs[0].finish_reason == "stop"
         assert fits(output.outputs[0].text), output.outputs[0].text
+
+
+def test_a_prompts_logprobs_can_be_read_while_another_thread_brings_more(llm) -> None:
+    request = llm.engine.add([1, 2, 3], SamplingParams(prompt_logprobs=0))
+    try:
+        found = Logprobs(np.float32(-1.0), np.int32(1), np.zeros(1, np.int32), np.zeros(1, np.float32))
+
+        class Place(int):
+            def __hash__(self) -> int:
+                # What a step of another thread does meanwhile.
+                request.prompt_logprobs[2] = found
+                return super().__hash__()
+
+        place = Place(1)
+        request.prompt_logprobs[place] = found
+        del request.prompt_logprobs[2]
+
+        read = PromptReader(llm.engine, None, request).output().prompt_logprobs
+    finally:
+        llm.engine.cancel(request.request_id)
+
+    assert [list(each or {}) for each in read or ()] == [[], [2], []]
 
 
 @pytest.mark.parametrize("ends", [[], [0]], ids=["end not allowed", "end allowed"])
