@@ -19,6 +19,7 @@ from jattn.models.encoder_decoder import build_model
 from jattn.models.logical_axes import logical_axes
 from jattn.models.shapes import ParameterPath, parameter_shapes
 from jattn.models.tensor_parallel import TensorParallel
+from jattn.nn.kv_scales import paged_layers
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -167,7 +168,12 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
     shards = parameter_shards(model.config, parallel)
     whole = _arrays(model)
     values = {path: each.placed(whole[path], mesh) for path, each in shards.items()}
-    return decoder_of(model.config, values, model.implementation, parallel)
+    cut = decoder_of(model.config, values, model.implementation, parallel)
+    carried = {path: layer.kv_scales for path, layer in paged_layers(model)}
+    for path, layer in paged_layers(cut):
+        if (scales := carried[path]) is not None:
+            layer.kv_scales = scales
+    return cut
 
 
 def decoder_of(
