@@ -47,6 +47,7 @@ class LLM(contextlib.AbstractContextManager):
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
         quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
+        hf_overrides: values in the place of config.json's; see there; not for a module.
         config: the engine's sizes.
         use_generation_config: take what a folder's generation_config.json says of sampling for requests without
             parameters of their own.
@@ -74,14 +75,16 @@ class LLM(contextlib.AbstractContextManager):
         dtype: str | None = None,
         implementation: str | None = None,
         quantization: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         config: EngineConfig | None = None,
         use_generation_config: bool = True,
     ) -> None:
         self.default_sampling: dict[str, Any] = {}
         if isinstance(model, nnx.Module):
-            if any(option is not None for option in (dtype, implementation, quantization)):
+            if any(option is not None for option in (dtype, implementation, quantization, hf_overrides)):
                 raise InvalidInput(
-                    "dtype, implementation and quantization belong to the module that was passed; build it with them."
+                    "dtype, implementation, quantization and hf_overrides belong to the module that was passed; build "
+                    "it with them."
                 )
         else:
             folder: Any = embedded_model_folder() if model is None else model
@@ -97,6 +100,7 @@ class LLM(contextlib.AbstractContextManager):
                 mesh=mesh,
                 parallel=None if mesh is None else TensorParallel(size=size, context_size=context_size),
                 quantization=quantization,
+                hf_overrides=hf_overrides,
                 progress=sys.stderr.isatty(),
             )
             if use_generation_config:

@@ -90,6 +90,7 @@ class PromptReader:
             completions,
             request.num_cached_tokens,
             request.metrics,
+            self.finished,
             self._prompt_logprobs(),
         )
 

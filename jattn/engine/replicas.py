@@ -337,10 +337,15 @@ class _Router:
 
     def _keys(self, tokens: Sequence[int], salt: bytes | None) -> list[int]:
         # A hash will do: where two prompts share one a request goes to a copy that has to compute more.
-        keys, key = [], hash(salt)
-        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
-            key = hash((key, tuple(tokens[start : start + self._block_size])))
-            keys.append(key)
+        keys = []
+        try:
+            key = hash(salt)
+            for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+                key = hash((key, tuple(tokens[start : start + self._block_size])))
+                keys.append(key)
+        except (TypeError, LookupError):
+            # It is no prompt, or no salt: the engine says so, whichever is chosen.
+            return []
         return keys
 
 

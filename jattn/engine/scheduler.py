@@ -150,7 +150,8 @@ class Scheduler:
             step = step or self._schedule_decode() or self._schedule_prefill([])
         else:
             step = self._schedule_prefill(decodable) or self._schedule_decode()
-        if step is None and not self._running and self._drop_waiting():
+        # A prompt goes on whatever is in flight, unless it lacks blocks: nobody who runs will give any back.
+        if step is None and all(_remaining(request) > 1 for request in self._running) and self._drop_waiting():
             step = self._schedule_prefill([])
         if step is not None:
             for row in step.rows:

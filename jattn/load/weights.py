@@ -107,8 +107,8 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
         )
     if not same:
         raise InvalidInput(
-            f"the weights have {head!r}, which is not {embedding!r}, and tie_word_embeddings is true; set it to false "
-            f"in config.json, or take {head!r} out of the weights."
+            f"the weights have {head!r}, which is not {embedding!r}, and tie_word_embeddings is true; "
+            f"hf_overrides={{'tie_word_embeddings': False}} takes both, or take {head!r} out of the weights."
         )
     return rest
 

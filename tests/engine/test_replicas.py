@@ -166,6 +166,25 @@ def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
 
 
 @on_four_devices
+def test_what_an_engine_refuses_several_copies_refuse_alike() -> None:
+    engine = two()
+    unhashable: Any = [1]
+    prompts = None, [[1, 2]] * 64, np.zeros((64, 2), int), dict.fromkeys(range(64), 1)
+    wrong: list[tuple[Any, dict[str, Any]]] = [(prompt, {}) for prompt in prompts]
+    for prompt, options in [*wrong, ([1] * 64, {"salt": unhashable}), ([1], {"request_id": unhashable})]:
+        messages = []
+        for each in (engine, engine.engines[0]):
+            with pytest.raises(InvalidInput) as refused:
+                each.add(prompt, **options)
+            messages.append(str(refused.value))
+        assert messages[0] == messages[1]
+    for action in (engine.cancel, engine.engines[0].cancel):
+        with pytest.raises(InvalidInput, match=r"^no unfinished request has the id \[1\]\."):
+            action(unhashable)
+    assert engine.num_unfinished == 0
+
+
+@on_four_devices
 def test_an_engine_alone_is_no_several_copies() -> None:
     with pytest.raises(InvalidInput, match=r"^data_parallel_size is 2; an Engine is one copy\. "):
         Engine(tiny_decoder(implementation="xla"), EngineConfig(**SIZES, data_parallel_size=2))

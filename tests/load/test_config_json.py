@@ -197,7 +197,8 @@ def test_an_unknown_key_is_named_together_with_the_keys_that_are_known():
     with pytest.raises(InvalidInput) as caught:
         parse_config(LLAMA | {"zeta": 1, "residual_multiplier": 2.0})
     message = str(caught.value)
-    assert message.startswith("config.json has unknown keys: 'residual_multiplier', 'zeta'. Keys that are read: ")
+    assert message.startswith("config.json has unknown keys: 'residual_multiplier', 'zeta'; hf_overrides={")
+    assert "'residual_multiplier': None} loads without one. Keys that are read: " in message
     assert "rope_theta" in message
     assert "Keys that are ignored: " in message
     assert "use_cache" in message

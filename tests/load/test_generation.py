@@ -92,8 +92,10 @@ def test_a_template_of_conversations_with_tools_is_kept_and_saved_again(tmp_path
     model, config, tokenizer = load_model(folder)
     save_model(tmp_path / "second", model, config, tokenizer)
     for each in (tokenizer, load_tokenizer(tmp_path / "second")):
-        assert chat_prompt(each, [])["prompt"] == "plain"
-        assert chat_prompt(each, [], tools=["a"])["prompt"] == "with a"
+        plain, with_tools = chat_prompt(each, []), chat_prompt(each, [], tools=["a"])
+        assert isinstance(plain, dict)
+        assert isinstance(with_tools, dict)
+        assert (plain["prompt"], with_tools["prompt"]) == ("plain", "with a")
 
 
 def test_a_tokenizer_config_of_many_tokens_is_read(tmp_path):

@@ -111,6 +111,7 @@ def test_added_tokens_that_the_model_has_no_embedding_for_are_text(tmp_path, see
     tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.warns(UserWarning, match=r"no embedding for \(\['<image>'\]\)"):
         _, _, loaded = load_model(folder)
+    assert loaded is not None
     assert (loaded.vocab_size, loaded.encode("<image>")) == (257, plain)
 
 

@@ -157,7 +157,7 @@ def test_a_head_that_differs_from_the_tied_embedding_is_refused(head, tied):
     refused(
         tied,
         "the weights have 'lm_head.weight', which is not 'model.embed_tokens.weight', and tie_word_embeddings is true; "
-        "set it to false in config.json, or take 'lm_head.weight' out of the weights.",
+        "hf_overrides={'tie_word_embeddings': False} takes both, or take 'lm_head.weight' out of the weights.",
     )
 
 

@@ -96,6 +96,13 @@ def test_samples_of_one_prompt_end_together(llm) -> None:
     assert is_idle(llm)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_is_finished_with_the_last_of_its_samples(llm, kind) -> None:
+    outputs = asyncio.run(outputs_of(llm, "x", n=3, temperature=1.0, seed=4, output_kind=kind))
+
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
 def test_a_cancelled_task_and_a_closed_generator_cancel_their_requests(llm, expected) -> None:
     async def ask() -> list[Any]:
         task = asyncio.create_task(outputs_of(llm, "long", max_tokens=200))

@@ -51,7 +51,9 @@ def called(arguments):
     ("given", "seen"), [('{"a": 1}', {"a": 1}), ("", {}), ({"a": 1}, {"a": 1})], ids=["text", "empty", "object"]
 )
 def test_the_arguments_of_a_called_tool_reach_the_template_as_an_object(given, seen) -> None:
-    (message,) = parse_chat({"messages": called(given)}).messages or ()
+    messages = parse_chat({"messages": called(given)}).messages
+    assert messages is not None
+    (message,) = messages
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": seen}
     assert message["tool_calls"][0]["id"] == "1"
 

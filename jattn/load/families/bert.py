@@ -34,6 +34,7 @@ BERT = Family(
         "pooler_type",
     ),
     inert={"position_embedding_type": "absolute"},
+    also=("BertForMaskedLM",),
     names={
         "embed_tokens": "bert.embeddings.word_embeddings",
         "position_embedding": "bert.embeddings.position_embeddings",

@@ -8,7 +8,17 @@ from typing import Any
 
 from jattn.models.config import SIZE_LIMITS, ModelConfig
 
-__all__ = ["BOTH_BIASES", "INVERSE", "INVERSE_SQUARE", "Family", "Key", "attention_names", "every", "stack_names"]
+__all__ = [
+    "BOTH_BIASES",
+    "INVERSE",
+    "INVERSE_SQUARE",
+    "Family",
+    "Key",
+    "Whole",
+    "attention_names",
+    "every",
+    "stack_names",
+]
 
 
 def _same(value: Any) -> Any:
@@ -69,6 +79,21 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """An architecture that has a model of the family, and reads pictures besides.
+
+    Attributes:
+        architecture: as config.json names it; what the family's own file would say stands in its text_config.
+        model_type: likewise.
+        defaults: values of keys that text_config may leave out.
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What is different about one architecture; everything is data but a few small functions of the file's values.
 
@@ -83,6 +108,8 @@ class Family:
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
         ignored: keys of published files that change nothing, whatever their value: transformers does not read them.
+        also: further architectures whose files have these weights among others.
+        whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window where no layer_types does.
         layer_types: what files call layers that see all, besides "full_attention".
@@ -112,6 +139,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    whole: Whole | None = None
     windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
     layer_types: tuple[str, ...] = ()
     rope_keys: Mapping[str, str] = field(default_factory=dict)

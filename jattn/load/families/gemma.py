@@ -61,7 +61,7 @@ GEMMA2 = Family(
     options={"norm_type": "gemma_rms_norm", "norm_placement": "both"},
     derive=scaled_embedding,
     inert=INERT,
-    ignored=IGNORED,
+    ignored=(*IGNORED, "sliding_window_size"),
     windows=every(2),
     names=NAMES,
 )

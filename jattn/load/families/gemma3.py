@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import Family, every
+from jattn.load.families.family import Family, Whole, every
 from jattn.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scaled_embedding
 
 __all__ = ["GEMMA3"]
@@ -28,4 +28,17 @@ GEMMA3 = Family(
     windows=_pattern,
     rope_keys={"rope_local_base_freq": "rope_local_base_freq"},
     names=NAMES,
+    whole=Whole(
+        architecture="Gemma3ForConditionalGeneration",
+        model_type="gemma3",
+        defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
+    ),
 )

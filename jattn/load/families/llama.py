@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import BOTH_BIASES, INVERSE, Family, Key
+from jattn.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Whole
 
 __all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
 
@@ -18,6 +18,7 @@ MISTRAL = Family(
     model_type="mistral",
     defaults={"sliding_window": 4096},
     windows="all",
+    whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
 )
 
 GRANITE = Family(
