@@ -77,6 +77,16 @@ class ParameterShards:
         everywhere = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
         return _taken(sharding, self.axis)(everywhere, self.order)
 
+    def whole(self, array: jax.Array | np.ndarray) -> np.ndarray:
+        """Returns the whole parameter of the parts; the inverse of `placed`."""
+        parts = np.asarray(array)
+        if self.axis is None or self.order is None:
+            return parts
+        own = np.flatnonzero(self.order != _NONE)
+        places = np.zeros(self.shape[self.axis], np.int64)
+        places[self.order[own]] = own
+        return parts.take(places, self.axis)
+
     def loaded(
         self, read: Callable[[int | None, np.ndarray], np.ndarray], dtype: np.dtype | Any, mesh: Mesh
     ) -> jax.Array:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.engine import Engine, EngineConfig, SamplingParams, calibrate_kv_cache
+from jattn.engine.embeddings import embed
 from jattn.engine.placement import Placement
 from jattn.models import Decoder, TensorParallel, partition_specs, shard_model
 from tests.engine.conftest import tiny_decoder
@@ -182,6 +183,13 @@ def test_scales_of_an_8_bit_cache_are_on_every_device(origin: str) -> None:
     assert run(two, prompts, greedy) == run(one, prompts, greedy)
     with pytest.raises(Unsupported, match=r"^model is cut over 4 devices, of which each would see its own heads alone"):
         calibrate_kv_cache(shard_model(model, mesh("auto", tp=4)), prompts)
+
+
+@on_four_devices
+def test_vectors_of_a_model_that_is_cut_are_refused() -> None:
+    cut = shard_model(tiny_decoder(), mesh("auto", tp=4))
+    with pytest.raises(Unsupported, match=r"^model is cut over 4 devices; vectors come from a whole one: "):
+        embed(cut, [[1, 2]], pooling="mean", normalize=True)
 
 
 @on_four_devices
