@@ -152,6 +152,7 @@ def open_device(
     model = with_draft(model, config, max_model_len)
     if isinstance(model, WithDraft):
         model = WithDraft(model.base, Placement.of(model.draft, mesh, context)[1])
+    model = placement.with_scales(model)
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     chosen = {choose(implementation) for implementation in asked - {""}}
