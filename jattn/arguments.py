@@ -1,11 +1,50 @@
-"""What commands are told about devices and processes, as arguments and as settings of an engine."""
+"""What commands are told about loading, devices and processes, as arguments and as what a model and an engine take."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-__all__ = ["add_device_arguments", "device_settings", "join_processes"]
+__all__ = [
+    "add_device_arguments",
+    "add_implementation",
+    "add_loading_arguments",
+    "device_settings",
+    "join_processes",
+    "loading_options",
+]
+
+
+def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `loading_options` reads."""
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
+    add_implementation(parser)
+    parser.add_argument("--quantization", choices=("keep",), help="keep FP8 and MXFP4 weights as they are stored")
+    parser.add_argument(
+        "--hf-overrides", metavar="JSON", help='in the place of config.json\'s values: {"some_key": null}'
+    )
+
+
+def add_implementation(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names who computes attention."""
+    parser.add_argument(
+        "--implementation", choices=("triton", "torch", "xla"), help="of the attention ops (default: the fastest here)"
+    )
+
+
+def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what they tell `LLM` about loading.
+
+    Raises:
+        InvalidInput: overrides that are no JSON object.
+    """
+    options = {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
+    if arguments.hf_overrides is None:
+        return options
+    # Here, so that a command's help does not wait for jax.
+    from jattn.load.folder import read_json
+
+    return options | {"hf_overrides": read_json(arguments.hf_overrides, "--hf-overrides")}
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jattn.arguments import add_device_arguments, device_settings, join_processes
+from jattn.arguments import (
+    add_device_arguments,
+    add_implementation,
+    add_loading_arguments,
+    device_settings,
+    join_processes,
+    loading_options,
+)
 from torch_core.errors import InvalidInput, JattnError, Unsupported
 
 __all__ = ["main"]
@@ -67,9 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 for all (0)")
     generate.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (1)")
     generate.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
-    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
-    _add_implementation(generate)
-    _add_quantization(generate)
+    add_loading_arguments(generate)
     generate.add_argument(
         "--speculative-config", metavar="JSON", help='guess tokens: {"model": DIR, "num_speculative_tokens": 4}'
     )
@@ -83,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
     chat.add_argument("--max-tokens", type=int, default=512, help="of one answer (512)")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (0.7)")
-    chat.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
-    _add_implementation(chat)
-    _add_quantization(chat)
+    add_loading_arguments(chat)
     chat.set_defaults(run=_chat)
 
     crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
@@ -97,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     crosscheck.add_argument("--picture", metavar="FILE", help="draw the error by layer and position (needs matplotlib)")
     crosscheck.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
-    _add_implementation(crosscheck)
+    add_implementation(crosscheck)
     crosscheck.set_defaults(run=_crosscheck)
 
     doctor = commands.add_parser("doctor", help="say what works on this machine and why the rest does not")
@@ -110,21 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", nargs="?", help=f"one of {', '.join(_BENCHMARKS)}")
     bench.set_defaults(run=_bench)
     return parser
-
-
-def _add_implementation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--implementation", choices=("triton", "torch", "xla"), help="of the attention ops (default: the fastest here)"
-    )
-
-
-def _add_quantization(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quantization", choices=("keep",), help="keep FP8 and MXFP4 weights as they are stored")
-
-
-def _loading(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what `LLM` is to be told about loading."""
-    return {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
 
 
 _DEFAULT_PROMPT = "The for statement is used to"
@@ -151,7 +139,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         **device_settings(arguments),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
-    with LLM(arguments.model, **_loading(arguments), config=config) as llm:
+    with LLM(arguments.model, **loading_options(arguments), config=config) as llm:
         if not llm.engine.follow():
             _tell(llm, prompts, params, as_json=arguments.json)
     return 0
@@ -206,7 +194,7 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
         template = read_given("chat_template", arguments.chat_template)
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     config = EngineConfig(max_num_seqs=1)
-    with LLM(arguments.model, **_loading(arguments), config=config) as llm:
+    with LLM(arguments.model, **loading_options(arguments), config=config) as llm:
         say = functools.partial(print, end="", flush=True)
         converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)
     return 0

@@ -34,6 +34,8 @@ _CALLS_PER_GRAPH = 16
 _GRAPH_US = 5000.0
 # The same of a JAX program, which the host starts meanwhile.
 _PROGRAM_US = 2000.0
+# It becomes so many times as long at most, also where its time is lost in what the host takes.
+_MOST_LONGER = 64
 _MAX_POOLS = 64
 _WARM_UP_RUNS = 5
 # Programs of a short and of a long row.
@@ -175,7 +177,8 @@ def chained_us(
         return jax_us(jitted, (arrays,), calls=rotations * len(arrays), rounds=rounds, donated=own)
 
     found = measured(rotations, rounds)
-    longer = math.ceil(_PROGRAM_US / (found * rotations * len(arrays)))
+    took = max(found * rotations * len(arrays), _PROGRAM_US / _MOST_LONGER)
+    longer = math.ceil(_PROGRAM_US / took)
     return found if longer == 1 else measured(rotations * longer, rounds)
 
 

@@ -148,7 +148,7 @@ class Engine(contextlib.AbstractContextManager):
 
     def request_of(self, request_id: str) -> Request | None:
         """Returns the unfinished request of an id, if there is one."""
-        return self._owner.requests.get(request_id)
+        return self._owner.requests.get(request_id) if isinstance(request_id, str) else None
 
     def runs_for(self, outbox: Outbox) -> bool:
         """Returns whether a request of an outbox is unfinished."""
@@ -295,7 +295,7 @@ class Engine(contextlib.AbstractContextManager):
 
         def end() -> tuple[TokenDelta, News]:
             work = self._owner.begin()
-            request = self._owner.requests.get(request_id) if isinstance(request_id, str) else None
+            request = self.request_of(request_id)
             if request is not None:
                 self._owner.finish(work, request, "cancelled")
             self._owner.end(work)

@@ -25,7 +25,7 @@ from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
 from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
-from jattn.models import Decoder, PagedModel
+from jattn.models import Decoder, PagedModel, TensorParallel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import LARGEST_CODE
@@ -47,6 +47,7 @@ class LLM(contextlib.AbstractContextManager):
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
         quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
+        hf_overrides: values in the place of config.json's; see there; not for a module.
         config: the engine's sizes.
         use_generation_config: take what a folder's generation_config.json says of sampling for requests without
             parameters of their own.
@@ -74,25 +75,32 @@ class LLM(contextlib.AbstractContextManager):
         dtype: str | None = None,
         implementation: str | None = None,
         quantization: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         config: EngineConfig | None = None,
         use_generation_config: bool = True,
     ) -> None:
         self.default_sampling: dict[str, Any] = {}
         if isinstance(model, nnx.Module):
-            if any(option is not None for option in (dtype, implementation, quantization)):
+            if any(option is not None for option in (dtype, implementation, quantization, hf_overrides)):
                 raise InvalidInput(
-                    "dtype, implementation and quantization belong to the module that was passed; build it with them."
+                    "dtype, implementation, quantization and hf_overrides belong to the module that was passed; build "
+                    "it with them."
                 )
         else:
             folder: Any = embedded_model_folder() if model is None else model
-            meshes = replica_meshes(EngineConfig() if config is None else config)
+            sizes = EngineConfig() if config is None else config
+            # Copies are made from a whole model.
+            mesh, *others = replica_meshes(sizes)
+            mesh = None if others else mesh
+            size, context_size = sizes.tensor_parallel_size, sizes.decode_context_parallel_size
             model, _, tokenizer = load_model(
                 folder,
                 dtype=dtype,
                 implementation=implementation,
-                # Copies are made from a whole model.
-                mesh=meshes[0] if len(meshes) == 1 else None,
+                mesh=mesh,
+                parallel=None if mesh is None else TensorParallel(size=size, context_size=context_size),
                 quantization=quantization,
+                hf_overrides=hf_overrides,
                 progress=sys.stderr.isatty(),
             )
             if use_generation_config:

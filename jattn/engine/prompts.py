@@ -106,7 +106,10 @@ def chat_prompt(
     """
     if tokenizer is None:
         raise InvalidInput("the model has no tokenizer, which a chat needs.")
-    template = tokenizer.chat_template if chat_template is None else chat_template
+    template = chat_template
+    if template is None:
+        with_tools = None if options.get("tools") is None else tokenizer.tool_chat_template
+        template = tokenizer.chat_template if with_tools is None else with_tools
     if template is None:
         raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
     if not isinstance(template, ChatTemplate):

@@ -51,9 +51,10 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def __init__(self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None) -> None:
         # One thread prepares the steps of all.
         steps = config.most_scheduler_steps
-        of_one = dataclasses.replace(config, data_parallel_size=1, tensor_parallel_size=1, num_scheduler_steps=steps)
+        # Its sizes follow from the mesh of one copy, which goes in with them.
+        of_one: dict[str, Any] = {"data_parallel_size": 1, "tensor_parallel_size": 1, "num_scheduler_steps": steps}
         self.engines = tuple(
-            Engine(model, dataclasses.replace(of_one, mesh=mesh), tokenizer=tokenizer)
+            Engine(model, dataclasses.replace(config, **of_one, mesh=mesh), tokenizer=tokenizer)
             for mesh in replica_meshes(config)
         )
         self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])
@@ -336,10 +337,15 @@ class _Router:
 
     def _keys(self, tokens: Sequence[int], salt: bytes | None) -> list[int]:
         # A hash will do: where two prompts share one a request goes to a copy that has to compute more.
-        keys, key = [], hash(salt)
-        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
-            key = hash((key, tuple(tokens[start : start + self._block_size])))
-            keys.append(key)
+        keys = []
+        try:
+            key = hash(salt)
+            for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+                key = hash((key, tuple(tokens[start : start + self._block_size])))
+                keys.append(key)
+        except (TypeError, LookupError):
+            # It is no prompt, or no salt: the engine says so, whichever is chosen.
+            return []
         return keys
 
 

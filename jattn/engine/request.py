@@ -91,9 +91,10 @@ class RequestOutput:
         request_id: as given or numbered.
         prompt: the prompt's text; None if it came as token ids.
         prompt_token_ids: the prompt's tokens.
-        outputs: the completions, n of them.
+        outputs: the completions, n of them; one, and what is new of it, where `RequestOutputKind.DELTA` is asked for.
         num_cached_tokens: prompt tokens whose keys and values a shared prefix held already.
         metrics: when things happened.
+        finished: all of its samples ended, also those that `outputs` lacks.
         prompt_logprobs: for each token of the prompt what `SamplingParams.prompt_logprobs` asks for, None for the
             first; None if it asks for none.
     """
@@ -104,12 +105,8 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
     metrics: RequestMetrics
+    finished: bool
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether all of its samples ended."""
-        return all(output.finish_reason is not None for output in self.outputs)
 
 
 @dataclass(slots=True, eq=False)

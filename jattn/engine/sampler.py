@@ -170,23 +170,24 @@ class Sampler:
 
 
 def check_processors(processors: Mapping[str, LogitsProcessor], *, vocab_size: int, max_model_len: int) -> None:
-    """Traces an engine's processors, so that none fails in the midst of other requests' step.
+    """Traces an engine's processors as a step does, so that none fails in the midst of other requests'.
 
     Raises:
         InvalidInput: one raises, or returns no float32[vocab].
     """
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    logits = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
-    token_ids = jax.ShapeDtypeStruct((max_model_len,), jnp.int32)
+    shapes = (vocab_size,), (max_model_len,), (), (), ()
+    dtypes = jnp.float32, jnp.int32, jnp.int32, jnp.int32, jnp.float32
+    rows = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     for name, processor in processors.items():
         try:
-            found = jax.eval_shape(processor, logits, token_ids, number, number, jax.ShapeDtypeStruct((), jnp.float32))
+            found = jax.eval_shape(jax.vmap(processor), *rows)
         except Exception as error:
             raise InvalidInput(
                 f"logits_processors[{shown(name)}] raises {type(error).__name__} where it is traced: {error}"
             ) from error
-        if getattr(found, "shape", None) != logits.shape or found.dtype.kind == "c":
-            raise InvalidInput(f"logits_processors[{shown(name)}] returns {found}; it must be float32[{vocab_size}].")
+        if getattr(found, "shape", None) != (1, vocab_size) or found.dtype.kind == "c":
+            what = f"{found.dtype}{list(found.shape[1:])}" if isinstance(found, jax.ShapeDtypeStruct) else found
+            raise InvalidInput(f"logits_processors[{shown(name)}] returns {what}; it must be float32[{vocab_size}].")
 
 
 def is_plain(params: SamplingParams) -> bool:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.config_keys import FILE, REQUIRED_FIELDS, checked_keys, family_of_file
+from jattn.load.config_keys import FILE, REQUIRED_FIELDS, checked_keys, family_of_file, language_part
 from jattn.load.families import Family, known_families
 from jattn.load.generation import forced_token, token_ids
 from jattn.load.rope import read_rope, write_rope
@@ -45,7 +45,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         (16, 4, 'bfloat16')
     """
     family = family_of_file(raw)
-    raw = checked_keys(raw, family)
+    raw = checked_keys(language_part(raw, family), family)
     options = dict(family.options)
     for name, key in family.all_keys.items():
         if name in raw:

@@ -7,13 +7,22 @@ import dataclasses
 from typing import Any
 
 from jattn.load.families import Family, known_families, nearest_family
+from jattn.load.ignored_keys import IGNORED
 from jattn.load.rope import ROPE_NAMES
 from jattn.models.config import SIZE_LIMITS
 from jattn.models.parts import LatentConfig, MoEConfig
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["FILE", "QUANT_METHODS", "REQUIRED_FIELDS", "checked_keys", "family_of_file"]
+__all__ = [
+    "FILE",
+    "QUANT_METHODS",
+    "REQUIRED_FIELDS",
+    "checked_keys",
+    "family_of_file",
+    "is_whole",
+    "language_part",
+]
 
 FILE = "config.json"
 #: Fields that every file sets, under whatever key.
@@ -41,99 +50,11 @@ _STRUCTURE = (
     "forced_eos_token_id",
     "quantization_config",
 )
+#: What holds for the language model of a whole.
+_OF_WHOLE = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 #: What is read by the functions of a family.
 _DERIVED = ("decoder_sparse_step", "mlp_layer_types", "no_rope_layers", "no_rope_layer_interval")
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
-#: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
-_IGNORED = (
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "_num_labels",
-    "activation_dropout",
-    "add_bias_logits",
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "gradient_checkpointing",
-    "hidden_dropout_prob",
-    "attention_softmax_in_fp32",
-    "attn_pdrop",
-    "auto_map",
-    "aux_loss_alpha",
-    "bias_dropout_fusion",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "classif_dropout",
-    "classifier_dropout",
-    "decoder_layerdrop",
-    "dense_act_fn",
-    "dropout",
-    "dropout_rate",
-    "early_stopping",
-    "embd_pdrop",
-    "embedding_dropout",
-    "encoder_layerdrop",
-    "ep_size",
-    "extra_pos_embeddings",
-    "finetuning_task",
-    "force_bos_token_to_be_generated",
-    "forced_bos_token_id",
-    "hidden_dropout",
-    "id2label",
-    "initial_context_length",
-    "init_std",
-    "initializer_factor",
-    "initializer_range",
-    "is_decoder",
-    "is_gated_act",
-    "is_llama_config",
-    "label2id",
-    "length_penalty",
-    "masked_softmax_fusion",
-    "max_length",
-    "max_window_layers",
-    "min_length",
-    "n_ctx",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "num_mtp_layers",
-    "num_nextn_predict_layers",
-    "offset_alibi",
-    "output_attentions",
-    "output_hidden_states",
-    "output_past",
-    "output_router_logits",
-    "pad_token_id",
-    "prefix",
-    "pretraining_tp",
-    "problem_type",
-    "qk_head_dim",
-    "reorder_and_upcast_attn",
-    "resid_pdrop",
-    "residual_dropout",
-    "return_dict",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "seq_aux",
-    "seq_length",
-    "skip_bias_add",
-    "skip_bias_add_qkv",
-    "slow_but_exact",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-    "task_specific_params",
-    "tf_legacy_loss",
-    "tokenizer_class",
-    "torchscript",
-    "transformers_version",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_bfloat16",
-    "use_cache",
-)
 #: Keys with one value under which the model is the one that is computed here.
 _INERT = {
     "add_cross_attention": False,
@@ -160,7 +81,9 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput(f"{FILE}: architectures is {shown(named)}; it must be a list of one name.")
     known = known_families()
-    if not isinstance(named[0], str) or named[0] not in known:
+    wholes = {family.whole.architecture: family for family in known.values() if family.whole is not None}
+    also = wholes | {name: family for family in known.values() for name in family.also}
+    if not isinstance(named[0], str) or named[0] not in known | also:
         nearest = nearest_family(str(named[0])[:200], lambda family: len(_unread(raw, family)))
         unread = sorted(_unread(raw, nearest))
         missing = f", which has no {', '.join(map(shown, unread[:8]))}" if unread else ""
@@ -168,15 +91,39 @@ def family_of_file(raw: dict[str, Any]) -> Family:
             f"{FILE}: architectures[0] is {shown(named[0])}; the nearest that this build has is "
             f"{nearest.architecture}{missing}. It has {', '.join(known)}."
         )
-    family = known[named[0]]
+    family = (also | known)[named[0]]
     if raw.get("auto_map") is not None and not family.brings_code:
         raise Unsupported(f"{FILE} has auto_map; code from a model folder is never run.")
     _check_quantization(raw.get("quantization_config"))
-    if raw.get("model_type", family.model_type) != family.model_type:
-        raise InvalidInput(
-            f"{FILE}: model_type is {shown(raw['model_type'])}; {family.architecture} needs {family.model_type!r}."
-        )
+    model_type = family.model_type if family.whole is None or named[0] not in wholes else family.whole.model_type
+    if raw.get("model_type", model_type) != model_type:
+        raise InvalidInput(f"{FILE}: model_type is {shown(raw['model_type'])}; {named[0]} needs {model_type!r}.")
     return family
+
+
+def is_whole(raw: dict[str, Any], family: Family) -> bool:
+    """Returns whether the file is of an architecture that has a model of the family."""
+    return family.whole is not None and raw.get("architectures") == [family.whole.architecture]
+
+
+def language_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns what the family's own file would hold: of a whole, its text_config, and the whole otherwise.
+
+    Raises:
+        InvalidInput: no text_config, or one of another model_type.
+    """
+    if family.whole is None or not is_whole(raw, family):
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise InvalidInput(f"{FILE}: text_config is {shown(text)}; {family.whole.architecture} needs an object.")
+    if text.get("model_type", family.model_type) != family.model_type:
+        raise InvalidInput(
+            f"{FILE}: text_config.model_type is {shown(text['model_type'])}; this build reads the language model of "
+            f"{family.whole.architecture} where it is {family.model_type!r}."
+        )
+    common = {key: raw[key] for key in _OF_WHOLE if raw.get(key) is not None}
+    return {**family.whole.defaults, **text, **common, "architectures": [family.architecture]}
 
 
 def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -192,14 +139,15 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
             known = str(expected).lower() if isinstance(expected, bool) else repr(expected)
             raise Unsupported(f"{FILE}: {key} is {shown(value)}; this build has {known}.")
-    unknown = sorted(
-        key for key, value in raw.items() if value is not None and key not in allowed | set(_IGNORED) | set(inert)
-    )
+    known = {*allowed, *IGNORED, *family.ignored, *inert}
+    unknown = sorted(key for key, value in raw.items() if value is not None and key not in known)
     if unknown:
         named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
         raise InvalidInput(
-            f"{FILE} has unknown keys: {named}. Keys that are read: {', '.join(sorted(allowed))}. "
-            f"Keys that are ignored: {', '.join(_IGNORED)}. Keys of one value: {', '.join(inert)}."
+            f"{FILE} has unknown keys: {named}; hf_overrides={{{shown(unknown[0])}: None}} loads without one. "
+            f"Keys that are read: {', '.join(sorted(allowed))}. "
+            f"Keys that are ignored: {', '.join((*IGNORED, *family.ignored))}. "
+            f"Keys of one value: {', '.join(inert)}."
         )
     given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
     for alias, key in family.aliases.items():
@@ -225,7 +173,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _unread(raw: dict[str, Any], family: Family) -> set[str]:
-    return set(raw) - _allowed(family) - set(_IGNORED) - {*_INERT, *family.inert}
+    return set(raw) - _allowed(family) - {*IGNORED, *family.ignored, *_INERT, *family.inert}
 
 
 def _check_quantization(given: Any) -> None:

@@ -14,7 +14,8 @@ from torch_core.errors import InvalidInput
 
 __all__ = ["check_folder", "member", "read_given", "read_json", "read_object", "read_text"]
 
-_MAX_JSON_BYTES = 1 << 20
+# Of Gemma 3 tokenizer_config.json alone has 1.2 MB.
+_MAX_JSON_BYTES = 16 << 20
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -53,7 +54,7 @@ def read_given(name: str, path: str | os.PathLike[str]) -> str:
         raise InvalidInput(f"{name} {str(path)!r} cannot be read: {error}.") from None
 
 
-def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | None:
+def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str = "") -> Path | None:
     """Returns the path of a regular file directly inside the folder, or None where there is no such name.
 
     A link may lead to another file of the folder; in a snapshot of the Hugging Face hub, also to one of its cache
@@ -63,13 +64,14 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None) -> Path | N
         folder: of `check_folder`.
         name: a plain file name; it may come from a file that someone else wrote.
         max_bytes: refuse a larger file.
+        inside: a folder of this folder, of a name of ours, in which to look.
 
     Raises:
         InvalidInput: the name could leave the folder, leads out through a link, or is not a regular file.
     """
     if not name.isprintable() or name in ("", ".", "..") or any(mark in name for mark in "/\\:") or len(name) > 255:
         raise InvalidInput(f"file name {name!r} is not a plain name inside the model folder.")
-    path = folder / name
+    path = folder / inside / name
     if not os.path.lexists(path):
         return None
     try:
@@ -103,7 +105,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of the folder, at most a mebibyte long.
+    """Returns the JSON object in a file of the folder, at most 16 mebibytes long.
 
     Raises:
         InvalidInput: there is no such file, it cannot be read, or it holds anything else.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from rich.console import Console
 from rich.progress import track
 
 from jattn.load.config import family_of, parse_config
+from jattn.load.config_keys import is_whole
 from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
-from jattn.load.plan import ParameterPlan, plan_parameters
+from jattn.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
 from jattn.load.read_ahead import read_ahead
 from jattn.load.safetensors_file import SafetensorsFile
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import (
+    check_count,
     check_weights,
     find_weights,
     is_quantized,
@@ -33,6 +35,7 @@ from jattn.load.weights import (
     read_parameter,
     read_places,
     read_quantized,
+    with_tied_head,
 )
 from jattn.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
 from jattn.models.encoder_decoder import build_model
@@ -43,6 +46,8 @@ from torch_core.specs import QUERY_DTYPES
 
 __all__ = ["embedded_model_folder", "load_model"]
 
+#: Tensors beside those of a language model.
+_NOT_LANGUAGE = r"(?!language_model\.|model\.language_model\.|lm_head\.).+"
 #: Modules whose kernels may stay in fewer bits.
 _QUANTIZED_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 
@@ -63,6 +68,7 @@ def load_model(
     parallel: TensorParallel | None = None,
     progress: bool = False,
     quantization: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
     """Loads a Hugging Face folder of any family in `jattn.load.known_families()`.
 
@@ -90,6 +96,8 @@ def load_model(
         quantization: "keep" leaves the weights of linear layers and experts that are stored in FP8 or MXFP4 so on the
             device, and they become numbers of `dtype` in each product: less memory, and in FP8 less to read in
             decoding. None makes them numbers of `dtype` now. Latent attention's are made numbers always.
+        hf_overrides: values that stand in the place of config.json's, by key, as in vLLM; None for a key that is
+            unknown here and does not change what the model computes.
 
     Returns:
         The model, on JAX's default device or cut over the mesh, its config (with the dtype in use) and its tokenizer.
@@ -109,7 +117,8 @@ def load_model(
             "Leave quantization away, or load onto one device."
         )
     path = check_folder(folder)
-    config = parse_config(read_object(path, "config.json"))
+    raw = _overridden(read_object(path, "config.json"), hf_overrides)
+    config = parse_config(raw)
     config = _with_generation_config(path, config)
     if max_model_len is not None:
         check_int("max_model_len", max_model_len, 1, config.max_position_embeddings)
@@ -122,14 +131,21 @@ def load_model(
         raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep' or None.")
     tensors = find_weights(path)
     family = family_of(config)
-    is_bare = not any(name.startswith(family.prefix) for name in tensors)
+    check_count(tensors, fewest_tensors(config))
+    embedding = str(family.tensor_name("embed_tokens", config))
+    is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
     plan = plan_parameters(config, prefix="" if is_bare else None)
-    check_weights(tensors, plan, unread=family.unread)
+    whole = is_whole(raw, family)
+    plan = spelled_as_found(plan, tensors, is_whole=whole)
+    if config.tie_word_embeddings:
+        names = {parameter.path: parameter.pieces[0].name for parameter in plan}
+        head = found_name(f"{family.tensor_name('lm_head', config)}.weight", tensors, whole)
+        tensors = with_tied_head(tensors, names["embed_tokens", "embedding"], head)
+    unread = _NOT_LANGUAGE if whole else family.unread.replace("{layers}", str(config.num_hidden_layers))
+    check_weights(tensors, plan, unread=unread)
     tokenizer = load_tokenizer(path) if with_tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise InvalidInput(
-            f"tokenizer.json has token ids up to {tokenizer.vocab_size - 1}; vocab_size is {config.vocab_size}."
-        )
+    if tokenizer is not None:
+        tokenizer = tokenizer.within(config.vocab_size)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
     config = dataclasses.replace(config, dtype=dtype)
@@ -155,6 +171,17 @@ def load_model(
     for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
         model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
     return model, config, tokenizer
+
+
+def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(overrides, Mapping | None):
+        raise InvalidInput(
+            f"hf_overrides is {shown(overrides)}; it must be a mapping of keys of config.json to values."
+        )
+    for key in overrides or {}:
+        if not isinstance(key, str):
+            raise InvalidInput(f"hf_overrides has the key {shown(key)}; keys of config.json are text.")
+    return {**raw, **(overrides or {})}
 
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,8 +12,17 @@ from jattn.load.families import Family
 from jattn.models.config import ModelConfig
 from jattn.models.shapes import ParameterPath, parameter_shapes
 
-__all__ = ["ParameterPlan", "TensorPlan", "plan_parameters"]
+__all__ = [
+    "ParameterPlan",
+    "TensorPlan",
+    "fewest_tensors",
+    "found_name",
+    "plan_parameters",
+    "spelled_as_found",
+]
 
+#: Old writers' names of a norm's parameters.
+_OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
 _BARE = ("sinks", "e_score_correction_bias", "final_logits_bias")
@@ -83,6 +93,42 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
         planners[str(path[0]) if path[0] in planners else ""].plan(path, shape)
         for path, shape in parameter_shapes(config).items()
     )
+
+
+def fewest_tensors(config: ModelConfig) -> int:
+    """Returns how many tensors a file of this config has at least, counted without naming them."""
+    shapes = parameter_shapes(config)
+    apart = "{expert}" in str(family_of(config).tensor_name("moe.down_proj", config))
+    experts = (shape[0] for path, shape in shapes.items() if path[-3:-1] == ("moe", "down_proj")) if apart else ()
+    return len(shapes) + sum(experts)
+
+
+def spelled_as_found(
+    plan: tuple[ParameterPlan, ...], names: Container[str], *, is_whole: bool = False
+) -> tuple[ParameterPlan, ...]:
+    """Returns the plan with the tensors' names as files of other writers spell them.
+
+    Args:
+        plan: of `plan_parameters`.
+        names: of the tensors that are there.
+        is_whole: the file has further models; see `Family.whole`.
+    """
+    return tuple(
+        replace(
+            parameter,
+            pieces=tuple(replace(piece, name=found_name(piece.name, names, is_whole)) for piece in parameter.pieces),
+        )
+        for parameter in plan
+    )
+
+
+def found_name(name: str, names: Container[str], is_whole: bool) -> str:
+    """Returns how the file spells a tensor's name; the name itself where it has none of the spellings."""
+    front, dot, last = name.rpartition(".")
+    others = (front + _OF_NORMS.get(dot + last, ""),)
+    if is_whole:
+        others = (f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
+    return next((each for each in (name, *others) if each in names), name)
 
 
 class _Planner:

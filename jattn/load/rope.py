@@ -89,8 +89,9 @@ def _scaling(given: dict[str, Any], name: str, raw: Mapping[str, Any], context: 
     if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise Unsupported(f"{name}.rope_type is {shown(rope_type)}; this build has {', '.join(ROPE_KEYS)}.")
     needed, possible = ROPE_KEYS[rope_type]
-    if rope_type in ("yarn", "longrope"):
-        original = raw.get(_ORIGINAL) if rope_type == "longrope" else None
+    if rope_type in ("llama3", "yarn", "longrope"):
+        # Beside the object it wins, as transformers has it.
+        original = raw.get(_ORIGINAL)
         given[_ORIGINAL] = given.get(_ORIGINAL, context) if original is None else original
         if rope_type == "longrope" and isinstance(given[_ORIGINAL], int) and given[_ORIGINAL] > 0:
             given.setdefault("factor", max(context / given[_ORIGINAL], 1.0))

@@ -19,7 +19,15 @@ from safetensors import SafetensorError, safe_open
 from jattn.load.folder import read_json
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["QUANTIZED_DTYPES", "STORED_DTYPES", "SafetensorsFile", "StoredTensor", "open_safetensors", "read_tensor"]
+__all__ = [
+    "QUANTIZED_DTYPES",
+    "STORED_DTYPES",
+    "SafetensorsFile",
+    "StoredTensor",
+    "checked_dtype",
+    "open_safetensors",
+    "read_tensor",
+]
 
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_TENSORS = 50_000
@@ -40,13 +48,15 @@ class StoredTensor:
 
     Attributes:
         shape: of the tensor.
-        dtype: in which it is stored.
+        dtype: in which it is stored; None for a type that no weight has, as of buffers beside them.
         offset: of its first byte in the file.
+        code: the file's word for the type.
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype | None
     offset: int
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,6 @@ def open_safetensors(path: Path) -> SafetensorsFile:
 
     Raises:
         InvalidInput: not a safetensors file, truncated, or with a header that breaks a rule of the format.
-        Unsupported: a tensor of a type that is neither in `STORED_DTYPES` nor in `QUANTIZED_DTYPES`.
     """
     name = path.name
     try:
@@ -95,11 +104,9 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         if set(entry) != {"dtype", "shape", "data_offsets"}:
             raise InvalidInput(f"{where} must have exactly dtype, shape and data_offsets.")
         dtype, shape = entry["dtype"], tuple(entry["shape"])
-        if dtype not in dtypes:
-            raise Unsupported(f"{where} has dtype {dtype!r}; weights may be {', '.join(dtypes)}.")
         if len(shape) > _MAX_RANK:
             raise InvalidInput(f"{where} has shape {list(shape)}; it must be up to {_MAX_RANK} sizes.")
-        tensors[tensor] = StoredTensor(shape, dtypes[dtype], 8 + length + entry["data_offsets"][0])
+        tensors[tensor] = StoredTensor(shape, dtypes.get(dtype), 8 + length + entry["data_offsets"][0], dtype)
     return SafetensorsFile(path, tensors, stamp)
 
 
@@ -108,16 +115,31 @@ def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
 
     Raises:
         InvalidInput: the file changed since its header was checked, or cannot be read.
+        Unsupported: a tensor of a type that is neither in `STORED_DTYPES` nor in `QUANTIZED_DTYPES`.
     """
     stored = file.tensors[name]
+    dtype = checked_dtype(file, name)
     try:
         if _stamp(file.path) != file.stamp:
             raise InvalidInput(f"{file.path.name} was changed while it was read.")
         if 0 in stored.shape:
-            return np.zeros(stored.shape, stored.dtype)
-        return np.memmap(file.path, stored.dtype, "r", stored.offset, stored.shape)
+            return np.zeros(stored.shape, dtype)
+        return np.memmap(file.path, dtype, "r", stored.offset, stored.shape)
     except OSError as error:
         raise _unreadable(file.path.name, error) from None
+
+
+def checked_dtype(file: SafetensorsFile, name: str) -> np.dtype:
+    """Returns the type of a tensor's elements.
+
+    Raises:
+        Unsupported: it is neither in `STORED_DTYPES` nor in `QUANTIZED_DTYPES`.
+    """
+    stored = file.tensors[name]
+    if stored.dtype is None:
+        known = ", ".join(STORED_DTYPES | QUANTIZED_DTYPES)
+        raise Unsupported(f"{file.path.name}: tensor {_short(name)} has dtype {stored.code!r}; weights may be {known}.")
+    return stored.dtype
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

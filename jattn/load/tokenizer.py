@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from jattn.load.folder import check_folder, member, read_object, read_text
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["TextTokenizer", "load_tokenizer"]
+__all__ = ["MORE_TEMPLATES", "TOOL_TEMPLATE", "TextTokenizer", "load_tokenizer"]
+
+#: Where folders have their template of conversations with tools.
+MORE_TEMPLATES, TOOL_TEMPLATE = "additional_chat_templates", "tool_use.jinja"
 
 _NAME = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -28,6 +33,7 @@ class TextTokenizer:
         tokenizer: of the `tokenizers` library; must not be changed afterwards.
         chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
         special_tokens: texts of the tokens that the model's folder names, as in {"bos_token": "<s>"}; for templates.
+        tool_chat_template: the template of conversations with tools, where the folder has one of their own.
     """
 
     def __init__(
@@ -35,15 +41,41 @@ class TextTokenizer:
         tokenizer: Tokenizer,
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        tool_chat_template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.tool_chat_template = tool_chat_template
         self.special_tokens = dict(special_tokens or {})
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def within(self, vocab_size: int) -> TextTokenizer:
+        """Returns the tokenizer without the added tokens for which a model of so many tokens has no embedding.
+
+        Raises:
+            InvalidInput: its own vocabulary is larger.
+        """
+        if self.vocab_size <= vocab_size:
+            return self
+        described = json.loads(self.tokenizer.to_str())
+        added = described["added_tokens"]
+        described["added_tokens"] = [token for token in added if token["id"] < vocab_size]
+        with _failures(f"{_NAME} has added tokens above the model's {vocab_size}, and is none without them"):
+            rest = Tokenizer.from_str(json.dumps(described))
+        found = TextTokenizer(rest, self.chat_template, self.special_tokens, self.tool_chat_template)
+        if found.vocab_size > vocab_size:
+            raise InvalidInput(f"{_NAME} has token ids up to {found.vocab_size - 1}; vocab_size is {vocab_size}.")
+        names = [token["content"] for token in added if token["id"] >= vocab_size]
+        warnings.warn(
+            f"{_NAME} has added tokens that the model has no embedding for ({shown(names[:8])}); they are text like "
+            "any other here.",
+            stacklevel=3,
+        )
+        return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of the text.
@@ -90,23 +122,31 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    return TextTokenizer(tokenizer, _chat_template(path), _special_tokens(path))
+    templates = _chat_templates(path)
+    return TextTokenizer(tokenizer, templates.get("default"), _special_tokens(path), templates.get("tool_use"))
 
 
-def _chat_template(folder: Path) -> str | None:
-    """Returns the default template of chat_template.jinja or, in older folders, of tokenizer_config.json."""
-    file = member(folder, "chat_template.jinja", max_bytes=_MAX_TEMPLATE_BYTES)
-    if file is not None:
-        return read_text(file)
+def _chat_templates(folder: Path) -> dict[str, str]:
+    """Returns the templates by name, of files of their own or, in older folders, of tokenizer_config.json."""
+    files = {
+        "default": member(folder, "chat_template.jinja", max_bytes=_MAX_TEMPLATE_BYTES),
+        "tool_use": member(folder, TOOL_TEMPLATE, max_bytes=_MAX_TEMPLATE_BYTES, inside=MORE_TEMPLATES),
+    }
+    if files["default"] is not None:
+        return {name: read_text(file) for name, file in files.items() if file is not None}
     if member(folder, _CONFIG) is None:
-        return None
+        return {}
     found = read_object(folder, _CONFIG).get("chat_template")
+    named = {"default": found} if found is not None else {}
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
-    if not isinstance(found, str | None):
-        raise InvalidInput(f"{_CONFIG}: chat_template is {shown(found)}; it must be a text, or a list with a default.")
-    return found
+        listed = [each for each in found if isinstance(each, dict)]
+        named = {each["name"]: each.get("template") for each in listed if isinstance(each.get("name"), str)}
+    for name in ("default", "tool_use"):
+        if not isinstance(named.get(name), str | None):
+            raise InvalidInput(
+                f"{_CONFIG}: chat_template is {shown(named[name])}; it must be a text, or a list with a default."
+            )
+    return {name: text for name, text in named.items() if text is not None}
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

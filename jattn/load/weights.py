@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from jattn.load.folder import member, read_json, read_text
 from jattn.load.plan import ParameterPlan, TensorPlan
 from jattn.load.quantized import kernel_and_scale, parts_of
 from jattn.load.read_ahead import FileRange
-from jattn.load.safetensors_file import SafetensorsFile, open_safetensors, read_tensor
+from jattn.load.safetensors_file import SafetensorsFile, checked_dtype, open_safetensors, read_tensor
 from jattn.models.quantized import dequantize
 from torch_core.errors import InvalidInput
 
 __all__ = [
+    "check_count",
     "check_weights",
     "find_weights",
     "is_quantized",
@@ -29,6 +31,7 @@ __all__ = [
     "read_parameter",
     "read_places",
     "read_quantized",
+    "with_tied_head",
 ]
 
 _SINGLE = "model.safetensors"
@@ -38,6 +41,10 @@ _MAX_SHARDS = 1000
 #: Of memory that XLA takes as it is.
 _ALIGNMENT = 64
 _TILE = 256
+#: Tensors that are named in far less than a second.
+_NAMED_AT_ONCE = 1 << 14
+#: Elements of two tensors that are compared at once.
+_COMPARED = 1 << 22
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 #: Scales of an fp8 cache, under the names that vLLM knows.
 _KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
@@ -54,7 +61,9 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
     """
     single, index = member(folder, _SINGLE), member(folder, _INDEX, max_bytes=_MAX_INDEX_BYTES)
     if single is not None and index is not None:
-        raise InvalidInput(f"the folder has both {_SINGLE} and {_INDEX}; keep one.")
+        named = read_json(read_text(index), _INDEX).get("weight_map")
+        if not isinstance(named, dict) or set(map(str, named.values())) != {_SINGLE}:
+            raise InvalidInput(f"the folder has both {_SINGLE} and {_INDEX}, which names other files; keep one.")
     if single is not None:
         file = open_safetensors(single)
         return dict.fromkeys(file.tensors, file)
@@ -69,6 +78,51 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
     raise InvalidInput(f"the folder has neither {_SINGLE} nor {_INDEX}.")
 
 
+def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: str) -> dict[str, SafetensorsFile]:
+    """Returns the tensors of a model whose head is its embedding: one of the two, under the embedding's name.
+
+    Some writers store both, some the head alone.
+
+    Args:
+        tensors: of `find_weights`.
+        embedding: its name.
+        head: likewise.
+
+    Raises:
+        InvalidInput: both are there, and they differ.
+    """
+    if head not in tensors:
+        return tensors
+    rest = {name: file for name, file in tensors.items() if name != head}
+    file, stored = tensors[head], tensors[head].tensors[head]
+    if embedding not in tensors:
+        return rest | {embedding: replace(file, tensors={embedding: stored})}
+    other = tensors[embedding].tensors[embedding]
+    same = (stored.shape, stored.dtype) == (other.shape, other.dtype)
+    if same:
+        first, second = (read_tensor(tensors[name], name).reshape(-1) for name in (head, embedding))
+        same = all(
+            np.array_equal(first[start : start + _COMPARED], second[start : start + _COMPARED])
+            for start in range(0, first.size, _COMPARED)
+        )
+    if not same:
+        raise InvalidInput(
+            f"the weights have {head!r}, which is not {embedding!r}, and tie_word_embeddings is true; "
+            f"hf_overrides={{'tie_word_embeddings': False}} takes both, or take {head!r} out of the weights."
+        )
+    return rest
+
+
+def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
+    """Refuses a config of so many tensors that naming them would take long, where the files have fewer.
+
+    Raises:
+        InvalidInput: with both numbers.
+    """
+    if fewest > max(len(tensors), _NAMED_AT_ONCE):
+        raise InvalidInput(f"the config asks for {fewest} tensors or more; the weights have {len(tensors)}.")
+
+
 def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
     """Compares what the files hold with what the config asks for.
 
@@ -79,7 +133,7 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
 
     Raises:
         InvalidInput: a missing or extra tensor, or one of another shape.
-        Unsupported: weights in a type that needs scales which are not there.
+        Unsupported: weights in a type that is not read, or that needs scales which are not there.
     """
     expected: dict[str, tuple[int, ...]] = {}
     for parameter in plan:
@@ -97,9 +151,9 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
     )
     extra = sorted(name for name in unknown if not re.fullmatch(unread, name))
     if extra:
-        hint = " (tie_word_embeddings is true, so the head is the embedding)" if extra == ["lm_head.weight"] else ""
-        raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for{hint}.")
+        raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for.")
     for name, shape in expected.items():
+        checked_dtype(tensors[name], name)
         found = tensors[name].tensors[name].shape
         if found != shape:
             raise InvalidInput(
@@ -176,8 +230,8 @@ def read_quantized(
 def ranges_of(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> list[FileRange]:
     """Returns where the bytes of a parameter lie."""
     names = [name for piece in parameter.pieces for name in parts_of(piece, tensors)]
-    stored = [(tensors[name].path, tensors[name].tensors[name]) for name in names]
-    return [FileRange(path, each.offset, math.prod(each.shape) * each.dtype.itemsize) for path, each in stored]
+    stored = [(tensors[name], tensors[name].tensors[name], checked_dtype(tensors[name], name)) for name in names]
+    return [FileRange(file.path, each.offset, math.prod(each.shape) * dtype.itemsize) for file, each, dtype in stored]
 
 
 def _home(on_host: bool) -> Any:

@@ -13,7 +13,13 @@ from pathlib import Path
 import jax
 import uvicorn
 
-from jattn.arguments import add_device_arguments, device_settings, join_processes
+from jattn.arguments import (
+    add_device_arguments,
+    add_loading_arguments,
+    device_settings,
+    join_processes,
+    loading_options,
+)
 from jattn.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
 from jattn.load import ChatTemplate, embedded_model_folder
 from jattn.load.folder import read_given
@@ -54,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="of one request (4 MiB)")
     parser.add_argument("--max-unfinished", type=int, default=1024, help="samples that may wait or run (1024)")
     parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
-    parser.add_argument("--implementation", choices=("triton", "torch", "xla"), help="of the attention ops")
-    parser.add_argument("--quantization", choices=("keep",), help="keep FP8 and MXFP4 weights as they are stored")
+    add_loading_arguments(parser)
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
@@ -102,8 +106,12 @@ def main(argv: Sequence[str]) -> int:
         kv_cache_scales=scales and KVCacheScales.load(scales),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
-    loading = {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
-    llm = LLM(folder, **loading, config=engine, use_generation_config=not arguments.ignore_generation_config)
+    llm = LLM(
+        folder,
+        **loading_options(arguments),
+        config=engine,
+        use_generation_config=not arguments.ignore_generation_config,
+    )
     if llm.generates and llm.engine.follow():
         return 0
     config = dataclasses.replace(config, default_sampling=llm.default_sampling)

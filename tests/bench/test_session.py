@@ -81,6 +81,19 @@ def test_a_chained_program_feeds_each_call_with_the_result_of_the_one_before_and
     assert (us, found) == (call_us, programs)
 
 
+@pytest.mark.parametrize("call_us", [0.0, -3.0])
+def test_a_program_of_no_measurable_time_is_followed_by_a_longer_one(
+    call_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(measure, "jax_us", lambda *_, calls, **__: found.append(calls) or call_us)
+
+    measure.chained_us(lambda query, one: query * one, torch.ones(1), [(torch.ones(1),)], rotations=2)
+
+    assert found[0] == 2
+    assert found[1] > 2
+
+
 def test_what_a_row_of_programs_takes_at_its_ends_is_not_a_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 

@@ -254,8 +254,8 @@ def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
     ("prompt", "arguments", "kind", "message"),
     [
         ([], {}, InvalidInput, "the prompt of 'r' is empty; it needs at least one token."),
-        ([1, 97], {}, InvalidInput, "prompt token 1 of 'r' is outside the vocabulary; ids are 0 to 96."),
-        ([-1], {}, InvalidInput, "prompt token 0 of 'r' is outside the vocabulary; ids are 0 to 96."),
+        ([1, 97], {}, InvalidInput, "prompt token 1 of 'r' is 97, outside the vocabulary; ids are 0 to 96."),
+        ([-1], {}, InvalidInput, "prompt token 0 of 'r' is -1, outside the vocabulary; ids are 0 to 96."),
         (
             [1.5],
             {},
@@ -464,7 +464,7 @@ def test_a_memory_budget_too_small_for_one_sequence_is_refused(decoder) -> None:
         (
             {},
             EngineConfig(logits_processors={"short": lambda logits, *_: logits[:5]}),
-            r"logits_processors\['short'\] returns ShapeDtypeStruct\(shape=\(5,\), .*\); it must be float32\[97\]\.",
+            r"logits_processors\['short'\] returns float32\[5\]; it must be float32\[97\]\.",
         ),
         (
             {},

@@ -182,7 +182,7 @@ def test_an_llm_of_the_wrong_things_is_not_built(llm, arguments, message) -> Non
 
 
 def test_a_decoder_brings_its_own_dtype(llm) -> None:
-    with pytest.raises(InvalidInput, match=r"^dtype, implementation and quantization belong to the module"):
+    with pytest.raises(InvalidInput, match=r"^dtype, implementation, quantization and hf_overrides belong"):
         LLM(llm.model, dtype="float32")
 
 

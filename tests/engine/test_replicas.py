@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from jattn.engine import (
@@ -35,6 +36,17 @@ def two(**sizes: Any) -> DataParallelEngine:
     engine = open_engine(large_decoder(), EngineConfig(**SIZES, data_parallel_size=2, **sizes))
     assert isinstance(engine, DataParallelEngine)
     return engine
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], ids=["dp tp", "tp dp"])
+@on_four_devices
+def test_a_mesh_with_an_axis_of_copies_has_an_engine_for_each(axes: dict[str, int]) -> None:
+    over = mesh("auto", **axes)
+    engine = open_engine(large_decoder(num_hidden_layers=1), EngineConfig(**SIZES, mesh=over))
+    assert isinstance(engine, DataParallelEngine)
+    places = [{device.id for device in each._owner.device.pool._arrays[0].devices()} for each in engine.engines]
+    ids = np.vectorize(lambda device: device.id)(over.devices)
+    assert places == [set(row.tolist()) for row in (ids if over.axis_names[0] == "dp" else ids.T)]
 
 
 @on_four_devices
@@ -151,6 +163,25 @@ def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
     assert all(each.asleep for each in engine.engines)
     engine.wake()
     assert not any(each.asleep for each in engine.engines)
+
+
+@on_four_devices
+def test_what_an_engine_refuses_several_copies_refuse_alike() -> None:
+    engine = two()
+    unhashable: Any = [1]
+    prompts = None, [[1, 2]] * 64, np.zeros((64, 2), int), dict.fromkeys(range(64), 1)
+    wrong: list[tuple[Any, dict[str, Any]]] = [(prompt, {}) for prompt in prompts]
+    for prompt, options in [*wrong, ([1] * 64, {"salt": unhashable}), ([1], {"request_id": unhashable})]:
+        messages = []
+        for each in (engine, engine.engines[0]):
+            with pytest.raises(InvalidInput) as refused:
+                each.add(prompt, **options)
+            messages.append(str(refused.value))
+        assert messages[0] == messages[1]
+    for action in (engine.cancel, engine.engines[0].cancel):
+        with pytest.raises(InvalidInput, match=r"^no unfinished request has the id \[1\]\."):
+            action(unhashable)
+    assert engine.num_unfinished == 0
 
 
 @on_four_devices

@@ -221,12 +221,17 @@ def test_stop_tokens_are_banned_until_min_tokens(num_output, banned) -> None:
     assert list(np.flatnonzero(out == -np.inf)) == ([6, 8] if banned else [])
 
 
-def test_a_processor_that_fails_is_refused_before_anybody_calls_it() -> None:
-    def fails(*_: Any) -> Any:
-        return 1 // 0
+def by_the_host(logits: Any, *_: Any) -> Any:
+    # Without a vmap_method, which many rows need.
+    return jax.pure_callback(lambda x: x, logits, logits)
 
-    with pytest.raises(InvalidInput, match=r"^logits_processors\['x'\] raises ZeroDivisionError where it is traced: "):
-        check_processors({"x": fails}, vocab_size=VOCAB, max_model_len=LENGTH)
+
+@pytest.mark.parametrize(
+    ("processor", "error"), [(lambda *_: 1 // 0, "ZeroDivisionError"), (by_the_host, "NotImplementedError")]
+)
+def test_a_processor_that_fails_is_refused_before_anybody_calls_it(processor, error) -> None:
+    with pytest.raises(InvalidInput, match=rf"^logits_processors\['x'\] raises {error} where it is traced: "):
+        check_processors({"x": processor}, vocab_size=VOCAB, max_model_len=LENGTH)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

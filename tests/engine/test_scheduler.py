@@ -75,6 +75,14 @@ class Bench:
         self.scheduler.add(request)
         return request
 
+    def add_samples(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[Request, ...]:
+        """Adds "first" and "second", two samples of a prompt, whose turn is behind that of order 0."""
+        samples = tuple(self.add_prompt(name, tokens, max_tokens, order=1) for name in ("first", "second"))
+        samples[0].followers += samples[1:]
+        for index, sample in enumerate(samples):
+            sample.index, sample.samples = index, samples
+        return samples
+
     def step(self) -> dict[str, int]:
         """Runs one step and returns the new tokens of each request, in the order of the rows."""
         step = self.scheduler.schedule()
@@ -363,10 +371,7 @@ def test_samples_that_waited_for_room_share_what_another_request_computed_meanwh
     bench = Bench(num_blocks=5, max_num_batched_tokens=32, enable_prefix_caching=True)
     prompt = tuple(range(12))
     bench.add_prompt("before", prompt, max_tokens=4)
-    samples = tuple(bench.add_prompt(name, prompt[:9], max_tokens=3, order=1) for name in ("first", "second"))
-    samples[0].followers.append(samples[1])
-    for index, sample in enumerate(samples):
-        sample.index, sample.samples = index, samples
+    samples = bench.add_samples(prompt[:9], max_tokens=3)
 
     # Its blocks were promised to the samples, which found no room for the rest.
     assert bench.step() == {"before": 12}
@@ -375,3 +380,29 @@ def test_samples_that_waited_for_room_share_what_another_request_computed_meanwh
 
     assert [sample.finish_reason or sample.end_reason for sample in samples] == ["length"] * 2
     assert bench.cache.stats().used == 0
+
+
+def test_a_prompt_that_runs_takes_the_blocks_of_samples_that_wait_where_nothing_else_is_left() -> None:
+    bench = Bench(num_blocks=9, max_num_seqs=1, max_num_batched_tokens=8)
+    samples = bench.add_samples(tuple(range(100, 112)), max_tokens=1)
+    assert [bench.step() for _ in range(3)] == [{"first": 8}, {"first": 3}, {"first": 1}]
+    urgent = bench.add("urgent", 30, max_tokens=2, order=0)
+
+    for _ in range(7):
+        assert bench.step()
+
+    assert [request.end_reason for request in (urgent, *samples)] == ["length"] * 3
+    assert bench.cache.stats().used == 0
+
+
+def test_a_prompt_goes_on_where_the_only_one_that_decoded_was_preempted_for_it() -> None:
+    bench = Bench(num_blocks=5, max_num_batched_tokens=8)
+    late = bench.add("late", 1, max_tokens=12, order=1)
+    for _ in range(3):
+        bench.step()
+    urgent = bench.add("urgent", 9, max_tokens=2, order=0)
+
+    while bench.scheduler.num_unfinished:
+        assert bench.step()
+
+    assert [len(request.output_token_ids) for request in (urgent, late)] == [2, 12]

@@ -197,7 +197,8 @@ def test_an_unknown_key_is_named_together_with_the_keys_that_are_known():
     with pytest.raises(InvalidInput) as caught:
         parse_config(LLAMA | {"zeta": 1, "residual_multiplier": 2.0})
     message = str(caught.value)
-    assert message.startswith("config.json has unknown keys: 'residual_multiplier', 'zeta'. Keys that are read: ")
+    assert message.startswith("config.json has unknown keys: 'residual_multiplier', 'zeta'; hf_overrides={")
+    assert "'residual_multiplier': None} loads without one. Keys that are read: " in message
     assert "rope_theta" in message
     assert "Keys that are ignored: " in message
     assert "use_cache" in message
@@ -234,6 +235,30 @@ def test_a_key_whose_value_changes_nothing_passes(changes):
     assert parse_config(LLAMA | changes) == parse_config(LLAMA)
 
 
+#: What files of the hub have beside the keys that transformers reads.
+PUBLISHED = {
+    "LlamaForCausalLM": {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "max_sequence_length": 2048}
+    | {"activation": "swiglu", "custom_pipelines": {}, "temperature": 0.7},
+    "GemmaForCausalLM": {"hidden_activation": "gelu_pytorch_tanh"},
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Starcoder2ForCausalLM": {"activation_function": "gelu", "layer_norm_epsilon": 1e-5, "norm_type": "layer_norm"}
+    | {"mlp_type": "default", "scale_attn_weights": True, "scale_attention_softmax_in_fp32": True},
+    "CohereForCausalLM": {"model_max_length": 131072},
+    "Qwen3MoeForCausalLM": {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+    "Phi3ForCausalLM": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "GPT2LMHeadModel": {"n_special": 0, "predict_special_tokens": True},
+    "FalconForCausalLM": {"ff_factor": 4},
+    "BartForConditionalGeneration": {"num_hidden_layers": 12},
+}
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_keys_of_published_files_that_transformers_does_not_read_change_nothing(architecture):
+    raw = written_by_transformers(architecture)
+    assert parse_config(raw | PUBLISHED[architecture]) == parse_config(raw)
+
+
 def test_code_beside_the_weights_of_a_family_that_is_known_is_not_run_and_not_refused():
     phi = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
     assert parse_config(phi | {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}) == parse_config(phi)
@@ -252,6 +277,21 @@ def test_the_old_and_the_new_spelling_of_rope_options_mean_the_same():
     assert old.rope_scaling == RopeScaling(**LLAMA3_ROPE)
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=str,
+)
+def test_a_first_context_beside_the_rope_options_wins(scaling):
+    first = "original_max_position_embeddings"
+    beside = parse_config(LLAMA | {"rope_scaling": scaling, first: 32})
+    assert beside == parse_config(LLAMA | {"rope_scaling": scaling | {first: 32}})
+
+
 def test_the_legacy_name_of_the_rope_type_is_read():
     config = parse_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
     assert config.rope_scaling == RopeScaling(rope_type="linear", factor=2)
@@ -267,6 +307,12 @@ def test_a_llama_bias_covers_all_four_projections_and_a_qwen2_bias_three():
 def test_a_mistral_window_is_read():
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}
     assert parse_config(LLAMA | mistral).sliding_window == 128
+    assert parse_config(LLAMA | mistral | {"sliding_window": None}).sliding_window is None
+
+
+def test_a_mistral_without_a_word_on_windows_has_the_one_of_hugging_face():
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    assert parse_config(LLAMA | mistral).sliding_window == 4096
 
 
 @pytest.mark.parametrize(

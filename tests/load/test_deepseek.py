@@ -91,11 +91,12 @@ def test_the_bias_that_corrects_scores_is_float32_in_models_and_files_of_fewer_b
     np.testing.assert_array_equal(ours[name], theirs, strict=True)
 
 
-def test_the_layer_that_predicts_a_second_token_is_not_read(tmp_path, seed):
+@pytest.mark.parametrize("layer", [2, 61])
+def test_the_layer_that_predicts_a_second_token_is_not_read(layer, tmp_path, seed):
     folder = write_checkpoint(tmp_path, "DeepseekV3ForCausalLM", 0, seed)
     file = folder / "model.safetensors"
     tensors = safetensors.numpy.load(file.read_bytes())
-    tensors["model.layers.61.eh_proj.weight"] = np.ones((4, 4), np.float32)
+    tensors[f"model.layers.{layer}.eh_proj.weight"] = np.ones((4, 4), np.float32)
     file.write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jattn.engine.prompts import chat_prompt
 from jattn.load import load_generation_defaults, load_model, load_tokenizer, save_model
 from jattn.load.folder import check_folder
 from tests.support.tiny_models import byte_tokenizer, write_tiny_model
@@ -84,11 +85,34 @@ def test_a_chat_template_of_its_own_file_wins_and_is_saved_again(tmp_path, seed)
     assert load_tokenizer(tmp_path / "second").chat_template == TEMPLATE
 
 
+def test_a_template_of_conversations_with_tools_is_kept_and_saved_again(tmp_path, seed):
+    folder = write_tiny_model(tmp_path / "first", seed, num_hidden_layers=1)
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools[0] }}"}]
+    written(folder, "tokenizer_config.json", {"chat_template": named})
+    model, config, tokenizer = load_model(folder)
+    save_model(tmp_path / "second", model, config, tokenizer)
+    for each in (tokenizer, load_tokenizer(tmp_path / "second")):
+        plain, with_tools = chat_prompt(each, []), chat_prompt(each, [], tools=["a"])
+        assert isinstance(plain, dict)
+        assert isinstance(with_tools, dict)
+        assert (plain["prompt"], with_tools["prompt"]) == ("plain", "with a")
+
+
+def test_a_tokenizer_config_of_many_tokens_is_read(tmp_path):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    many = {str(token): {"content": f"<unused{token}>" * 10} for token in range(10_000)}
+    written(tmp_path, "tokenizer_config.json", {"added_tokens_decoder": many, "bos_token": "<s>"})
+    assert load_tokenizer(tmp_path).special_tokens == {"bos_token": "<s>"}
+
+
 def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    written(tmp_path, "tokenizer_config.json", {"chat_template": 7})
-    with pytest.raises(InvalidInput, match=r"^tokenizer_config\.json: chat_template is 7; it must be a text, or"):
-        load_tokenizer(tmp_path)
+    for template in (7, [{"name": "default", "template": 7}]):
+        written(tmp_path, "tokenizer_config.json", {"chat_template": template})
+        with pytest.raises(InvalidInput, match=r"^tokenizer_config\.json: chat_template is 7; it must be a text, or"):
+            load_tokenizer(tmp_path)
+    written(tmp_path, "tokenizer_config.json", {"chat_template": [{"name": [1], "template": "x"}, 7]})
+    assert load_tokenizer(tmp_path).chat_template is None
 
 
 def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, seed, monkeypatch):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer, models
 
 from jattn.load import TextTokenizer, load_model, load_tokenizer, save_model
 from jattn.models.attention import Attention
@@ -97,10 +98,21 @@ def test_a_folder_without_config_is_refused(tmp_path):
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, seed):
     folder = write_tiny_model(tmp_path, seed)
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["extra"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    vocabulary = {chr(0x100 + index): index for index in range(258)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0x100))).save(str(folder / "tokenizer.json"))
     refused(folder, "tokenizer.json has token ids up to 257; vocab_size is 257.")
+
+
+def test_added_tokens_that_the_model_has_no_embedding_for_are_text(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    tokenizer = byte_tokenizer()
+    plain = tokenizer.encode("<image>").ids
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.warns(UserWarning, match=r"no embedding for \(\['<image>'\]\)"):
+        _, _, loaded = load_model(folder)
+    assert loaded is not None
+    assert (loaded.vocab_size, loaded.encode("<image>")) == (257, plain)
 
 
 def test_a_broken_tokenizer_is_refused(tmp_path, seed):

@@ -20,7 +20,7 @@ from jattn.load.weights import find_weights, read_parameter
 from jattn.models import Decoder
 from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import tiny_config, write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -127,15 +127,55 @@ def test_a_scale_that_cannot_be_is_refused(folder, name, scale, message):
     refused(folder, message)
 
 
-def test_a_head_beside_a_tied_embedding_is_explained(tmp_path, seed):
-    folder = write_tiny_model(tmp_path, seed, tie_word_embeddings=True)
-    tensors = tensors_of(folder)
-    write_tensors(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()})
+@pytest.fixture
+def tied(tmp_path, seed):
+    return write_tiny_model(tmp_path, seed, tie_word_embeddings=True)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_a_head_that_is_the_tied_embedding_again_changes_nothing(tied):
+    tensors, (before, _, _) = tensors_of(tied), load_model(tied)
+    write_tensors(tied, tensors | {"lm_head.weight": tensors[EMBEDDING].copy()})
+    after, _, _ = load_model(tied)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(after)), nnx.to_pure_dict(nnx.state(before)))
+
+
+def test_a_tied_embedding_that_is_stored_as_the_head_alone_is_read(tied):
+    tensors, (before, _, _) = tensors_of(tied), load_model(tied)
+    write_tensors(tied, {"lm_head.weight": tensors.pop(EMBEDDING), **tensors})
+    after, _, _ = load_model(tied)
+    np.testing.assert_array_equal(after.embed_tokens.embedding[...], before.embed_tokens.embedding[...])
+
+
+@pytest.mark.parametrize("head", ["other values", "another shape"])
+def test_a_head_that_differs_from_the_tied_embedding_is_refused(head, tied):
+    tensors = tensors_of(tied)
+    changed = tensors[EMBEDDING] + 1 if head == "other values" else tensors[EMBEDDING][:-1].copy()
+    write_tensors(tied, tensors | {"lm_head.weight": changed})
     refused(
-        folder,
-        "the weights have 'lm_head.weight', which the config does not ask for (tie_word_embeddings is true, so the "
-        "head is the embedding).",
+        tied,
+        "the weights have 'lm_head.weight', which is not 'model.embed_tokens.weight', and tie_word_embeddings is true; "
+        "hf_overrides={'tie_word_embeddings': False} takes both, or take 'lm_head.weight' out of the weights.",
     )
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_])
+def test_a_buffer_of_a_type_that_weights_do_not_have_is_passed_over(dtype, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "GPTNeoXForCausalLM", 0, seed, num_hidden_layers=1)
+    buffer = {"gpt_neox.layers.0.attention.bias": np.ones((1, 1, 8, 8), dtype)}
+    write_tensors(folder, tensors_of(folder) | buffer)
+    load_model(folder, with_tokenizer=False)
+
+
+def test_a_weight_of_a_type_that_is_not_read_is_named(folder):
+    tensors = tensors_of(folder)
+    write_tensors(folder, tensors | {QUERY: tensors[QUERY].astype(np.float64)})
+    with pytest.raises(
+        Unsupported, match=f"^model.safetensors: tensor '{QUERY}' has dtype 'F64'; weights may be F32, "
+    ):
+        load_model(folder)
 
 
 def test_rotary_buffers_of_old_writers_are_ignored(folder):
@@ -163,7 +203,15 @@ def test_a_folder_without_weights_is_refused(folder):
 
 def test_a_single_file_beside_an_index_is_refused(folder):
     write_index(folder, {"weight_map": {}})
-    refused(folder, "the folder has both model.safetensors and model.safetensors.index.json; keep one.")
+    refused(
+        folder,
+        "the folder has both model.safetensors and model.safetensors.index.json, which names other files; keep one.",
+    )
+
+
+def test_an_index_of_the_single_file_changes_nothing(folder):
+    write_index(folder, {"metadata": {}, "weight_map": dict.fromkeys(tensors_of(folder), "model.safetensors")})
+    load_model(folder)
 
 
 INDEX = "model.safetensors.index.json"

@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.run",
     },
     "jattn.table": set(),
-    "jattn.arguments": {"jattn.engine"},
+    "jattn.arguments": {"jattn.engine", "jattn.load"},
     "jattn.metadata": {"torch_core.metadata"},
     "jattn.ops": {"jattn.bridge", "jattn.metadata", "torch_core.calls"},
     "jattn.parallel": {

@@ -57,6 +57,8 @@ BART = Family(
     derive=_embedding,
     absent=("head_dim", "num_key_value_heads"),
     inert={"is_encoder_decoder": True, "normalize_embedding": True} | dict.fromkeys(_OFF, False),
+    # The encoder's again.
+    ignored=("num_hidden_layers",),
     names={
         "embed_tokens": "model.shared",
         "attention_output_norm": "self_attn_layer_norm",
@@ -75,6 +77,6 @@ BART = Family(
         },
         "model.",
     ),
-    # The embedding again.
-    unread=r"model\.(en|de)coder\.embed_tokens\.weight",
+    # The embedding again, and a number that old writers left.
+    unread=r"model\.(en|de)coder\.(embed_tokens\.weight|version)",
 )

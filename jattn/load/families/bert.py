@@ -25,7 +25,16 @@ BERT = Family(
         "mlp_bias": True,
     },
     absent=("head_dim", "num_key_value_heads"),
+    ignored=(
+        "directionality",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
+    ),
     inert={"position_embedding_type": "absolute"},
+    also=("BertForMaskedLM",),
     names={
         "embed_tokens": "bert.embeddings.word_embeddings",
         "position_embedding": "bert.embeddings.position_embeddings",

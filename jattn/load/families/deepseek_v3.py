@@ -26,6 +26,6 @@ DEEPSEEK_V3 = Family(
     inert={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
     names=NAMES,
     brings_code=True,
-    # The layer that predicts a second token; transformers does not read it either.
-    unread=r"model\.layers\.61\..+",
+    # The layer that predicts a second token; cut models have V3's own.
+    unread=r"model\.layers\.(61|{layers})\..+",
 )

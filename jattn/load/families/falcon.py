@@ -63,6 +63,7 @@ FALCON = Family(
     derive=_derived,
     absent=("head_dim",),
     aliases={"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"},
+    ignored=("ff_factor",),
     inert={"apply_residual_connection_post_layernorm": False},
     names={
         "embed_tokens": "transformer.word_embeddings",

@@ -8,7 +8,17 @@ from typing import Any
 
 from jattn.models.config import SIZE_LIMITS, ModelConfig
 
-__all__ = ["BOTH_BIASES", "INVERSE", "INVERSE_SQUARE", "Family", "Key", "attention_names", "every", "stack_names"]
+__all__ = [
+    "BOTH_BIASES",
+    "INVERSE",
+    "INVERSE_SQUARE",
+    "Family",
+    "Key",
+    "Whole",
+    "attention_names",
+    "every",
+    "stack_names",
+]
 
 
 def _same(value: Any) -> Any:
@@ -69,6 +79,21 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """An architecture that has a model of the family, and reads pictures besides.
+
+    Attributes:
+        architecture: as config.json names it; what the family's own file would say stands in its text_config.
+        model_type: likewise.
+        defaults: values of keys that text_config may leave out.
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What is different about one architecture; everything is data but a few small functions of the file's values.
 
@@ -82,6 +107,9 @@ class Family:
         absent: common keys that the family does not have.
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
+        ignored: keys of published files that change nothing, whatever their value: transformers does not read them.
+        also: further architectures whose files have these weights among others.
+        whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window where no layer_types does.
         layer_types: what files call layers that see all, besides "full_attention".
@@ -91,13 +119,14 @@ class Family:
             Behind "encoder." stands what differs in an encoder.
             "{expert}" counts experts; a name of experts without it holds all of them, as [experts, in, out].
         names_of: those that depend on the model's config.
-        prefix: of tensor names, which some files leave out.
+        prefix: of tensor names, which files of the model without its head leave out.
         order: of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key head,
             then that key and its value), "alternating" (gate and up by turns).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
-        unread: a regular expression of tensors that files may have and that nothing here is computed with.
+        unread: a regular expression of tensors that files may have and that nothing here is computed with; "{layers}"
+            is the number of layers, and so the index of what follows the last one.
     """
 
     architecture: str
@@ -109,12 +138,15 @@ class Family:
     absent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    whole: Whole | None = None
     windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
     layer_types: tuple[str, ...] = ()
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
-    prefix: str = ""
+    prefix: str = "model."
     order: Mapping[str, str] = field(default_factory=dict)
     in_out: bool = False
     rotates_neighbours: bool = False

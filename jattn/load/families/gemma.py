@@ -7,7 +7,7 @@ from typing import Any
 
 from jattn.load.families.family import BOTH_BIASES, INVERSE_SQUARE, Family, Key, every
 
-__all__ = ["DEFAULTS", "GEMMA", "GEMMA2", "INERT", "KEYS", "NAMES", "scaled_embedding"]
+__all__ = ["DEFAULTS", "GEMMA", "GEMMA2", "IGNORED", "INERT", "KEYS", "NAMES", "scaled_embedding"]
 
 
 def scaled_embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,6 +35,8 @@ DEFAULTS = {
     "sliding_window": 4096,
 }
 INERT = {"use_bidirectional_attention": False}
+#: hidden_activation is read in its place.
+IGNORED = ("hidden_act",)
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
@@ -48,6 +50,7 @@ GEMMA = Family(
     options={"norm_type": "gemma_rms_norm"},
     derive=scaled_embedding,
     inert=INERT,
+    ignored=("hidden_activation",),
 )
 
 GEMMA2 = Family(
@@ -58,6 +61,7 @@ GEMMA2 = Family(
     options={"norm_type": "gemma_rms_norm", "norm_placement": "both"},
     derive=scaled_embedding,
     inert=INERT,
+    ignored=(*IGNORED, "sliding_window_size"),
     windows=every(2),
     names=NAMES,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import Family, every
-from jattn.load.families.gemma import DEFAULTS, INERT, KEYS, NAMES, scaled_embedding
+from jattn.load.families.family import Family, Whole, every
+from jattn.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scaled_embedding
 
 __all__ = ["GEMMA3"]
 
@@ -24,7 +24,21 @@ GEMMA3 = Family(
     derive=scaled_embedding,
     # transformers reads the key and caps nothing.
     inert=INERT | {"attn_logit_softcapping": None},
+    ignored=IGNORED,
     windows=_pattern,
     rope_keys={"rope_local_base_freq": "rope_local_base_freq"},
     names=NAMES,
+    whole=Whole(
+        architecture="Gemma3ForConditionalGeneration",
+        model_type="gemma3",
+        defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
+    ),
 )

@@ -30,6 +30,7 @@ GPT2 = Family(
     options=_OPTIONS | _BIASES | {"position_embedding": "learned"},
     absent=("head_dim", "num_key_value_heads"),
     inert={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    ignored=("n_special", "predict_special_tokens"),
     names={
         "embed_tokens": "transformer.wte",
         "position_embedding": "transformer.wpe",
@@ -58,5 +59,13 @@ STARCODER2 = Family(
     },
     options=_OPTIONS,
     windows="all",
+    ignored=(
+        "activation_function",
+        "layer_norm_epsilon",
+        "mlp_type",
+        "norm_type",
+        "scale_attention_softmax_in_fp32",
+        "scale_attn_weights",
+    ),
     names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 )

@@ -15,6 +15,8 @@ GPT_NEOX = Family(
     keys={
         "attention_bias": BOTH_BIASES,
         "layer_norm_eps": "rms_norm_eps",
+        # One function by two names.
+        "hidden_act": Key("hidden_act", lambda name: "gelu_new" if name == "gelu_fast" else name),
         "use_parallel_residual": Key(
             "parallel_block", lambda used: "two_norms" if used else None, lambda kind: kind is not None
         ),

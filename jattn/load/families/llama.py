@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.load.families.family import BOTH_BIASES, INVERSE, Family, Key
+from jattn.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Whole
 
 __all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
 
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES)
+LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES, ignored=("activation",))
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
+    defaults={"sliding_window": 4096},
     windows="all",
+    whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
 )
 
 GRANITE = Family(

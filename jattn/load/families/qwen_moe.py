@@ -38,6 +38,7 @@ QWEN3_MOE = Family(
     options={"qk_norm": "head"},
     derive=_sparse_layers,
     aliases={"num_local_experts": "num_experts"},
+    ignored=("qkv_bias", "shared_expert_intermediate_size", "use_qk_norm"),
     windows="all",
     names=_MOE_NAMES,
 )

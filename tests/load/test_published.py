@@ -1,0 +1,234 @@
+"""Folders as they were published: keys and tensors that nothing computes with, and what a user overrides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jattn.load import load_model, parse_config
+from tests.support import encoder_decoders
+from tests.support.family_models import CASES, write_checkpoint
+from tests.support.tiny_models import dense_logits, reference_bound, write_tiny_model
+from torch_core.errors import InvalidInput
+
+#: What files of the hub have beside the keys that transformers writes today.
+KEYS: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", {"max_sequence_length": 2048}),
+    ("LlamaForCausalLM", {"activation": "swiglu"}),
+    ("LlamaForCausalLM", {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "is_llama_config": True}),
+    ("LlamaForCausalLM", {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "sep_token_id": 2}),
+    ("Gemma2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 7}),
+    ("Gemma3ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
+    ("Phi3ForCausalLM", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}),
+    ("CohereForCausalLM", {"model_max_length": 131072}),
+    (
+        "Starcoder2ForCausalLM",
+        {
+            "activation_function": "gelu",
+            "layer_norm_epsilon": 1e-5,
+            "mlp_type": "default",
+            "norm_type": "layer_norm",
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+        },
+    ),
+    ("BartForConditionalGeneration", {"num_hidden_layers": 2, "normalize_before": False}),
+]
+
+
+def raw_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def write_published(folder: Path, architecture: str, seed: int) -> Path:
+    write = write_checkpoint if architecture in CASES else encoder_decoders.write_checkpoint
+    return write(folder, architecture, 0, seed)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=24, max_position_embeddings=40)
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("architecture", "keys"), KEYS, ids=[f"{name}-{next(iter(keys))}" for name, keys in KEYS])
+def test_keys_of_published_files_that_nothing_computes_with_are_left_alone(architecture, keys, tmp_path, seed):
+    raw = raw_config(write_published(tmp_path, architecture, seed))
+
+    assert parse_config(raw | keys) == parse_config(raw)
+
+
+def test_one_function_by_its_two_names_is_one_activation(tmp_path, seed):
+    raw = raw_config(write_checkpoint(tmp_path, "GPTNeoXForCausalLM", 0, seed))
+
+    assert parse_config(raw | {"hidden_act": "gelu_fast"}) == parse_config(raw | {"hidden_act": "gelu_new"})
+
+
+def test_an_encoder_with_the_head_of_its_training_is_the_encoder(bert):
+    raw = raw_config(bert)
+
+    assert parse_config(raw | {"architectures": ["BertForMaskedLM"]}) == parse_config(raw)
+
+
+def edited(folder: Path, change: Any) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_norms_by_the_names_of_old_writers_are_read(bert):
+    name = "encoder.layer.0.output.LayerNorm.weight"
+    edited(bert, lambda tensors: tensors.update({name: np.arange(16, 32, dtype=np.float32)}))
+    expected, *_ = load_model(bert, with_tokenizer=False)
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if "LayerNorm." in name]:
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            tensors[old] = tensors.pop(name)
+
+    found, *_ = load_model(edited(bert, rename), with_tokenizer=False)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
+def test_a_head_that_differs_from_the_tied_embedding_is_taken_on_request(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed, tie_word_embeddings=True)
+    edited(folder, lambda tensors: tensors.update({"lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}))
+
+    model, *_ = load_model(folder, hf_overrides={"tie_word_embeddings": False})
+    assert model.lm_head is not None
+    np.testing.assert_array_equal(model.lm_head.kernel[...], 2 * model.embed_tokens.embedding[...].T)
+
+
+def test_overrides_stand_in_the_place_of_the_files_values(tmp_path, seed):
+    folder = write_tiny_model(tmp_path, seed)
+    raw = raw_config(folder) | {"zeta": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+    with pytest.raises(InvalidInput, match=r"unknown keys: 'zeta'; hf_overrides=\{'zeta': None\} loads without"):
+        load_model(folder)
+    _, config, _ = load_model(folder, hf_overrides={"zeta": None, "rope_theta": 5000.0})
+    assert config.rope_theta == 5000.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([1], r"^hf_overrides is \[1\]; it must be a mapping of keys of config\.json to values\.$"),
+        ({1: 2}, r"^hf_overrides has the key 1; keys of config\.json are text\.$"),
+        ({"rms_norm_eps": "x"}, r"^config\.json: rms_norm_eps is 'x'; "),
+    ],
+)
+def test_wrong_overrides_are_refused_by_name(overrides, message, tmp_path, seed):
+    with pytest.raises(InvalidInput, match=message):
+        load_model(write_tiny_model(tmp_path, seed), hf_overrides=overrides)
+
+
+_TEXT = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+_SIGHT = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3Config",
+        {
+            "text_config": _TEXT | {"sliding_window": 5, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+            "vision_config": _SIGHT,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": (
+        "Mistral3Config",
+        {"text_config": _TEXT | {"model_type": "mistral", "sliding_window": None}, "vision_config": _SIGHT},
+    ),
+}
+
+
+@pytest.fixture(params=WHOLES)
+def whole(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> tuple[Path, np.ndarray, np.ndarray]:
+    """A model that reads pictures, and its logits of a text: in float64 and in float32."""
+    import torch
+    import transformers
+
+    name, options = WHOLES[request.param]
+    options = {**options, "image_token_index": 98, "eos_token_id": [1, 7]}
+    torch.manual_seed(seed)
+    model = getattr(transformers, request.param)(getattr(transformers, name)(**options)).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in path and "Mistral" in request.param else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(12)[None] + 3
+    with torch.no_grad():
+        single, double = model(input_ids=ids).logits[0], model.double()(input_ids=ids).logits[0]
+    return tmp_path, double.numpy(), single.numpy()
+
+
+@pytest.mark.parametrize("spelling", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_one_that_reads_pictures_is_read_alone(whole, spelling):
+    folder, double, single = whole
+
+    def spell(tensors: dict[str, np.ndarray]) -> None:
+        for name in [*tensors]:
+            inner = name.removeprefix("language_model.")
+            if inner != name and spelling == "model.language_model.":
+                tensors[inner.replace("model.", spelling, 1)] = tensors.pop(name)
+
+    model, config, _ = load_model(edited(folder, spell), with_tokenizer=False)
+
+    found = dense_logits(model, np.arange(12) + 3)
+    assert np.abs(found - double).max() <= reference_bound(double, single)
+    assert config.eos_token_ids == (1, 7)
+
+
+def test_a_whole_without_a_language_model_of_the_family_is_refused(whole):
+    raw = raw_config(whole[0])
+    architecture = raw["architectures"][0]
+
+    with pytest.raises(InvalidInput, match=rf"^config\.json: text_config is None; {architecture} needs an object\.$"):
+        parse_config({key: value for key, value in raw.items() if key != "text_config"})
+    with pytest.raises(InvalidInput, match=r"^config\.json: text_config\.model_type is 'other'; this build reads the"):
+        parse_config(raw | {"text_config": raw["text_config"] | {"model_type": "other"}})
+
+
+def test_sizes_that_a_published_text_config_leaves_out_are_those_of_transformers():
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+        },
+        "vision_config": {},
+    }
+    config = parse_config(raw)
+    sizes = (config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    assert sizes == (262208, 8, 4, 256)
