@@ -181,10 +181,12 @@ def decode_held(
         slot_mapping=slots,
         max_query_len=length,
     )
-    key, value = (None, None) if new is None or keys is None else (keys.pack(_rows(x)) for x in new)
-    tokens = (queries.pack(_rows(query)), key, value)
-    out, (key, value) = core(*tokens, (cache.key, cache.value), metadata, **options)
-    out = queries.unpack(out).reshape(sequences, length, *out.shape[1:])
+    # Attention takes one dtype: a wider or narrower cache decides it, 8 bits do not.
+    dtype = cache.key.dtype if cache.key.dtype.itemsize > 1 else query.dtype
+    key, value = (None, None) if new is None or keys is None else (keys.pack(_rows(x)).astype(dtype) for x in new)
+    packed = queries.pack(_rows(query)).astype(dtype)
+    out, (key, value) = core(packed, key, value, (cache.key, cache.value), metadata, **options)
+    out = queries.unpack(out).astype(query.dtype).reshape(sequences, length, *out.shape[1:])
     out = jnp.where(overflow[:, None, None, None], jnp.nan, out)
     return out.reshape(*batch_dims, *out.shape[1:]), HeldCache(key, value, after.reshape(cache.seq_lens.shape))
 

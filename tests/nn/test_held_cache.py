@@ -241,6 +241,18 @@ def test_the_cache_has_the_dtype_of_the_computation_and_not_float32(
     assert module.cached_key.get_value().dtype.name == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_cache"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16), (jnp.float16, jnp.bfloat16)]
+)
+def test_a_cache_of_another_dtype_than_the_computation_serves_it(dtype: Any, of_cache: Any, seed: int) -> None:
+    module, x = build(dtype=dtype), inputs(seed)
+    module.init_cache((BATCH, 12, FEATURES), of_cache)
+    expected, found = module(x, is_causal=True), module(x, decode=True)
+    assert found.dtype == dtype
+    # Eight bits of mantissa in one of them.
+    assert np.allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=0.05, atol=0.05)
+
+
 def test_a_module_in_float64_decodes_in_float64(seed: int) -> None:
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, LENGTH, FEATURES)))
