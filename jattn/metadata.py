@@ -241,7 +241,7 @@ class AttentionMetadata:
             >>> step.positions(3).tolist()
             [2, 3, 3]
         """
-        starts, tokens = self.query_start_loc, jnp.arange(num_tokens)
+        starts, tokens = self.query_start_loc, jnp.arange(num_tokens, dtype=jnp.int32)
         sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
         first = self.seq_lens - jnp.diff(starts)
         return first[sequence] + tokens - starts[sequence]

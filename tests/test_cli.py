@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_generate_as_json_is_one_object(folder, capsys) -> None:
     assert {"new_tokens", "tokens_per_second", "time_to_first_token_s", "peak_blocks", "compile_s"} <= set(result)
 
 
+def test_overrides_stand_in_the_place_of_the_folders_config(folder, tmp_path, capsys) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"zeta": 1}
+    (other / "config.json").write_text(json.dumps(config))
+    command = ["generate", "--model", str(other), "--prompt", "abc", "--max-tokens", "2"]
+
+    assert [cli.main([*command, *more]) for more in ([], ["--hf-overrides", '{"zeta": null}'])] == [2, 0]
+    assert capsys.readouterr().err.startswith(
+        "jattn: config.json has unknown keys: 'zeta'; hf_overrides={'zeta': None}"
+    )
+
+
 def test_equal_seeds_give_equal_text(folder, capsys) -> None:
     command = ["generate", "--model", str(folder), "--prompt", "a", "--max-tokens", "6", "--temperature", "1", "--json"]
     texts = []
@@ -58,6 +71,7 @@ def test_equal_seeds_give_equal_text(folder, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["generate", "--hf-overrides", "[1]"], "jattn: --hf-overrides holds a JSON list; it must be an object.\n"),
         (["generate", "--model", "/no/such/folder"], "jattn: "),
         (["generate", "--temperature", "-1"], "jattn: temperature is -1.0; it must be a finite float32 of at least 0."),
         (["generate", "--max-tokens", "0"], "jattn: max_tokens is 0; it must be from 1 to 2147483647."),

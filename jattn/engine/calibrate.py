@@ -43,7 +43,7 @@ def calibrate_kv_cache(
 
     Raises:
         InvalidInput: no prompts, or token ids that the model does not have or that are too many.
-        Unsupported: a model without such layers, or with an indexer.
+        Unsupported: a model without such layers, with an indexer, or cut over devices.
 
     Example:
         >>> from jattn.load import embedded_model_folder, load_model
@@ -51,7 +51,12 @@ def calibrate_kv_cache(
         >>> len(calibrate_kv_cache(model, [[1, 2, 3]]).ranges) == model.paged_spec.num_layers
         True
     """
-    spec = model.paged_spec
+    spec, parallel = model.paged_spec, getattr(model, "parallel", None)
+    if parallel is not None:
+        raise Unsupported(
+            f"model is cut over {parallel.size} devices, of which each would see its own heads alone; measure the "
+            "whole model (jattn.load.load_model) and give EngineConfig(kv_cache_scales=...)."
+        )
     rows = (
         _random_prompts(spec, seed) if prompts is None else [_checked(i, each, spec) for i, each in enumerate(prompts)]
     )

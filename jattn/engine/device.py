@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jattn.engine.config import MAX_SIZE, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.kv_scales import cached_spec, writing_8_bits
+from jattn.engine.no_mesh import no_mesh
 from jattn.engine.placement import Placement
 from jattn.engine.processes import Channel, shared_channel
 from jattn.engine.runner import ModelRunner
@@ -118,6 +119,7 @@ class Device:
             self.channel.send(what, *arguments)
 
 
+@no_mesh()
 def open_device(
     model: PagedModel,
     config: EngineConfig,
@@ -150,6 +152,7 @@ def open_device(
     model = with_draft(model, config, max_model_len)
     if isinstance(model, WithDraft):
         model = WithDraft(model.base, Placement.of(model.draft, mesh, context)[1])
+    model = placement.with_scales(model)
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     chosen = {choose(implementation) for implementation in asked - {""}}

@@ -61,10 +61,15 @@ def embed(
     Raises:
         InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
         RequestTooLong: a prompt is longer than the model's context.
-        Unsupported: a module of another kind, or one with an encoder before its decoder.
+        Unsupported: a module of another kind, one with an encoder before its decoder, or one that is cut over devices.
     """
     if not isinstance(model, Decoder) or model.config.encoder is not None:
         raise Unsupported(f"model is a {type(model).__name__}; vectors come from encoders and from decoders alone.")
+    if model.parallel is not None:
+        raise Unsupported(
+            f"model is cut over {model.parallel.size} devices; vectors come from a whole one: leave "
+            "tensor_parallel_size at 1, or give each copy a device of its own (data_parallel_size)."
+        )
     check_bool("normalize", normalize)
     if not isinstance(pooling, str):
         raise InvalidInput(f"pooling is {shown(pooling)}; use 'mean', 'cls' or 'last'.")

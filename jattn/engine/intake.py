@@ -254,7 +254,8 @@ class Intake:
         bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
         if bad.size:
             raise InvalidInput(
-                f"prompt token {int(bad[0])}{whose} is outside the vocabulary; ids are 0 to {self._vocab_size - 1}."
+                f"prompt token {int(bad[0])}{whose} is {int(tokens[bad[0]])}, outside the vocabulary; ids are 0 to "
+                f"{self._vocab_size - 1}."
             )
         return tuple(tokens.tolist())
 

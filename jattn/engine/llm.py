@@ -25,7 +25,7 @@ from jattn.engine.replicas import AnyEngine, open_engine
 from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
 from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
-from jattn.models import Decoder, PagedModel
+from jattn.models import Decoder, PagedModel, TensorParallel
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import LARGEST_CODE
@@ -88,13 +88,17 @@ class LLM(contextlib.AbstractContextManager):
                 )
         else:
             folder: Any = embedded_model_folder() if model is None else model
-            meshes = replica_meshes(EngineConfig() if config is None else config)
+            sizes = EngineConfig() if config is None else config
+            # Copies are made from a whole model.
+            mesh, *others = replica_meshes(sizes)
+            mesh = None if others else mesh
+            size, context_size = sizes.tensor_parallel_size, sizes.decode_context_parallel_size
             model, _, tokenizer = load_model(
                 folder,
                 dtype=dtype,
                 implementation=implementation,
-                # Copies are made from a whole model.
-                mesh=meshes[0] if len(meshes) == 1 else None,
+                mesh=mesh,
+                parallel=None if mesh is None else TensorParallel(size=size, context_size=context_size),
                 quantization=quantization,
                 hf_overrides=hf_overrides,
                 progress=sys.stderr.isatty(),

@@ -13,6 +13,7 @@ from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import Outbox
 from jattn.engine.device import Device
 from jattn.engine.log import event
+from jattn.engine.no_mesh import no_mesh
 from jattn.engine.processes import Channel, check_together
 from jattn.engine.request import Request
 from jattn.engine.weights import Arrivals, Weights
@@ -41,6 +42,7 @@ class Owner:
         abandoned: outboxes whose requests the next `begin` cancels; anybody may append.
     """
 
+    @no_mesh()
     def __init__(self, config: EngineConfig, cache_config: CacheConfig, device: Device) -> None:
         self._config = config
         self._cache_config = cache_config
@@ -163,6 +165,7 @@ class Owner:
                 self.requests.pop(request.request_id, None)
         self.end(work)
 
+    @no_mesh()
     def fitting(self, check: Callable[[Weights], Arrivals], unfinished: str = "restart") -> list[jax.Array]:
         """Returns what `replace_weights` takes, checked and brought to the devices: in every process or in none.
 
@@ -231,6 +234,7 @@ class Owner:
                 device.renew()
             self._asleep = False
 
+    @no_mesh()
     def follow(self, channel: Channel) -> None:
         """Does what the first process does to its devices, until its engine sleeps or is closed."""
         self._asleep = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.engine.config import EngineConfig
 from jattn.models import Decoder, PagedModel, TensorParallel, put_whole, shard_model
+from jattn.nn.kv_scales import KVScale
 from jattn.parallel import Peers
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
@@ -52,6 +54,14 @@ class Placement:
         """Returns an array of the host on every device, committed there."""
         return put_whole(array, self.whole or jnp.zeros(()).sharding)
 
+    def with_scales(self, model: PagedModel) -> PagedModel:
+        """Returns a model whose scales of an 8-bit cache lie on every device, wherever they were made."""
+        if self.whole is None:
+            return model
+        graph, scales, rest = nnx.split(cast(nnx.Module, model), KVScale, ...)
+        placed: Any = nnx.merge(graph, jax.tree.map(functools.partial(put_whole, sharding=self.whole), scales), rest)
+        return placed
+
     def peers(self) -> Peers | None:
         """Allocates what the devices sum small arrays with; None where XLA sums all, see `jattn.parallel.Peers`."""
         return None if self.mesh is None else Peers.of(self.mesh, "tp")
@@ -86,7 +96,7 @@ class Placement:
                 raise InvalidInput(
                     f"model is cut over {parallel.size} devices; give the engine its mesh: EngineConfig(mesh=...)."
                 )
-            return cls(), model
+            return cls(), _on_one_device(model)
         size = mesh.shape["tp"]
         if parallel is None and isinstance(model, Decoder) and size > 1:
             model = cast(PagedModel, shard_model(model, mesh, TensorParallel(size=size, context_size=context_size)))
@@ -135,6 +145,17 @@ def replica_meshes(config: EngineConfig) -> list[Mesh | None]:
     return [Mesh(row, ("tp",)) for row in chosen]
 
 
+def _on_one_device(model: PagedModel) -> PagedModel:
+    """Returns a model whose arrays lie on one device each: of a trainer's, which a mesh has spread, on JAX's own."""
+    graph, state = nnx.split(cast(nnx.Module, model))
+    leaves = jax.tree.leaves(state)
+    if all(len(leaf.devices()) == 1 for leaf in leaves if isinstance(leaf, jax.Array)):
+        return model
+    device = jnp.zeros(()).sharding
+    moved: Any = nnx.merge(graph, jax.device_put(state, device))
+    return moved
+
+
 def _without_empty_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes those where they are used: the index of `x.at[:].set(y)` is one, and would become an operand."""
 
@@ -148,7 +169,8 @@ def _without_empty_constants(function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _check_places(model: PagedModel, mesh: Mesh) -> None:
-    for path, leaf in nnx.to_flat_state(nnx.state(cast(nnx.Module, model))):
+    # Scales of an 8-bit cache go where the engine is.
+    for path, leaf in nnx.to_flat_state(nnx.state(cast(nnx.Module, model), nnx.Not(KVScale))):
         sharding = getattr(nnx.as_pure(leaf), "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
             wanted = _devices_of(NamedSharding(mesh, PartitionSpec()))

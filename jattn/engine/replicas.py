@@ -51,9 +51,10 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def __init__(self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None) -> None:
         # One thread prepares the steps of all.
         steps = config.most_scheduler_steps
-        of_one = dataclasses.replace(config, data_parallel_size=1, tensor_parallel_size=1, num_scheduler_steps=steps)
+        # Its sizes follow from the mesh of one copy, which goes in with them.
+        of_one: dict[str, Any] = {"data_parallel_size": 1, "tensor_parallel_size": 1, "num_scheduler_steps": steps}
         self.engines = tuple(
-            Engine(model, dataclasses.replace(of_one, mesh=mesh), tokenizer=tokenizer)
+            Engine(model, dataclasses.replace(config, **of_one, mesh=mesh), tokenizer=tokenizer)
             for mesh in replica_meshes(config)
         )
         self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])

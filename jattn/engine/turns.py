@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from jattn.engine.no_mesh import no_mesh
+
 __all__ = ["Turns"]
 
 # How long a thread that wants turn after turn lets another one in: a lock goes to whoever asks first after its
@@ -28,20 +30,21 @@ class Turns:
     def run(self, action: Callable[[], Result], undo: Callable[[Result], None] | None = None) -> Result:
         """Runs an action as the only thread; undoes it when an interrupt keeps its result from the caller.
 
-        A signal's handler may run right after the lock's release, and its error must not take the result with it.
+        No mesh of the caller's is set meanwhile. A signal's handler may run right after the lock's release, and its
+        error must not take the result with it.
         """
         thread = threading.get_ident()
         self._arriving.add(thread)
         done: list[Result] = []
         try:
-            with self._lock:
+            with self._lock, no_mesh():
                 self._arriving.discard(thread)
                 done = [action()]
             return done[0]
         except BaseException:
             self._arriving.discard(thread)
             if done and undo is not None:
-                with self._lock:
+                with self._lock, no_mesh():
                     undo(done[0])
             raise
 

@@ -21,11 +21,12 @@ from jattn.load.config import family_of, parse_config
 from jattn.load.config_keys import is_whole
 from jattn.load.folder import check_folder, read_object
 from jattn.load.generation import load_generation_defaults
-from jattn.load.plan import ParameterPlan, found_name, plan_parameters, spelled_as_found
+from jattn.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
 from jattn.load.read_ahead import read_ahead
 from jattn.load.safetensors_file import SafetensorsFile
 from jattn.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.load.weights import (
+    check_count,
     check_weights,
     find_weights,
     is_quantized,
@@ -130,7 +131,9 @@ def load_model(
         raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep' or None.")
     tensors = find_weights(path)
     family = family_of(config)
-    is_bare = not any(name.startswith(family.prefix) for name in tensors)
+    check_count(tensors, fewest_tensors(config))
+    embedding = str(family.tensor_name("embed_tokens", config))
+    is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
     plan = plan_parameters(config, prefix="" if is_bare else None)
     whole = is_whole(raw, family)
     plan = spelled_as_found(plan, tensors, is_whole=whole)

@@ -12,7 +12,14 @@ from jattn.load.families import Family
 from jattn.models.config import ModelConfig
 from jattn.models.shapes import ParameterPath, parameter_shapes
 
-__all__ = ["ParameterPlan", "TensorPlan", "found_name", "plan_parameters", "spelled_as_found"]
+__all__ = [
+    "ParameterPlan",
+    "TensorPlan",
+    "fewest_tensors",
+    "found_name",
+    "plan_parameters",
+    "spelled_as_found",
+]
 
 #: Old writers' names of a norm's parameters.
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
@@ -86,6 +93,14 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
         planners[str(path[0]) if path[0] in planners else ""].plan(path, shape)
         for path, shape in parameter_shapes(config).items()
     )
+
+
+def fewest_tensors(config: ModelConfig) -> int:
+    """Returns how many tensors a file of this config has at least, counted without naming them."""
+    shapes = parameter_shapes(config)
+    apart = "{expert}" in str(family_of(config).tensor_name("moe.down_proj", config))
+    experts = (shape[0] for path, shape in shapes.items() if path[-3:-1] == ("moe", "down_proj")) if apart else ()
+    return len(shapes) + sum(experts)
 
 
 def spelled_as_found(

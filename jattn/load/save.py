@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,7 @@ from jattn.load.config import render_config
 from jattn.load.plan import ParameterPlan, TensorPlan, plan_parameters
 from jattn.load.safetensors_file import STORED_DTYPES
 from jattn.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
-from jattn.models import Decoder, ModelConfig
+from jattn.models import Decoder, ModelConfig, ParameterShards, parameter_shards
 from jattn.models.quantized import dequantize
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
@@ -42,7 +42,7 @@ def save_model(
 
     Args:
         folder: made if it does not exist; files of the same names are replaced.
-        model: its parameters go to the file one by one.
+        model: its parameters go to the file one by one; of a model that is cut over devices, whole ones.
         config: of the model.
         tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers, and its chat template.
         dtype: in which to store the weights; None for the config's.
@@ -65,11 +65,12 @@ def save_model(
         raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(codes)}, or None.")
     rendered = render_config(config, dtype=dtype)
     values = dict(nnx.to_flat_state(nnx.state(model)))
+    parallel = getattr(model, "parallel", None)
+    shards = {} if parallel is None else parameter_shards(config, parallel)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    _write_weights(
-        path / "model.safetensors", plan_parameters(config), values, STORED_DTYPES[codes[dtype]], _scales(values)
-    )
+    plan, scales = plan_parameters(config), _scales(values)
+    _write_weights(path / "model.safetensors", plan, values, STORED_DTYPES[codes[dtype]], scales, shards)
     _write_json(path / "config.json", rendered)
     end = list(config.eos_token_ids) or None
     tokens = {
@@ -100,6 +101,7 @@ def _write_weights(
     values: dict[Any, Any],
     dtype: np.dtype,
     scales: dict[str, np.ndarray],
+    shards: Mapping[Any, ParameterShards],
 ) -> None:
     """Writes the tensors of a plan one by one, at places that follow from it, in the library's order; then scales."""
     wide = STORED_DTYPES["F32"]
@@ -118,7 +120,7 @@ def _write_weights(
     with _replaced(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for parameter in plan:
-            for piece, data in _pieces(parameter, _value(values, parameter)):
+            for piece, data in _pieces(parameter, _value(values, parameter, shards.get(parameter.path))):
                 file.seek(8 + len(text) + header[piece.name]["data_offsets"][0])
                 # A transposition runs on the device, and one tensor at a time lies on the host.
                 file.write(np.ascontiguousarray(np.asarray(data.astype(stored[piece]))).reshape(-1).view(np.uint8).data)
@@ -127,9 +129,11 @@ def _write_weights(
             file.write(array.tobytes())
 
 
-def _value(values: dict[Any, Any], parameter: ParameterPlan) -> Any:
+def _value(values: dict[Any, Any], parameter: ParameterPlan, shards: ParameterShards | None) -> Any:
     """Returns a parameter as numpy sees it on a host, or as it lies on a device; a quantised kernel as its worth."""
     value = values[parameter.path][...]
+    if shards is not None:
+        return shards.whole(value)
     home = np if next(iter(value.devices())).platform == "cpu" else jnp
     scale = values.get((*parameter.path[:-1], "scale")) if parameter.path[-1] == "kernel" else None
     value = home.asarray(value)

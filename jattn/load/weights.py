@@ -22,6 +22,7 @@ from jattn.models.quantized import dequantize
 from torch_core.errors import InvalidInput
 
 __all__ = [
+    "check_count",
     "check_weights",
     "find_weights",
     "is_quantized",
@@ -40,8 +41,10 @@ _MAX_SHARDS = 1000
 #: Of memory that XLA takes as it is.
 _ALIGNMENT = 64
 _TILE = 256
-#: Of two tensors that are compared at once.
-_ROWS = 4096
+#: Tensors that are named in far less than a second.
+_NAMED_AT_ONCE = 1 << 14
+#: Elements of two tensors that are compared at once.
+_COMPARED = 1 << 22
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 #: Scales of an fp8 cache, under the names that vLLM knows.
 _KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
@@ -95,16 +98,29 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
     if embedding not in tensors:
         return rest | {embedding: replace(file, tensors={embedding: stored})}
     other = tensors[embedding].tensors[embedding]
-    same = (stored.shape, stored.dtype) == (other.shape, other.dtype) and all(
-        _are_equal(*(read_tensor(tensors[name], name)[row : row + _ROWS] for name in (head, embedding)))
-        for row in range(0, stored.shape[0] if stored.shape else 0, _ROWS)
-    )
+    same = (stored.shape, stored.dtype) == (other.shape, other.dtype)
+    if same:
+        first, second = (read_tensor(tensors[name], name).reshape(-1) for name in (head, embedding))
+        same = all(
+            np.array_equal(first[start : start + _COMPARED], second[start : start + _COMPARED])
+            for start in range(0, first.size, _COMPARED)
+        )
     if not same:
         raise InvalidInput(
             f"the weights have {head!r}, which is not {embedding!r}, and tie_word_embeddings is true; "
             f"hf_overrides={{'tie_word_embeddings': False}} takes both, or take {head!r} out of the weights."
         )
     return rest
+
+
+def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
+    """Refuses a config of so many tensors that naming them would take long, where the files have fewer.
+
+    Raises:
+        InvalidInput: with both numbers.
+    """
+    if fewest > max(len(tensors), _NAMED_AT_ONCE):
+        raise InvalidInput(f"the config asks for {fewest} tensors or more; the weights have {len(tensors)}.")
 
 
 def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
@@ -368,8 +384,3 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _listed(names: list[str], shapes: dict[str, tuple[int, ...]] | None = None) -> str:
     shown = ", ".join(repr(name[:120]) + (f" {shapes[name]}" if shapes else "") for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    # By their bytes: here not a number is equal to itself.
-    return one.tobytes() == other.tobytes()

@@ -19,6 +19,7 @@ from jattn.models.encoder_decoder import build_model
 from jattn.models.logical_axes import logical_axes
 from jattn.models.shapes import ParameterPath, parameter_shapes
 from jattn.models.tensor_parallel import TensorParallel
+from jattn.nn.kv_scales import paged_layers
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -75,6 +76,16 @@ class ParameterShards:
             return self.loaded(some, array.dtype, mesh)
         everywhere = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
         return _taken(sharding, self.axis)(everywhere, self.order)
+
+    def whole(self, array: jax.Array | np.ndarray) -> np.ndarray:
+        """Returns the whole parameter of the parts; the inverse of `placed`."""
+        parts = np.asarray(array)
+        if self.axis is None or self.order is None:
+            return parts
+        own = np.flatnonzero(self.order != _NONE)
+        places = np.zeros(self.shape[self.axis], np.int64)
+        places[self.order[own]] = own
+        return parts.take(places, self.axis)
 
     def loaded(
         self, read: Callable[[int | None, np.ndarray], np.ndarray], dtype: np.dtype | Any, mesh: Mesh
@@ -167,7 +178,12 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
     shards = parameter_shards(model.config, parallel)
     whole = _arrays(model)
     values = {path: each.placed(whole[path], mesh) for path, each in shards.items()}
-    return decoder_of(model.config, values, model.implementation, parallel)
+    cut = decoder_of(model.config, values, model.implementation, parallel)
+    carried = {path: layer.kv_scales for path, layer in paged_layers(model)}
+    for path, layer in paged_layers(cut):
+        if (scales := carried[path]) is not None:
+            layer.kv_scales = scales
+    return cut
 
 
 def decoder_of(

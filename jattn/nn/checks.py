@@ -69,7 +69,8 @@ def check_cache_dtype(dtype: Any, k_scale: float | None, v_scale: float | None) 
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
-    if name not in KV_CACHE_DTYPES:
+    # float64 is jnp's alone: for checks of a model.
+    if name not in (*KV_CACHE_DTYPES, "float64"):
         raise InvalidInput(f"the cache's dtype is {name}; it must be one of {', '.join(KV_CACHE_DTYPES)}.")
     if name == "int8" and None in (k_scale, v_scale):
         raise InvalidInput("kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing.")
@@ -125,5 +126,7 @@ def refuse_with_cache(given: Mapping[str, bool]) -> None:
 
 def refuse_donated(name: str, cache: Any, fix: str) -> None:
     """Raises InvalidInput if an array of a cache is gone, where JAX would name neither cause nor remedy."""
-    if any(not isinstance(array, Tracer) and array.is_deleted() for array in jax.tree.leaves(cache)):
+    # A cache that was read from a file may be numpy's.
+    arrays = [array for array in jax.tree.leaves(cache) if isinstance(array, jax.Array)]
+    if any(not isinstance(array, Tracer) and array.is_deleted() for array in arrays):
         raise InvalidInput(f"{name} was donated to a step and is deleted; {fix}")

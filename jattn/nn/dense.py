@@ -41,7 +41,8 @@ class Dropout(NamedTuple):
         """Drops of [batch, heads, length, key_length]; in the shapes that flax draws in, so what flax would drop."""
         heads, *lengths = weights.shape[1:]
         shape = (*(1 for _ in self.batch_dims), 1, *lengths) if self.broadcast else (*self.batch_dims, heads, *lengths)
-        keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, shape).reshape(-1, *shape[-3:])
+        keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, shape)
+        keep = keep.reshape(math.prod(shape[:-3]), *shape[-3:])
         return weights * keep.astype(weights.dtype) / (1.0 - self.rate)
 
 
@@ -268,7 +269,7 @@ def _scores_like(name: str, array: jax.Array, query: jax.Array, key: jax.Array) 
         )
     array = array.reshape((1,) * (len(full) - array.ndim) + array.shape)
     array = jnp.broadcast_to(array, (*batch_dims, *array.shape[-3:-1], key.shape[-3]))
-    return array.reshape(-1, *array.shape[-3:])
+    return array.reshape(math.prod(batch_dims), *array.shape[-3:])
 
 
 def _sow(module: Any, batch_dims: tuple[int, ...]) -> Callable[[jax.Array], None]:

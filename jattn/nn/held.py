@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -47,6 +48,9 @@ class PagedCache(nnx.Cache):
 
     def put(self, value: jax.Array) -> None:
         """Sets the value, and remembers whether somebody must still carry it out of a trace."""
+        if isinstance(self._held, np.ndarray):
+            # Read from a file; nnx would write into that memory.
+            self._raw_value = jnp.asarray(self._held)
         self[...] = value
         object.__setattr__(self, "_unread", isinstance(value, Tracer))
 
@@ -163,7 +167,7 @@ def decode_held(
         after = before + jnp.diff(keys.start_loc)
         _check_room(cache, after)
         overflow = after > cache.max_length
-        positions = before[:, None] + jnp.arange(key_length)
+        positions = before[:, None] + jnp.arange(key_length, dtype=jnp.int32)
         block = jnp.take_along_axis(tables, jnp.minimum(positions // block_size, blocks - 1), 1)
         slots = block * block_size + positions % block_size
         slots = keys.pack(jnp.where(overflow[:, None], PAD_SLOT_ID, slots).reshape(sequences, key_length))
@@ -186,7 +190,7 @@ def decode_held(
 
 
 def _rows(array: jax.Array) -> jax.Array:
-    return array.reshape(-1, *array.shape[-3:])
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
 def _check_room(cache: HeldCache, after: jax.Array) -> None:

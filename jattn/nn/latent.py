@@ -172,13 +172,13 @@ class MultiHeadLatentAttention(nnx.Module):
             length = inputs.shape[-2]
             starts = jnp.arange(0, query.shape[0] + 1, max(length, 1), dtype=jnp.int32)
             out = self._plain(query, latent, k_pe, starts, length)
-            return self.o_proj(out.reshape(*inputs.shape[:-1], -1))
+            return self.o_proj(self._joined(out, inputs))
         cache = self._write(latent, k_pe, cache, metadata.slot_mapping)
         if from_start:
             out = self._plain(query, latent, k_pe, metadata.query_start_loc, metadata.max_query_len)
         else:
             out = self._absorbed(query, cache, metadata)
-        return self.o_proj(out.reshape(inputs.shape[0], -1)), cache
+        return self.o_proj(self._joined(out, inputs)), cache
 
     def _write(self, latent: jax.Array, k_pe: jax.Array, cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
         if self.kv_range is not None:
@@ -217,7 +217,7 @@ class MultiHeadLatentAttention(nnx.Module):
             query = self.q_proj(inputs)
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs)))
-        query = query.reshape(*inputs.shape[:-1], self.num_heads, -1)
+        query = query.reshape(*inputs.shape[:-1], self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
         latent, k_pe = jnp.split(self.kv_a_proj_with_mqa(inputs), [self.kv_lora_rank], axis=-1)
         latent, k_pe = self.kv_a_layernorm(latent), k_pe[..., None, :]
         if self.rope is not None:
@@ -229,6 +229,12 @@ class MultiHeadLatentAttention(nnx.Module):
             latent.reshape(-1, self.kv_lora_rank),
             k_pe.reshape(-1, self.qk_rope_head_dim),
         )
+
+    def _joined(self, heads: jax.Array, inputs: jax.Array) -> jax.Array:
+        """Returns [tokens, num_heads, v_head_dim] with the inputs' axes before those of the heads, joined."""
+        features = self.num_heads * self.v_head_dim
+        # Two steps: along Explicit axes JAX joins and splits axes in one reshape only where it is told the result's.
+        return heads.reshape(heads.shape[0], features).reshape(*inputs.shape[:-1], features)
 
     def _plain(
         self, query: jax.Array, latent: jax.Array, k_pe: jax.Array, starts: jax.Array, max_query_len: int

@@ -71,7 +71,7 @@ def masked_attention(
         visible &= (jnp.arange(length) < query_lens[:, None])[:, :, None]
 
     dtype = softmax.compute_dtype(call)
-    grouped = query.reshape(batch, length, num_kv_heads, -1, head_size)
+    grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_size)
     products = {"precision": precision, "preferred_element_type": dtype}
     scores = jnp.einsum("bthgd,bshd->bhgts", grouped, key, **products)
     scores = softmax.modified_scores(call, scores, positions, key_positions, visible, new_bias)
@@ -91,7 +91,7 @@ def masked_attention(
     if on_weights is not None:
         weights = on_weights(weights.reshape(batch, num_heads, length, key_length)).reshape(weights.shape)
     out = jnp.einsum("bhgts,bshd->bthgd", weights.astype(value.dtype), value, **products)
-    return out.reshape(batch, length, num_heads, -1).astype(query.dtype)
+    return out.reshape(batch, length, num_heads, value.shape[-1]).astype(query.dtype)
 
 
 def _real(array: jax.Array, lens: jax.Array | None) -> jax.Array:
@@ -104,4 +104,5 @@ def _real(array: jax.Array, lens: jax.Array | None) -> jax.Array:
 def _by_head(array: jax.Array, num_kv_heads: int) -> jax.Array:
     """Returns [batch, num_heads or 1, ...] as [batch, num_kv_heads or 1, group or 1, ...]."""
     heads = array.shape[1]
-    return array.reshape(array.shape[0], *((1, 1) if heads == 1 else (num_kv_heads, -1)), *array.shape[2:])
+    split = (1, 1) if heads == 1 else (num_kv_heads, heads // num_kv_heads)
+    return array.reshape(array.shape[0], *split, *array.shape[2:])

@@ -409,7 +409,9 @@ class KVPool:
         # buffer cannot be donated in place.
         with jax.transfer_guard_host_to_device("allow"):
             # Committed from the first: once something committed is written to it, jit would compile all again.
-            device = next(iter(jnp.zeros(()).devices())) if self._device is None else self._device
+            # Under a mesh of the caller's an array of no device in particular lies on all of them.
+            first = min(jnp.zeros(()).devices(), key=lambda each: each.id)
+            device = first if self._device is None else self._device
             return tuple(jnp.zeros(shape, dtype, device=device) for shape, dtype in self._layers)
 
     def _shards(self) -> list[jax.Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jattn.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -39,6 +39,7 @@ class Generation:
         stream: answer by server-sent events.
         include_usage: end a stream with the counts of tokens.
         echo: begin the answer with the prompt.
+        prompt_alone: answer with nothing else; the one token that is generated for it is left out.
         num_choices: of each prompt; below params.n they are the best.
         salt: only requests of equal salt share cached prefixes.
         priority: lower comes first.
@@ -60,6 +61,7 @@ class Generation:
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
     chat_template: str | None = None
+    prompt_alone: bool = False
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -103,10 +105,14 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None
     echo = fields.flag("echo")
     if echo and changes["logprobs"] is not None:
         changes["prompt_logprobs"] = changes["logprobs"]
+    # As OpenAI's completions have it, to score a text: the prompt's own log-probabilities.
+    prompt_alone = echo and changes["max_tokens"] == 0
+    if prompt_alone:
+        changes["max_tokens"] = 1
     generation = _generation(fields, prompts, changes, echo=echo, best_of=best_of)
     if echo and generation.stream:
         raise RequestError(400, "echo is true and stream is true; a stream has new text alone.", param="echo")
-    return generation
+    return replace(generation, prompt_alone=prompt_alone)
 
 
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Generation:
@@ -320,7 +326,26 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         content = "\n".join(texts)
     if not isinstance(content, str | None):
         raise RequestError(400, f"{name}.content is {shown(content)}; it must be text.", param=name)
-    return message | {"content": content}
+    if message.get("tool_calls") is None:
+        return message | {"content": content}
+    calls = message["tool_calls"]
+    if not _is_objects(calls) or not all(isinstance(call.get("function"), dict) for call in calls):
+        raise RequestError(
+            400, f"{name}.tool_calls is {shown(calls)}; it must be a list of objects with a function.", param=name
+        )
+    called = [{**call, "function": _with_arguments(name, call["function"])} for call in calls]
+    return message | {"content": content, "tool_calls": called}
+
+
+def _with_arguments(name: str, function: dict[str, Any]) -> dict[str, Any]:
+    """Returns a called function whose arguments are an object: OpenAI's are JSON in a text, templates write objects."""
+    given = function.get("arguments")
+    if not isinstance(given, str):
+        return function
+    try:
+        return function | {"arguments": read_json(given, "arguments") if given.strip() else {}}
+    except InvalidInput as error:
+        raise RequestError(400, f"{name}.tool_calls: {error}", param=name) from None
 
 
 def _is_text(part: Any) -> bool:

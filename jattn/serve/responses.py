@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jattn.engine import CompletionOutput, Logprob, RequestOutput
@@ -52,6 +52,8 @@ class Answer:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns the answer to a request that does not stream."""
+        if self.request.prompt_alone:
+            outputs = [_of_no_tokens(output) for output in outputs]
         choices = []
         for output in outputs:
             for completion in self._best(output):
@@ -154,6 +156,13 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
     }
+
+
+def _of_no_tokens(output: RequestOutput) -> RequestOutput:
+    """Returns an output as if nothing had been generated behind the prompt."""
+    nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length", "stop_reason": None}
+    completions = (replace(each, **nothing, logprobs=None if each.logprobs is None else ()) for each in output.outputs)
+    return replace(output, outputs=tuple(completions))
 
 
 def _reason(completion: CompletionOutput) -> str | None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from flax import nnx
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
 from tests.engine.test_tensor_parallel import COLLECTIVE, prompts_of
 from tests.models.test_sharding import LATENT
 from tests.support.devices import on_four_devices
+from tests.support.tiny_models import write_tiny_model
 from torch_core.errors import InvalidInput, Unsupported
 
 # One shape for all steps: little to compile.
@@ -68,6 +71,17 @@ def test_tokens_are_those_of_one_device() -> None:
 @on_four_devices
 def test_heads_masks_and_guesses_change_no_token(name: str) -> None:
     assert_tokens_of_one_device(name)
+
+
+@on_four_devices
+def test_a_folder_is_read_as_its_tokens_are_dealt_out() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_model(Path(folder), 1, num_hidden_layers=1)
+        found = [
+            LLM(folder, config=EngineConfig(**SIZES, **each)).generate(["a text"], GREEDY)[0].outputs[0].token_ids
+            for each in ({}, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2})
+        ]
+    assert found[0] == found[1]
 
 
 @on_four_devices

@@ -254,8 +254,8 @@ def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
     ("prompt", "arguments", "kind", "message"),
     [
         ([], {}, InvalidInput, "the prompt of 'r' is empty; it needs at least one token."),
-        ([1, 97], {}, InvalidInput, "prompt token 1 of 'r' is outside the vocabulary; ids are 0 to 96."),
-        ([-1], {}, InvalidInput, "prompt token 0 of 'r' is outside the vocabulary; ids are 0 to 96."),
+        ([1, 97], {}, InvalidInput, "prompt token 1 of 'r' is 97, outside the vocabulary; ids are 0 to 96."),
+        ([-1], {}, InvalidInput, "prompt token 0 of 'r' is -1, outside the vocabulary; ids are 0 to 96."),
         (
             [1.5],
             {},

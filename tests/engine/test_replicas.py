@@ -38,6 +38,17 @@ def two(**sizes: Any) -> DataParallelEngine:
     return engine
 
 
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}], ids=["dp tp", "tp dp"])
+@on_four_devices
+def test_a_mesh_with_an_axis_of_copies_has_an_engine_for_each(axes: dict[str, int]) -> None:
+    over = mesh("auto", **axes)
+    engine = open_engine(large_decoder(num_hidden_layers=1), EngineConfig(**SIZES, mesh=over))
+    assert isinstance(engine, DataParallelEngine)
+    places = [{device.id for device in each._owner.device.pool._arrays[0].devices()} for each in engine.engines]
+    ids = np.vectorize(lambda device: device.id)(over.devices)
+    assert places == [set(row.tolist()) for row in (ids if over.axis_names[0] == "dp" else ids.T)]
+
+
 @on_four_devices
 @pytest.mark.nightly
 def test_two_copies_of_two_devices_say_what_one_device_says() -> None:

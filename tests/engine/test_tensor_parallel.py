@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.engine import Engine, EngineConfig, SamplingParams, calibrate_kv_cache
+from jattn.engine.embeddings import embed
 from jattn.engine.placement import Placement
 from jattn.models import Decoder, TensorParallel, partition_specs, shard_model
 from tests.engine.conftest import tiny_decoder
@@ -144,6 +145,51 @@ def test_new_weights_come_from_a_trainers_mesh_and_compile_nothing() -> None:
     engine.update_weights(shard_model(other, mesh_of(engine)))
     assert run(engine, prompts) == run(Engine(other, config), prompts)
     assert engine.num_compilations == before
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@on_four_devices
+def test_a_mesh_that_a_trainer_has_set_changes_nothing(kind: str) -> None:
+    model, prompts, over = large_decoder(num_hidden_layers=1), prompts_of(5, 3), mesh(kind, dp=2, tp=2)
+    sizes: dict[str, Any] = SIZES | {"num_scheduler_steps": 1}
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    expected = run(Engine(model, EngineConfig(**sizes)), prompts, greedy)
+
+    with jax.set_mesh(over):
+        spread = jax.device_put(nnx.state(model), NamedSharding(over, PartitionSpec()))
+        trained = nnx.merge(nnx.graphdef(model), spread)
+        for parts in (1, 2):
+            engine = Engine(trained, EngineConfig(**sizes, tensor_parallel_size=parts))
+            assert run(engine, prompts, greedy) == expected
+            engine.update_weights(spread)
+            assert run(engine, prompts, greedy) == expected
+
+
+@pytest.mark.parametrize("origin", ["none", "config", "checkpoint"])
+@on_four_devices
+def test_scales_of_an_8_bit_cache_are_on_every_device(origin: str) -> None:
+    model, prompts = large_decoder(num_hidden_layers=1), prompts_of(6, 3)
+    scales = calibrate_kv_cache(model, prompts)
+    if origin == "checkpoint":
+        model.layers[0].self_attn.set_kv_scales(*scales.of("layers.0.self_attn.paged_attention", "float8_e4m3fn"))
+    sizes: dict[str, Any] = SIZES | {"num_scheduler_steps": 1, "kv_cache_dtype": "fp8"}
+    sizes |= {"kv_cache_scales": scales if origin == "config" else None}
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    one, two = (Engine(model, EngineConfig(**sizes, tensor_parallel_size=size)) for size in (1, 2))
+
+    assert run(two, prompts, greedy) == run(one, prompts, greedy)
+    for engine in (one, two):
+        engine.set_kv_cache_scales(scales)
+    assert run(two, prompts, greedy) == run(one, prompts, greedy)
+    with pytest.raises(Unsupported, match=r"^model is cut over 4 devices, of which each would see its own heads alone"):
+        calibrate_kv_cache(shard_model(model, mesh("auto", tp=4)), prompts)
+
+
+@on_four_devices
+def test_vectors_of_a_model_that_is_cut_are_refused() -> None:
+    cut = shard_model(tiny_decoder(), mesh("auto", tp=4))
+    with pytest.raises(Unsupported, match=r"^model is cut over 4 devices; vectors come from a whole one: "):
+        embed(cut, [[1, 2]], pooling="mean", normalize=True)
 
 
 @on_four_devices

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 import torch
 
-from tests.support.emulated.machine import Deadlock
+from tests.support.emulated.machine import Deadlock, Machine
 from tests.support.emulated.run import run_emulated_launch
 from tests.support.gluon_kernels import squares_kernel
 from torch_core.plan.plan import Descriptor, LaunchPlan, Pointer
@@ -51,3 +52,34 @@ def test_a_tile_that_is_given_away_before_its_product_has_ended_shows_in_the_res
 def test_a_fault_that_never_ends_well_is_an_error(fault: str, error: type[Exception], message: str, seed: int) -> None:
     with pytest.raises(error, match=re.escape(message)):
         _run(fault, seed)
+
+
+def test_a_copy_that_may_come_after_the_program_has_ended_is_an_error(seed: int) -> None:
+    with pytest.raises(AssertionError, match="the program ended before 1 of its copies"):
+        [_run("left", seed + order) for order in range(10)]
+
+
+def test_threads_that_arrive_where_nobody_waits_are_an_error() -> None:
+    machine = Machine(0)
+    with pytest.raises(AssertionError, match="the program ended with 128 threads at hardware barrier 9"):
+        machine.run([("signal", 4, lambda: machine.hardware_barrier(9, 256, waits=False))])
+
+
+def test_each_role_may_be_late_by_any_time() -> None:
+    orders = [_order(seed) for seed in range(40)]
+    assert any("a" * 50 in order for order in orders)
+    assert any("b" * 50 in order for order in orders)
+    assert any("ababab" in order for order in orders)
+
+
+def _order(seed: int) -> str:
+    """The order in which two roles of 100 steps take them."""
+    machine, taken = Machine(seed), list[str]()
+
+    def role(name: str) -> None:
+        for _ in range(100):
+            taken.append(name)
+            machine.wait(lambda: True, "")
+
+    machine.run([(name, 4, functools.partial(role, name)) for name in "ab"])
+    return "".join(taken)

@@ -179,6 +179,25 @@ def test_an_absurd_config_is_refused_without_allocating(changes, tmp_path, seed)
         load_model(folder, with_tokenizer=False)
 
 
+def test_a_config_of_millions_of_experts_is_refused_before_they_are_named(tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "Qwen3MoeForCausalLM", 0, seed)
+    raw = json.loads((folder / "config.json").read_text())
+    many = {"num_experts": 4096, "num_hidden_layers": 512, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps({**raw, **many, "num_local_experts": None}))
+    with pytest.raises(InvalidInput, match=r"^the config asks for 20\d{5} tensors or more; the weights have 41\.$"):
+        load_model(folder, with_tokenizer=False)
+
+
+def test_a_decoder_whose_files_leave_model_out_is_read(tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "Qwen3ForCausalLM", 0, seed, tie_word_embeddings=True)
+    expected = load_model(folder, with_tokenizer=False)[0]
+    tensors = safetensors.numpy.load((folder / "model.safetensors").read_bytes())
+    tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    (folder / "model.safetensors").write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
+    found = load_model(folder, with_tokenizer=False)[0]
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
 def test_files_of_a_hub_that_leave_the_prefix_out_are_read(tmp_path, seed):
     """GPT-2's first files have no "transformer." and keep their masks beside the weights."""
     folder = write_checkpoint(tmp_path, "GPT2LMHeadModel", 0, seed)

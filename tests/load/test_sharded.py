@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.load import load_model
+from jattn.load import load_model, save_model
 from jattn.models import MoEConfig, shard_model
 from tests.support.devices import mesh, on_four_devices
 from tests.support.tiny_models import write_tiny_model
@@ -37,3 +37,22 @@ def test_parts_are_read_as_a_whole_model_is_cut(kind: str, folder: str) -> None:
     for (path, found), (_, wanted) in zip(nnx.to_flat_state(nnx.state(cut)), nnx.to_flat_state(expected), strict=True):
         assert found[...].sharding == wanted[...].sharding, path
         np.testing.assert_array_equal(found[...], wanted[...], err_msg=str(path))
+
+
+CUT: dict[str, dict[str, Any]] = {
+    "fused products": {},
+    "biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    "experts": EXPERTS | {"moe": MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=24)},
+}
+
+
+@pytest.mark.parametrize("kind", CUT)
+@on_four_devices
+def test_a_model_that_is_cut_is_saved_whole(kind: str, folder: str) -> None:
+    whole, cut = Path(folder) / "whole", Path(folder) / "cut"
+    write_tiny_model(whole, seed=1, **CUT[kind])
+
+    model, config, _ = load_model(whole, mesh=mesh("auto", tp=4))
+    save_model(cut, model, config)
+
+    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

@@ -241,6 +241,38 @@ def test_the_cache_has_the_dtype_of_the_computation_and_not_float32(
     assert module.cached_key.get_value().dtype.name == expected
 
 
+def test_a_module_in_float64_decodes_in_float64(seed: int) -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, LENGTH, FEATURES)))
+        module = holding(param_dtype=jnp.float64)
+        found = jnp.concatenate([module(x[:, :3], decode=True), module(x[:, 3:], decode=True)], 1)
+        assert np.allclose(found, module(x, is_causal=True), rtol=0, atol=1e-13)
+
+
+def test_a_cache_that_came_back_from_a_file_as_numpys_arrays_goes_on(seed: int) -> None:
+    x = inputs(seed)
+    module, restored = holding(), holding()
+    module(x[:, :3], decode=True)
+    nnx.update(restored, jax.tree.map(np.asarray, nnx.state(module)))
+    for token in (x[:, 3:4], x[:, 4:5]):
+        assert close(restored(token, decode=True), module(token, decode=True))
+    assert lengths_of(restored) == [5, 5]
+
+
+def test_numpys_arrays_that_a_cache_was_given_stay_as_they_are(seed: int) -> None:
+    module, arrays = holding(), jax.tree.map(np.array, nnx.state(holding(), nnx.Cache))
+    nnx.update(module, arrays)
+    module(inputs(seed), decode=True)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(arrays))
+
+
+def test_a_step_without_tokens_changes_nothing(seed: int) -> None:
+    module, x = holding(), inputs(seed)
+    module(x, decode=True)
+    assert module(x[:, :0], decode=True).shape == (BATCH, 0, FEATURES)
+    assert lengths_of(module) == [LENGTH] * BATCH
+
+
 def test_an_8_bit_cache_is_scaled(seed: int) -> None:
     x = inputs(seed)
     exact = holding()(x, decode=True)

@@ -157,3 +157,8 @@ def test_a_pool_of_latents_is_updated_in_place(implementation):
     assert pool.addresses() == before
     written = np.abs(pool.read_blocks([2, 3])[0]).sum(-1) > 0
     assert written.tolist() == [[True] * 4, [True, True, False, False]]
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 12), (2, 0, 12)], ids=str)
+def test_a_batch_without_rows_or_tokens_has_an_output_without_any(shape: tuple[int, ...]) -> None:
+    assert module()(jnp.zeros(shape)).shape == shape

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import errors, linen, nnx
+from flax import errors, linen, nnx, serialization
 from flax.nnx import bridge
 
 from jattn.nn import MultiHeadAttention, PagedAttention
@@ -70,6 +70,15 @@ def test_without_the_mutable_collection_flax_refuses_the_write(seed: int) -> Non
     layer, x = decoding(), inputs(seed)
     with pytest.raises(errors.ModifyScopeVariableError, match="cache"):
         layer.apply(layer.init(KEY, x[:, :1]), x)
+
+
+def test_a_cache_that_flax_reads_from_bytes_goes_on(seed: int) -> None:
+    x, layer = inputs(seed), twin.MultiHeadAttention(4, decode=True, max_length=8)
+    variables = layer.init(KEY, x)
+    variables |= layer.apply(variables, x, mutable=["cache"])[1]
+    restored = serialization.from_bytes(layer.init(jax.random.key(1), x), serialization.to_bytes(variables))
+    again = (layer.apply(each, x[:, :1], mutable=["cache"])[0] for each in (variables, restored))
+    assert close(*again)
 
 
 def test_an_nnx_module_holding_a_cache_becomes_a_linen_module(seed: int) -> None:

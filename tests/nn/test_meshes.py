@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jattn.nn import MultiHeadAttention
+from jattn.nn import DeepSeekRoPE, MultiHeadAttention, MultiHeadLatentAttention
 from tests.support.devices import mesh, on_four_devices
 
 # T9: a spec is no tuple any more; flax takes both.
@@ -85,3 +85,24 @@ def test_a_held_cache_is_split_over_heads_and_stays_so(kind: str) -> None:
         assert module.cached_key is not None
         assert spec_of(module.cached_key.get_value())[2] == "tensor"
     assert np.allclose(jnp.concatenate(list(map(np.asarray, y)), 1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@on_four_devices
+def test_latent_attention_trains_on_a_batch_that_is_split(kind: str) -> None:
+    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    module = MultiHeadLatentAttention(2, 16, **sizes, rope=DeepSeekRoPE(dim=4), rngs=nnx.Rngs(0))
+    graph, params = nnx.split(module)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params: Any, x: Any) -> Any:
+        return (nnx.merge(graph, params)(x) ** 2).sum()
+
+    expected = loss(params, inputs())
+    grid = mesh(kind, data=4)
+    with jax.set_mesh(grid):
+        whole = jax.device_put(params, NamedSharding(grid, P()))
+        found = loss(whole, jax.device_put(inputs(), NamedSharding(grid, P("data"))))
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
+    assert all(np.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)

@@ -99,3 +99,21 @@ def test_weights_load_both_ways_and_give_equal_outputs_and_gradients(options: st
     again = theirs(x, **MASKS[mask])[:, 1:]
     assert apart(again, ours(x, **MASKS[mask])[:, 1:]) <= tolerance
     assert apart(again, expected[0]) > tolerance
+
+
+@pytest.mark.parametrize("call", [{}, {"is_causal": True}, {"mask": jnp.ones((1, 1, 1, 1), bool)}], ids=str)
+@pytest.mark.parametrize("options", [{"num_kv_heads": 2}, {"dropout_rate": 0.5, "deterministic": False}], ids=str)
+@pytest.mark.parametrize("shape", [(0, LENGTH), (BATCH, 0)], ids=str)
+def test_a_batch_without_rows_or_tokens_has_an_output_without_any(
+    shape: tuple[int, int], options: dict[str, Any], call: dict[str, Any]
+) -> None:
+    _, module = twins(0, **options)
+    x = jnp.zeros((*shape, FEATURES))
+    attend = jax.value_and_grad(lambda x: module(x, **call, rngs=nnx.Rngs(0)).sum())
+    assert module(x, **call).shape == x.shape
+    assert [each.shape for each in attend(x)] == [(), x.shape]
+
+
+def test_an_encoder_that_has_no_token_gives_zeros() -> None:
+    _, module = twins(0, use_bias=False)
+    assert not module(jnp.ones((BATCH, LENGTH, FEATURES)), jnp.ones((BATCH, 0, FEATURES))).any()

@@ -155,6 +155,16 @@ def test_offsets_of_a_stream_are_those_of_the_whole_answer(client) -> None:
         assert [at for part in parts if part for at in part.text_offset] == choice.logprobs.text_offset
 
 
+def test_a_text_is_scored_by_an_echo_without_new_tokens(client) -> None:
+    scored = client.completions.create(prompt="The list of", logprobs=2, echo=True, **GREEDY | {"max_tokens": 0})
+    longer = client.completions.create(prompt="The list of", logprobs=2, echo=True, **GREEDY | {"max_tokens": 1})
+
+    (choice,), (other,) = scored.choices, longer.choices
+    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == ("The list of", "length", 0)
+    assert choice.logprobs.tokens == other.logprobs.tokens[:-1]
+    assert choice.logprobs.token_logprobs == other.logprobs.token_logprobs[:-1]
+
+
 def test_an_echoed_prompt_of_token_ids_is_text(client, server) -> None:
     ids = server.llm.llm.tokenizer.encode("The for statement", add_special_tokens=False)
 
@@ -293,7 +303,7 @@ def test_a_bad_field_is_named(client, changes, error, param) -> None:
             ),
         ),
         ([[1], [1] * 300], "prompt: prompts[1]: the request needs 308 tokens (300 prompt + 8 new); this engine's"),
-        ([[1], [99999]], "prompts[1]: prompt token 0 is outside the vocabulary; ids are 0 to 2047."),
+        ([[1], [99999]], "prompts[1]: prompt token 0 is 99999, outside the vocabulary; ids are 0 to 2047."),
     ],
 )
 def test_a_prompt_that_does_not_fit_is_named_by_its_field_and_place(client, prompt, message) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from jattn.serve.fields import as_request_error
+import pytest
+
+from jattn.serve.fields import RequestError, as_request_error
 from jattn.serve.protocol import parse_chat, parse_completion
 from torch_core.errors import Unsupported
 
@@ -38,3 +40,38 @@ def test_a_salt_of_any_text_separates() -> None:
     assert len(set(salts)) == 3
     assert all(salt is not None and len(salt) == 32 for salt in salts)
     assert parse_completion({"prompt": "x"}).salt is None
+
+
+def called(arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"), [('{"a": 1}', {"a": 1}), ("", {}), ({"a": 1}, {"a": 1})], ids=["text", "empty", "object"]
+)
+def test_the_arguments_of_a_called_tool_reach_the_template_as_an_object(given, seen) -> None:
+    messages = parse_chat({"messages": called(given)}).messages
+    assert messages is not None
+    (message,) = messages
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": seen}
+    assert message["tool_calls"][0]["id"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("messages", "refusal"),
+    [
+        (called("{bad"), "messages[0].tool_calls: arguments is not valid JSON: "),
+        (called("[1]"), "messages[0].tool_calls: arguments holds a JSON list; it must be an object."),
+        (
+            [{"role": "assistant", "tool_calls": "x"}],
+            "messages[0].tool_calls is 'x'; it must be a list of objects with a function.",
+        ),
+    ],
+    ids=["no JSON", "no object", "no list"],
+)
+def test_a_called_tool_that_is_none_is_refused(messages, refusal) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat({"messages": messages})
+    assert str(caught.value).startswith(refusal)
+    assert caught.value.param == "messages[0]"

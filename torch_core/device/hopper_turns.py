@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["Ring", "make_ring", "open_slot", "pass_turn", "ring_slot", "skip_tile", "take_turn"]
+__all__ = ["Ring", "make_barriers", "make_ring", "open_slot", "pass_turn", "ring_slot", "skip_tile", "take_turn"]
 
 # Triton takes the first few of the sixteen hardware barriers for itself.
 _FIRST_BARRIER = gl.constexpr(8)
@@ -20,7 +20,7 @@ class Ring(NamedTuple):
     Attributes:
         tiles: the slots, `[slots, ...]` or several tiles for each.
         full: a barrier for each slot, which completes when the slot is filled.
-        empty: a barrier for each slot, which completes when its readers are done with it.
+        empty: a barrier for each slot, which completes when its readers are done with it; None where nobody asks.
     """
 
     tiles: Any
@@ -31,17 +31,25 @@ class Ring(NamedTuple):
 @gluon.jit
 def make_ring(tiles, SLOTS: gl.constexpr):
     """The ring of SLOTS slots in `tiles`, which may have more than one tile for each; `open_slot` sets its barriers."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], layout)
-    return Ring(tiles, full, empty)
+    return Ring(tiles, make_barriers(SLOTS), make_barriers(SLOTS))
 
 
 @gluon.jit
-def open_slot(ring, index: gl.constexpr, READERS: gl.constexpr):
-    """Sets the barriers of a slot that one arrival fills and READERS read."""
+def make_barriers(SLOTS: gl.constexpr):
+    """Shared memory for as many barriers: those of one side of a ring, where the other side has none.
+
+    Each barrier that is set must be some role's. The compiler gives the memory of one that no role uses to what it
+    hands the roles, where the device still has a barrier, as nothing ends it (PTX ISA, mbarrier.inval).
+    """
+    return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def open_slot(ring, index: gl.constexpr, READERS: gl.constexpr = 0):
+    """Sets the barriers of a slot that one arrival fills and READERS, if somebody asks for them, read."""
     mbarrier.init(ring.full.index(index), count=1)
-    mbarrier.init(ring.empty.index(index), count=READERS)
+    if ring.empty is not None:
+        mbarrier.init(ring.empty.index(index), count=READERS)
 
 
 @gluon.jit

@@ -77,6 +77,6 @@ BART = Family(
         },
         "model.",
     ),
-    # The embedding again.
-    unread=r"model\.(en|de)coder\.embed_tokens\.weight",
+    # The embedding again, and a number that old writers left.
+    unread=r"model\.(en|de)coder\.(embed_tokens\.weight|version)",
 )

@@ -119,7 +119,7 @@ class Family:
             Behind "encoder." stands what differs in an encoder.
             "{expert}" counts experts; a name of experts without it holds all of them, as [experts, in, out].
         names_of: those that depend on the model's config.
-        prefix: of tensor names, which some files leave out.
+        prefix: of tensor names, which files of the model without its head leave out.
         order: of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key head,
             then that key and its value), "alternating" (gate and up by turns).
         in_out: linear layers are stored [in, out].
@@ -146,7 +146,7 @@ class Family:
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
-    prefix: str = ""
+    prefix: str = "model."
     order: Mapping[str, str] = field(default_factory=dict)
     in_out: bool = False
     rotates_neighbours: bool = False

@@ -1,7 +1,9 @@
 """One program's warps, barriers, copies and matrix products; a seeded scheduler decides who comes next.
 
-Copies happen at any time after they were asked for, products as late as they may: when they are waited for. What reads
-too early or gives memory away too early computes something else then, or never ends, which is an error here.
+Copies happen at any time after they were asked for, products as late as they may: when they are waited for. For
+stretches of time one of the roles, or the copies, stand still for as long as anything else can go on. What reads too
+early or gives memory away too early computes something else then, or never ends, which is an error here; so is what is
+still under way when the program ends, and its shared memory with it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import numpy as np
 from tests.support.emulated.values import Shared, Tensor, plain
 
 __all__ = ["Deadlock", "Machine", "Product"]
+
+# How often it is decided anew who stands still.
+_SWITCH = 1 / 32
 
 
 class Deadlock(AssertionError):
@@ -70,21 +75,31 @@ class Machine:
 
         Raises:
             Deadlock: all of those left wait.
+            AssertionError: copies run, or hardware barriers count threads, when all have ended.
         """
         warps = [_Warps(self, name, count, function) for name, count, function in roles]
+        late: Any = None
         try:
             while any(not warp.done for warp in warps):
+                if self._random.random() < _SWITCH:
+                    late = self._random.choice([None, self._copies, *warps])
                 ready = [warp for warp in warps if not warp.done and warp.condition()]
-                if self._copies and (not ready or self._random.random() < 0.5):
+                others = [warp for warp in ready if warp is not late]
+                if self._copies and not (others and (late is self._copies or self._random.random() < 0.5)):
                     self._copies.pop(self._random.randrange(len(self._copies)))()
                 elif ready:
-                    self._random.choice(ready).resume()
+                    self._random.choice(others or ready).resume()
                 else:
                     waiting = [f"{warp.name}: {warp.reason}" for warp in warps if not warp.done]
                     raise Deadlock(f"all wait: {'; '.join(waiting)}")
         finally:
             for warp in warps:
                 warp.stop()
+        if self._copies:
+            raise AssertionError(f"the program ended before {len(self._copies)} of its copies")
+        for number, (threads, _) in self._hardware.items():
+            if threads:
+                raise AssertionError(f"the program ended with {threads} threads at hardware barrier {number}")
 
     def wait(self, condition: Callable[[], bool], reason: str) -> None:
         """Lets others run until the condition holds."""

@@ -19,7 +19,7 @@ from torch_core.attention.backward_hopper.work import (
     find_item,
     zero_padding,
 )
-from torch_core.device.hopper_turns import make_ring, open_slot
+from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
 
 __all__ = ["hopper_backward_kernel"]
 
@@ -90,13 +90,13 @@ def hopper_backward_kernel(
             pairs: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
             weights = gl.allocate_shared_memory(gl.int32, [QUERY_STAGES, BLOCK_N, BLOCK_M // 2], pairs)
         stats = gl.allocate_shared_memory(gl.float32, [QUERY_STAGES, 2 * BLOCK_M], row_stats.layout)
-        keys = make_ring(k_tile, 1)
-        values = make_ring(v_tile, 1)
+        keys = Ring(k_tile, make_barriers(1), None)
+        values = Ring(v_tile, make_barriers(1), None)
         queries = make_ring(q_tiles, QUERY_STAGES)
         d_outs = make_ring(do_tiles, D_OUT_STAGES)
         raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        open_slot(keys, 0, 1)
-        open_slot(values, 0, 1)
+        open_slot(keys, 0)
+        open_slot(values, 0)
         for i in gl.static_range(QUERY_STAGES):
             open_slot(queries, i, 2)
         for i in gl.static_range(D_OUT_STAGES):

@@ -22,7 +22,7 @@ from torch_core.attention.mla_hopper.work import (
     zero_padding,
 )
 from torch_core.device.hopper_rows import Output
-from torch_core.device.hopper_turns import make_ring, open_slot
+from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
 
 __all__ = ["hopper_latent_kernel"]
 
@@ -90,10 +90,10 @@ def hopper_latent_kernel(
             query_read = gl.allocate_shared_memory(gl.int64, [1], barrier)
             raw = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
             q_second = gl.allocate_shared_memory(dtype, [ROWS, HALF], layout)
-            latents = make_ring(k_tiles, SLOTS)
+            latents = Ring(k_tiles, make_barriers(SLOTS), None)
             weights = make_ring(p_tile, 1)
             for i in gl.static_range(SLOTS):
-                open_slot(latents, i, 1)
+                open_slot(latents, i)
             open_slot(weights, 0, 2)
             mbarrier.init(query_full, count=1)
             mbarrier.init(query_read, count=1)
