@@ -35,6 +35,7 @@ def checked_features(
     qkv_features: int | None,
     head_dim: int | None,
     *,
+    num_kv_heads: int | None,
     attention_fn: Any,
     own_fn: Any,
 ) -> int | None:
@@ -44,6 +45,9 @@ def checked_features(
             "attention_fn is a function of your own; this module computes attention itself, so that training and "
             "paged decoding agree. Give your function to flax's module."
         )
+    for name, size in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if size is not None and size < 1:
+            raise InvalidInput(f"{name} is {size}; it must be at least 1.")
     if head_dim is None:
         return qkv_features
     if qkv_features not in (None, num_heads * head_dim):
@@ -88,6 +92,10 @@ def check_inputs(
             raise InvalidInput(f"{name} is a {type(array).__name__}; it must be an array (jnp.asarray).")
     if inputs_q.ndim < 2 or inputs_q.shape[-1] != module.in_features:
         raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {module.in_features}].")
+    for name in ("inputs_k", "inputs_v"):
+        array = arrays[name]
+        if array is not None and (array.ndim < 2 or array.shape[-1] != module.in_kv_features):
+            raise InvalidInput(f"{name} has shape {array.shape}; it must be [..., length, {module.in_kv_features}].")
     if inputs_k is None and inputs_v is not None:
         raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
     new_keys = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]

@@ -128,6 +128,8 @@ def attention_fn(
         raise InvalidInput("input_positions is given and rope is not; pass functools.partial(attention_fn, rope=...).")
     dropout = None
     if dropout_rate > 0.0 and not deterministic:
+        if dropout_rate >= 1:
+            raise InvalidInput(f"dropout_rate is {dropout_rate}; it must be at least 0 and less than 1.")
         if dropout_rng is None:
             raise InvalidInput(f"dropout_rate is {dropout_rate} and dropout_rng None; pass a jax.random key.")
         dropout = Dropout(dropout_rng, dropout_rate, broadcast_dropout, batch_dims)

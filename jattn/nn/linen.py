@@ -84,10 +84,17 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             raise InvalidInput(POSITIONS_WITHOUT_ROPE)
         if inputs_k is None and inputs_v is not None:
             raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
+        new_keys = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
+        if self.decode and not self.is_initializing() and new_keys != inputs_q.shape[-2]:
+            raise InvalidInput(
+                f"inputs_k has {new_keys} tokens and inputs_q {inputs_q.shape[-2]}; with a cache they are the same "
+                "tokens. For an encoder's use jattn.nn.MultiHeadAttention, whose attention_type says so."
+            )
         features = checked_features(
             self.num_heads,
             self.qkv_features,
             self.head_dim,
+            num_kv_heads=self.num_kv_heads,
             attention_fn=self.attention_fn,
             own_fn=linen.dot_product_attention,
         )

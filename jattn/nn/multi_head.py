@@ -100,7 +100,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         **options: Any,
     ) -> None:
         qkv_features = checked_features(
-            num_heads, qkv_features, head_dim, attention_fn=attention_fn, own_fn=nnx.dot_product_attention
+            num_heads,
+            qkv_features,
+            head_dim,
+            num_kv_heads=num_kv_heads,
+            attention_fn=attention_fn,
+            own_fn=nnx.dot_product_attention,
         )
         check_attention_type(attention_type, rope)
         check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
@@ -256,8 +261,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         if self.kv_sharing or self.attention_type == "encoder_only":
             raise Unsupported("a layer that shares keys and values, or an encoder's, holds no cache.")
-        if len(input_shape) < 2:
-            raise InvalidInput(f"input_shape is {tuple(input_shape)}; it must be (batch..., max_length, features).")
+        if isinstance(input_shape, int) or len(input_shape) < 2:
+            raise InvalidInput(f"input_shape is {input_shape}; it must be (batch..., max_length, features).")
+        if min(input_shape[:-2], default=0) < 0:
+            raise InvalidInput(f"input_shape is {tuple(input_shape)}; no size of a batch is below 0.")
         dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
         check_cache_dtype(dtype, self.k_scale, self.v_scale)
         held = new_held_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)

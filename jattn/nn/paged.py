@@ -102,6 +102,11 @@ class PagedAttention(nnx.Module):
             raise InvalidInput(
                 f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
             )
+        for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
+            if isinstance(number, jax.Array):
+                raise InvalidInput(
+                    f"{name} is a JAX array; it is part of the program: give a number, such as float({name})."
+                )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

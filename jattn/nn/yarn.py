@@ -69,6 +69,11 @@ class DeepSeekRoPE:
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns the rotated heads in the dtype of `x`; the arithmetic is float32."""
+        if x.shape[-1] != self.dim:
+            size = x.shape[-1]
+            raise InvalidInput(
+                f"x has heads of {size} elements and the rope is for {self.dim}; build it with dim={size}."
+            )
         weight = self._mscale(self.mscale or 1.0)
         if self.mscale and self.mscale_all_dim:
             weight /= self._mscale(self.mscale_all_dim)

@@ -20,7 +20,7 @@ class Truth:
         logits: float64, for each sequence [tokens, vocab_size].
         scale: the largest absolute value in them.
         torch_logits: float32, torch's own in the dtype under test.
-        torch_error: torch's own error, relative to `scale`.
+        torch_error: torch's own error, relative to `scale`; that of the probe where it is larger.
         limit: the error that is allowed: 2 x (torch_error + eps of the dtype).
     """
 
@@ -31,8 +31,20 @@ class Truth:
     limit: float
 
     @classmethod
-    def of(cls, logits: Sequence[np.ndarray], torch_logits: Sequence[np.ndarray], *, eps: float) -> Truth:
+    def of(
+        cls,
+        logits: Sequence[np.ndarray],
+        torch_logits: Sequence[np.ndarray],
+        *,
+        eps: float,
+        probe: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> Truth:
         """Measures torch against the float64 logits and derives the limit.
+
+        Args:
+            logits, torch_logits: see `Truth`.
+            eps: of the dtype under test.
+            probe: both logits of a longer sequence, which torch's error is measured on, too.
 
         Example:
             >>> truth = Truth.of([np.array([[1.0, -4.0]])], [np.array([[1.5, -4.0]])], eps=0.25)
@@ -43,6 +55,9 @@ class Truth:
         scale = max(float(max(np.abs(each).max() for each in logits)), np.finfo(np.float64).tiny)
         worst = _worst([np.abs(found - each).max() for found, each in zip(torch_logits, logits, strict=True)])
         error = worst / scale
+        if probe is not None:
+            exact, found = probe
+            error = _worst([error, np.abs(found - exact).max() / max(np.abs(exact).max(), np.finfo(np.float64).tiny)])
         return cls(logits=logits, scale=scale, torch_logits=torch_logits, torch_error=error, limit=2 * (error + eps))
 
 

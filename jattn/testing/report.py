@@ -101,7 +101,8 @@ class CrosscheckReport:
         jax_side: version and device.
         torch_side: what was compared with; says why when that is not transformers.
         torch_name: short name of the torch side.
-        torch_error: torch's own error against float64, relative to the largest logit.
+        torch_error: torch's own error against float64, relative to the largest logit; in float32 of a longer sequence
+            where all are short.
         torch_limit: what that error must not exceed for the comparison to mean anything: the square root of the
             dtype's eps, half of its digits.
         limit: 2 x (torch_error + eps), what is allowed to jattn.

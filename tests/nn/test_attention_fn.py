@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 
 from jattn import attention, dropout_seeds, ops
-from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, attention_fn
+from jattn.nn import DeepSeekRoPE, MultiHeadAttention, MultiHeadLatentAttention, attention_fn
 from jattn.nn.linen import MultiHeadAttention as LinenMultiHeadAttention
 from torch_core.calls import keep_factor, keep_mask
 from torch_core.errors import InvalidInput, Unsupported
@@ -225,6 +225,16 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         "input_positions is given and rope is",
     ),
     "dropout without a key": (InvalidInput, {"dropout_rate": 0.5}, "dropout_rate is 0.5 and dropout_rng None; pass a"),
+    "a rope of another size": (
+        InvalidInput,
+        {"rope": DeepSeekRoPE(dim=4)},
+        "x has heads of 8 elements and the rope is for 4; build it with dim=8.",
+    ),
+    "dropout of all": (
+        InvalidInput,
+        {"dropout_rate": 1.0, "dropout_rng": jax.random.key(0)},
+        "dropout_rate is 1.0; it must be at least 0 and less than 1.",
+    ),
     "a mask of another shape": (
         InvalidInput,
         {"mask": jnp.ones((BATCH, 3, LENGTH, KEYS))},

@@ -75,7 +75,7 @@ def test_without_the_mutable_collection_flax_refuses_the_write(seed: int) -> Non
 def test_a_cache_that_flax_reads_from_bytes_goes_on(seed: int) -> None:
     x, layer = inputs(seed), twin.MultiHeadAttention(4, decode=True, max_length=8)
     variables = layer.init(KEY, x)
-    variables |= layer.apply(variables, x, mutable=["cache"])[1]
+    variables = {**variables, **layer.apply(variables, x, mutable=["cache"])[1]}
     restored = serialization.from_bytes(layer.init(jax.random.key(1), x), serialization.to_bytes(variables))
     again = (layer.apply(each, x[:, :1], mutable=["cache"])[0] for each in (variables, restored))
     assert close(*again)
@@ -139,6 +139,12 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], dict[str, Any], str]] 
         {"decode": True, "max_length": 8},
         {"input_positions": jnp.arange(1)},
         "input_positions is given and the module has no rope",
+    ),
+    "an encoder's keys for a decoder": (
+        InvalidInput,
+        {"decode": True, "max_length": 8},
+        {"inputs_k": jnp.ones((BATCH, 3, FEATURES))},
+        "inputs_k has 3 tokens and inputs_q 1; with a cache they are the same tokens.",
     ),
     "a value alone": (
         InvalidInput,

@@ -90,7 +90,7 @@ def test_a_held_cache_is_split_over_heads_and_stays_so(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @on_four_devices
 def test_latent_attention_trains_on_a_batch_that_is_split(kind: str) -> None:
-    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    sizes: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
     module = MultiHeadLatentAttention(2, 16, **sizes, rope=DeepSeekRoPE(dim=4), rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
 

@@ -55,6 +55,12 @@ def test_a_sound_model_passes_with_every_implementation_that_runs_here_along_eve
     assert {name for name, _ in report.skipped} == set(available_implementations()) - set(here)
 
 
+def test_a_prompt_of_few_tokens_which_torch_rounds_less_passes() -> None:
+    report = compare_with_torch(prompts=[[1, 2, 3]], implementations=["xla"], max_tokens=2)
+
+    assert report.passed, str(report)
+
+
 def test_the_error_is_one_of_rounding_and_measured_along_each_path(sound: CrosscheckReport) -> None:
     errors = [row.error for row in sound.rows if row.error is not None]
 

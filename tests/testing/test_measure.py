@@ -34,6 +34,13 @@ def test_the_limit_is_twice_torchs_error_and_eps() -> None:
     assert truth.limit == 0.75
 
 
+def test_the_limit_is_that_of_the_probe_where_torch_errs_more_on_it() -> None:
+    exact, found = np.array([[1.0, -8.0]]), np.array([[2.0, -8.0]], np.float32)
+
+    assert Truth.of([exact], [exact], eps=0.25, probe=(exact, found)).limit == 0.75
+    assert Truth.of([exact], [found], eps=0.25, probe=(exact, exact)).limit == 0.75
+
+
 def test_max_abs_is_against_torch_and_error_against_the_truth() -> None:
     truth = truth_of(np.array([[0.0, 4.0]]), np.array([[1.0, 4.0]]))
 
