@@ -207,10 +207,11 @@ class AttentionMetadata:
     @classmethod
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
-        arrays = jax.device_put({name: getattr(common, name) for name in _arrays()})
+        # Copies: XLA's CPU backend would go on reading the buffer, into which the next step may be built.
+        arrays = jax.device_put({name: getattr(common, name).copy() for name in _arrays()})
         cross = None
         if (encoder := common.encoder) is not None:
-            tables, seq_lens = jax.device_put((encoder.cross_block_tables, encoder.encoder_seq_lens))
+            tables, seq_lens = jax.device_put((encoder.cross_block_tables.copy(), encoder.encoder_seq_lens.copy()))
             cross = CrossMetadata(block_tables=tables, seq_lens=seq_lens)
         return cls(**arrays, max_query_len=common.max_query_len, cross=cross)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
 
 from jattn.engine.delivery import TokenDelta
@@ -133,7 +134,8 @@ class PromptReader:
         if wanted is None:
             return None
         # The first sample brings them all, unless it was cancelled on the way: then the next one brings the rest.
-        found = {place: each for sample in request.samples for place, each in sample.prompt_logprobs.items()}
+        # Looked up, not gone through: a step of another thread may add to them.
+        found = ChainMap(*(sample.prompt_logprobs for sample in request.samples))
         return tuple(
             as_dict(token, found[place], wanted, self._decode) if place in found else None
             for place, token in enumerate(request.prompt_token_ids)

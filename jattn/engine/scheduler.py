@@ -150,9 +150,9 @@ class Scheduler:
             step = step or self._schedule_decode() or self._schedule_prefill([])
         else:
             step = self._schedule_prefill(decodable) or self._schedule_decode()
-        # A prompt goes on whatever is in flight, unless it lacks blocks: nobody who runs will give any back.
-        if step is None and all(_remaining(request) > 1 for request in self._running) and self._drop_waiting():
-            step = self._schedule_prefill([])
+        if step is None and all(_remaining(request) > 1 for request in self._running):
+            # Whoever decoded was preempted, and blocks are free; or samples that wait hold what a prompt lacks.
+            step = self._schedule_prefill([]) or (self._schedule_prefill([]) if self._drop_waiting() else None)
         if step is not None:
             for row in step.rows:
                 row.request.num_computed_tokens = row.start + row.num_new_tokens

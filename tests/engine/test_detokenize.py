@@ -116,11 +116,12 @@ def test_a_word_behind_a_prompt_keeps_its_space() -> None:
 
 
 @pytest.mark.parametrize("before", ["", "a long text before it: ", "\N{REPLACEMENT CHARACTER}" * 30])
-def test_a_character_that_the_prompt_begins_and_the_output_ends_is_whole(tokenizer, before) -> None:
-    *prompt, last = tokenizer.encode(before + "\u20ac", add_special_tokens=False)
+@pytest.mark.parametrize("character", ["\u20ac", "\U0001f600"])
+def test_a_character_that_the_prompt_begins_and_the_output_ends_is_whole(tokenizer, before, character) -> None:
+    *prompt, last = tokenizer.encode(before + character, add_special_tokens=False)
     detokenizer = Detokenizer(tokenizer, prompt=prompt)
 
-    assert detokenizer.push([last]) == "\u20ac"
+    assert detokenizer.push([last]) == character
     assert detokenizer.num_tokens == 1
 
 

@@ -16,9 +16,10 @@ import pytest
 import jattn
 from jattn.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from jattn.engine.grammar import GrammarCompiler
+from jattn.engine.logprobs import Logprobs
 from jattn.engine.reader import PromptReader
-from jattn.load import load_tokenizer
-from tests.support.tiny_models import dense_logits, write_tiny_model
+from jattn.load import TextTokenizer, load_tokenizer
+from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
 from torch_core.errors import InvalidInput
 
 PROMPT = list(b"abcab")
@@ -296,16 +297,52 @@ def test_the_text_matches_its_grammar(llm, structured, fits) -> None:
         assert fits(output.outputs[0].text), output.outputs[0].text
 
 
+def test_a_prompts_logprobs_can_be_read_while_another_thread_brings_more(llm) -> None:
+    request = llm.engine.add([1, 2, 3], SamplingParams(prompt_logprobs=0))
+    try:
+        found = Logprobs(np.float32(-1.0), np.int32(1), np.zeros(1, np.int32), np.zeros(1, np.float32))
+
+        class Place(int):
+            def __hash__(self) -> int:
+                # What a step of another thread does meanwhile.
+                request.prompt_logprobs[2] = found
+                return super().__hash__()
+
+        place = Place(1)
+        request.prompt_logprobs[place] = found
+        del request.prompt_logprobs[2]
+
+        read = PromptReader(llm.engine, None, request).output().prompt_logprobs
+    finally:
+        llm.engine.cancel(request.request_id)
+
+    assert [list(each or {}) for each in read or ()] == [[], [2], []]
+
+
 @pytest.mark.parametrize("ends", [[], [0]], ids=["end not allowed", "end allowed"])
-def test_a_complete_text_ends_whatever_tokens_are_allowed(llm, ends) -> None:
+@pytest.mark.parametrize("other", ["no", "yes?"], ids=["nothing goes on", "what goes on is not allowed"])
+def test_a_complete_text_ends_whatever_tokens_are_allowed(llm, ends, other) -> None:
     allowed = llm.tokenizer.encode("yes", add_special_tokens=False) + ends
-    structured = StructuredOutputsParams(choice=["yes", "no"])
+    structured = StructuredOutputsParams(choice=["yes", other])
     params = SamplingParams(allowed_token_ids=allowed, structured_outputs=structured, min_tokens=6)
 
     (output,) = llm.generate(["x"], params)
 
     assert output.outputs[0].text == "yes"
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_a_text_ends_with_what_ends_it_where_that_is_not_among_the_allowed_tokens() -> None:
+    tokenizer = TextTokenizer(byte_tokenizer())
+    allowed = tokenizer.encode("yes", add_special_tokens=False)
+    structured = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(allowed_token_ids=allowed, structured_outputs=structured, max_tokens=9)
+    # Not the first of all tokens, which is taken where none is the likeliest.
+    llm = LLM(tiny_model(tiny_config(eos_token_ids=(256,)), 0), tokenizer=tokenizer, config=CONFIG)
+
+    (output,) = llm.generate(["x"], params)
+
+    assert output.outputs[0].token_ids == (*allowed, 256)
 
 
 def test_a_text_whose_end_is_ignored_ends_where_its_grammar_lets_nothing_else_come(llm) -> None:

@@ -393,3 +393,16 @@ def test_a_prompt_that_runs_takes_the_blocks_of_samples_that_wait_where_nothing_
 
     assert [request.end_reason for request in (urgent, *samples)] == ["length"] * 3
     assert bench.cache.stats().used == 0
+
+
+def test_a_prompt_goes_on_where_the_only_one_that_decoded_was_preempted_for_it() -> None:
+    bench = Bench(num_blocks=5, max_num_batched_tokens=8)
+    late = bench.add("late", 1, max_tokens=12, order=1)
+    for _ in range(3):
+        bench.step()
+    urgent = bench.add("urgent", 9, max_tokens=2, order=0)
+
+    while bench.scheduler.num_unfinished:
+        assert bench.step()
+
+    assert [len(request.output_token_ids) for request in (urgent, late)] == [2, 12]

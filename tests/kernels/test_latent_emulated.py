@@ -13,6 +13,7 @@ from tests.support.latent_cases import latent_case
 from torch_core.plan.plan import DeviceLimits
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
+from torch_core.specs import AttentionSpec
 
 
 def _check(seed: int, kernel: str, **options: Any) -> None:
@@ -36,6 +37,15 @@ def test_chunks_and_sequences_without_keys_are_as_exact_as_torch(seed: int) -> N
 def test_blocks_of_eight_fill_the_ring_several_times(tokens: int, seed: int) -> None:
     """A last tile that is zeroed in part, and one that is whole."""
     _check(seed, "hopper_latent_kernel", seq_lens=[tokens], query_lens=[2], num_heads=9, block_size=8)
+
+
+@pytest.mark.parametrize("scale", [0.15, 0.6])
+def test_maxima_that_grow_by_a_few_bits_and_by_many_rescale_what_was_summed(scale: float, seed: int) -> None:
+    """Of some rows and not of others, from the second tile on; weights are beyond 1 where nothing is rescaled."""
+    _check(
+        seed, "hopper_latent_kernel", seq_lens=[448], query_lens=[1], num_heads=20, block_size=64,
+        spec=AttentionSpec(scale=scale),
+    )  # fmt: skip
 
 
 EIGHT_BITS: dict[str, dict[str, Any]] = {

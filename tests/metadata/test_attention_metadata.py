@@ -10,7 +10,7 @@ import pytest
 
 from jattn import AttentionMetadata, SequenceRow
 from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.metadata import build_common_metadata
+from torch_core.metadata import build_common_metadata, metadata_layout
 
 ROWS = [SequenceRow([5, 2], 0, 6), SequenceRow([9], 3, 1)]
 POOL: dict[str, Any] = {"block_size": 4, "num_blocks": 16}
@@ -27,6 +27,22 @@ def test_a_built_step_holds_what_the_builder_says() -> None:
         found = getattr(built, name)
         assert isinstance(found, jax.Array)
         np.testing.assert_array_equal(found, getattr(expected, name))
+
+
+def test_an_uploaded_step_outlives_the_host_buffer() -> None:
+    sizes: dict[str, Any] = {"num_seqs": 16, "num_tokens": 16, "max_blocks": 16}
+    layout = metadata_layout(**sizes)
+    room = np.zeros(layout.num_elements + 16, np.int32)
+    # Where XLA's CPU backend takes memory as it is.
+    buffer = room[-room.ctypes.data // 4 % 16 :][: layout.num_elements]
+    record = build_common_metadata(ROWS, **POOL, **sizes, layout=layout, buffer=buffer)
+    expected = {name: getattr(record, name).copy() for name in ("block_tables", "seq_lens", "query_start_loc")}
+
+    uploaded = AttentionMetadata.from_common(record)
+    buffer[:] = 99
+
+    for name, array in expected.items():
+        np.testing.assert_array_equal(getattr(uploaded, name), array)
 
 
 def test_without_sizes_a_step_is_as_large_as_it_must_be() -> None:

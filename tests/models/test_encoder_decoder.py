@@ -251,6 +251,13 @@ def test_a_prompt_is_truncated_to_what_the_encoder_reads_in_one_step(tiny):
     assert output.prompt_token_ids == tuple(prompt[-32:])
 
 
+def test_several_inputs_of_the_encoder_may_be_longer_than_what_the_decoder_says(tiny):
+    config = EngineConfig(block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=128, max_model_len=8)
+    with LLM(tiny, config=config) as llm:
+        runner = llm.engine._owner.device.runner
+        assert max(each.max_query_len for each in runner._all_buckets() if each.encodes and each.num_seqs == 2) >= 40
+
+
 def test_a_generation_starts_with_the_tokens_that_the_folder_forces(tmp_path, seed):
     folder = write_checkpoint(tmp_path, "BartForConditionalGeneration", 0, seed)
     raw = read_object(folder, "config.json") | {"decoder_start_token_id": 2, "forced_bos_token_id": 5}

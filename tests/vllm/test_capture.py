@@ -286,3 +286,19 @@ def test_a_prepared_step_has_a_ranks_lengths_and_slots_where_the_captured_one_re
     # Of 10 tokens and of 5, this rank has those at odd positions; the new ones are at 9 and at 4.
     assert captured.dcp_local_seq_lens.tolist() == [5, 2]
     assert captured.slot_mapping.tolist() == [2 * 4, -1]
+
+
+def test_a_step_over_ranks_is_captured_empty_whatever_batch_it_is_captured_with():
+    place = ContextParallel(dcp_world_size=2)
+    builder = TritonAttentionMetadataBuilder(SPEC, [], BuilderConfig(num_heads=2, context_parallel=place), "cpu")
+    buffers = StepBuffers(layout_for(2), "cpu")
+    common = build_common_metadata(
+        [SequenceRow([1, 2], 9, 1)], block_size=8, num_blocks=64, num_seqs=2, num_tokens=2, max_blocks=4,
+        layout=layout_for(2), buffer=buffers.host_buffer(0),
+    )  # fmt: skip
+
+    captured = builder.build_for_cudagraph_capture(common, arrays=buffers.upload(0))
+
+    assert captured.dcp_local_seq_lens is not None
+    assert captured.dcp_local_seq_lens.tolist() == captured.seq_lens.tolist() == [0, 0]
+    assert captured.slot_mapping.tolist() == [-1, -1]
