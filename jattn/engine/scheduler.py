@@ -211,7 +211,7 @@ class Scheduler:
         rows: list[ScheduledRow] = []
         longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
-            is_new = request.state is not RequestState.RUNNING
+            is_new, held = request.state is not RequestState.RUNNING, self._holds_blocks(request)
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
                 break
             if is_new:
@@ -225,6 +225,9 @@ class Scheduler:
             num_new = min(budget, _remaining(request) - bool(request.followers)) if start >= 0 else -start
             # An encoder's input comes whole, and beside others alone.
             if num_new > budget or (rows and rows[0].encodes != (start < 0)):
+                # What it found cached just now an older one may be short of; what a sample shares it keeps.
+                if not held:
+                    self._hold_back(request)
                 break
             longest = max(longest, num_new)
             if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
@@ -244,6 +247,10 @@ class Scheduler:
                 if prompt is not None and prompt not in self._first_of:
                     computing.add(prompt)
                 yield request
+
+    def _holds_blocks(self, request: Request) -> bool:
+        seq_id = request.request_id
+        return seq_id in self._registered and seq_id not in self._to_resume and seq_id not in self._swapped
 
     def _hold_back(self, request: Request) -> None:
         if request.state is not RequestState.RUNNING:
@@ -359,8 +366,7 @@ class Scheduler:
 
     def _drop_waiting(self) -> bool:
         """Takes the blocks of those who hold some while they wait: forks, which nobody may have scheduled yet."""
-        held = self._registered - self._to_resume - self._swapped
-        waiting = [request for request in self._waiting if request.request_id in held]
+        waiting = list(filter(self._holds_blocks, self._waiting))
         for request in waiting:
             self._drop_blocks(request)
         return bool(waiting)

@@ -116,7 +116,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
             raise Unsupported(
                 f"the folder has tokenizer.model but no {_NAME}; save it once with transformers' fast tokenizer."
             )
-        raise InvalidInput(f"the folder has no {_NAME}.")
+        raise InvalidInput(
+            f"the folder has no {_NAME}; load_model(folder, with_tokenizer=False) reads the model alone, which takes "
+            "prompts of token ids."
+        )
     text = read_text(file)
     with _failures(f"{_NAME} is not a tokenizer that this version of tokenizers reads"):
         tokenizer = Tokenizer.from_str(text)

@@ -99,13 +99,13 @@ def main(argv: Sequence[str]) -> int:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_cache_bytes=arguments.kv_cache_bytes,
-        # The host has a stream to write for each sequence, too.
-        num_scheduler_steps=min(4, arguments.max_num_batched_tokens),
         **device_settings(arguments),
         kv_cache_dtype=arguments.kv_cache_dtype,
         kv_cache_scales=scales and KVCacheScales.load(scales),
         speculative_config=speculative and SpeculativeConfig.from_json(speculative),
     )
+    # The host has a stream to write for each sequence, too, however large the model is.
+    engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
     llm = LLM(
         folder,
         **loading_options(arguments),

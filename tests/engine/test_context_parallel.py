@@ -75,11 +75,12 @@ def test_heads_masks_and_guesses_change_no_token(name: str) -> None:
 
 @on_four_devices
 def test_a_folder_is_read_as_its_tokens_are_dealt_out() -> None:
+    cut: dict[str, Any] = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder), 1, num_hidden_layers=1)
         found = [
             LLM(folder, config=EngineConfig(**SIZES, **each)).generate(["a text"], GREEDY)[0].outputs[0].token_ids
-            for each in ({}, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2})
+            for each in ({}, cut)
         ]
     assert found[0] == found[1]
 

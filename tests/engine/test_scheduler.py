@@ -69,15 +69,20 @@ class Bench:
             name, tuple(range(first, self._next_token)), max_tokens, first if order is None else order
         )
 
-    def add_prompt(self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, order: int = 0) -> Request:
+    def add_prompt(
+        self, name: str, tokens: tuple[int, ...], max_tokens: int = 8, order: int = 0, encoded: tuple[int, ...] = ()
+    ) -> Request:
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(name, tokens, params, np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0), order=order)
+        request.encoder_token_ids, request.num_encoder_slots = encoded, len(encoded)
         self.scheduler.add(request)
         return request
 
-    def add_samples(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[Request, ...]:
+    def add_samples(
+        self, tokens: tuple[int, ...], max_tokens: int, encoded: tuple[int, ...] = ()
+    ) -> tuple[Request, ...]:
         """Adds "first" and "second", two samples of a prompt, whose turn is behind that of order 0."""
-        samples = tuple(self.add_prompt(name, tokens, max_tokens, order=1) for name in ("first", "second"))
+        samples = tuple(self.add_prompt(name, tokens, max_tokens, 1, encoded) for name in ("first", "second"))
         samples[0].followers += samples[1:]
         for index, sample in enumerate(samples):
             sample.index, sample.samples = index, samples
@@ -406,3 +411,15 @@ def test_a_prompt_goes_on_where_the_only_one_that_decoded_was_preempted_for_it()
         assert bench.step()
 
     assert [len(request.output_token_ids) for request in (urgent, late)] == [2, 12]
+
+
+def test_a_sample_that_cannot_go_beside_an_encoders_input_does_not_hold_its_blocks() -> None:
+    bench = Bench(num_blocks=18, batch_invariant=True, max_num_batched_tokens=64, enable_prefix_caching=True)
+    samples = bench.add_samples((0,), max_tokens=1, encoded=tuple(range(40)))
+    assert bench.step() == {"first": 40}
+    urgent = bench.add_prompt("urgent", (0,), max_tokens=1, encoded=tuple(range(100, 132)))
+
+    while bench.scheduler.num_unfinished:
+        assert bench.step()
+
+    assert [request.end_reason for request in (urgent, *samples)] == ["length"] * 3

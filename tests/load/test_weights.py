@@ -273,4 +273,4 @@ def test_parameters_are_made_on_a_device_as_on_the_host(architecture, sizes, tmp
 def test_nothing_is_read_from_the_files_before_all_checks_have_passed(folder, monkeypatch):
     monkeypatch.setattr("jattn.load.model.read_parameter", lambda *_, **__: pytest.fail("a tensor was read"))
     (folder / "tokenizer.json").unlink()
-    refused(folder, "the folder has no tokenizer.json.")
+    refused(folder, "the folder has no tokenizer.json; load_model(folder, with_tokenizer=False) reads the model alone")
