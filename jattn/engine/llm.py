@@ -26,7 +26,7 @@ from jattn.engine.request import RequestOutput
 from jattn.engine.stream import TextStream
 from jattn.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
 from jattn.models import Decoder, PagedModel, TensorParallel
-from torch_core.checks import shown
+from torch_core.checks import check_bool, shown
 from torch_core.errors import InvalidInput
 from torch_core.specs import LARGEST_CODE
 
@@ -43,7 +43,8 @@ class LLM(contextlib.AbstractContextManager):
     Args:
         model: a Hugging Face folder of a known family, a module (a `Decoder`, or a `jattn.models.PagedModel` of your
             own), or None for the embedded model. The weights are captured now; see `Engine`.
-        tokenizer: for a module; a folder brings its own. Without one, prompts are lists of token ids.
+        tokenizer: of a module, or in the place of a folder's own. Without one, prompts are lists of token ids.
+        skip_tokenizer_init: read no tokenizer of a folder, which may have none; as in vLLM.
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
         quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
@@ -72,6 +73,7 @@ class LLM(contextlib.AbstractContextManager):
         model: str | os.PathLike[str] | PagedModel | None = None,
         *,
         tokenizer: TextTokenizer | None = None,
+        skip_tokenizer_init: bool = False,
         dtype: str | None = None,
         implementation: str | None = None,
         quantization: str | None = None,
@@ -79,6 +81,9 @@ class LLM(contextlib.AbstractContextManager):
         config: EngineConfig | None = None,
         use_generation_config: bool = True,
     ) -> None:
+        check_bool("skip_tokenizer_init", skip_tokenizer_init)
+        if not isinstance(tokenizer, TextTokenizer | None):
+            raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.default_sampling: dict[str, Any] = {}
         if isinstance(model, nnx.Module):
             if any(option is not None for option in (dtype, implementation, quantization, hf_overrides)):
@@ -93,16 +98,18 @@ class LLM(contextlib.AbstractContextManager):
             mesh, *others = replica_meshes(sizes)
             mesh = None if others else mesh
             size, context_size = sizes.tensor_parallel_size, sizes.decode_context_parallel_size
-            model, _, tokenizer = load_model(
+            model, _, own_tokenizer = load_model(
                 folder,
                 dtype=dtype,
                 implementation=implementation,
+                with_tokenizer=tokenizer is None and not skip_tokenizer_init,
                 mesh=mesh,
                 parallel=None if mesh is None else TensorParallel(size=size, context_size=context_size),
                 quantization=quantization,
                 hf_overrides=hf_overrides,
                 progress=sys.stderr.isatty(),
             )
+            tokenizer = own_tokenizer if tokenizer is None else tokenizer
             if use_generation_config:
                 defaults = load_generation_defaults(folder)
                 self.default_sampling = defaults.sampling
@@ -112,8 +119,6 @@ class LLM(contextlib.AbstractContextManager):
                         stacklevel=2,
                     )
         served: Any = model
-        if not isinstance(tokenizer, TextTokenizer | None):
-            raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
         self.model: PagedModel = served
         self.tokenizer = tokenizer
         # An encoder generates nothing and needs no cache.

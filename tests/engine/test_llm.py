@@ -195,6 +195,25 @@ def test_text_needs_a_tokenizer(llm) -> None:
         bare.generate([1, 2], replace(GREEDY, stop="a"))
 
 
+def test_a_tokenizer_that_is_given_takes_the_place_of_the_folders(folder, tmp_path) -> None:
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    with pytest.raises(InvalidInput, match=r"^the folder has no tokenizer\.json"):
+        LLM(bare, config=CONFIG)
+
+    given = load_tokenizer(folder)
+    assert LLM(bare, tokenizer=given, config=CONFIG).tokenizer is given
+
+
+def test_a_folder_without_a_tokenizer_generates_from_token_ids(llm, folder, tmp_path) -> None:
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+
+    (output,) = LLM(bare, skip_tokenizer_init=True, config=CONFIG).generate([[5, 6, 7]], GREEDY)
+    (expected,) = llm.generate([[5, 6, 7]], GREEDY)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_an_int_or_a_key_is_the_source_of_all_seeds(llm) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     tokens = lambda **options: [  # noqa: E731
