@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_core.attention.hopper_fp8.loads import load_fp8_queries_and_keys, load_fp8_values
+from torch_core.attention.hopper_fp8.loads import load_fp8_keys, load_fp8_queries_and_values
 from torch_core.attention.hopper_fp8.rows import Scales, attend_fp8_rows
 from torch_core.attention.hopper_fp8.transpose import transpose_values
 from torch_core.device.hopper_call import Batch, Call, Shape
@@ -141,8 +141,8 @@ def hopper_fp8_prefill_kernel(
                 (attend_fp8_rows, (0, call, scales, rings, SHAPE, OVERLAP)),
                 (attend_fp8_rows, (1, call, scales, rings, SHAPE, OVERLAP)),
                 (transpose_values, (call, rings, SHAPE)),
-                (load_fp8_queries_and_keys, (call, rings, SHAPE)),
-                (load_fp8_values, (call, rings, SHAPE)),
+                (load_fp8_keys, (call, rings, SHAPE)),
+                (load_fp8_queries_and_values, (call, rings, SHAPE)),
             ],
             [4, TRANSPOSER_WARPS, 1, 1],
             [CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -154,8 +154,8 @@ def hopper_fp8_prefill_kernel(
                 (attend_fp8_rows, (1, call, scales, rings, SHAPE, OVERLAP)),
                 (attend_fp8_rows, (2, call, scales, rings, SHAPE, OVERLAP)),
                 (transpose_values, (call, rings, SHAPE)),
-                (load_fp8_queries_and_keys, (call, rings, SHAPE)),
-                (load_fp8_values, (call, rings, SHAPE)),
+                (load_fp8_keys, (call, rings, SHAPE)),
+                (load_fp8_queries_and_values, (call, rings, SHAPE)),
             ],
             [4, 4, TRANSPOSER_WARPS, 1, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, TRANSPOSER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -11,18 +11,35 @@ from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import copy_tile, key_tiles, tile_blocks, tile_rows, work_item
 from torch_core.device.mask import visible_keys
 
-__all__ = ["load_fp8_queries_and_keys", "load_fp8_values"]
+__all__ = ["load_fp8_keys", "load_fp8_queries_and_values"]
 
 
 @gluon.jit
-def load_fp8_queries_and_keys(call, rings, SHAPE: gl.constexpr):
-    """One warp: copies the query tile of each work item and its key tiles, last keys first."""
+def load_fp8_keys(call, rings, SHAPE: gl.constexpr):
+    """One warp: copies the key tiles of each work item, last keys first."""
+    ROWS: gl.constexpr = 64 * SHAPE.WARPGROUPS
+    programs = gl.num_programs(0)
+    step = 0
+    for turn in range((call.num_items + programs - 1) // programs):
+        item, seq, tile, head = work_item(turn, call, SHAPE)
+        if item < call.num_items:
+            _, _, _, num_keys, low, high, table = _sequence(seq, tile * ROWS, call, ROWS)
+            column = head // SHAPE.GROUP * SHAPE.KEY_STRIDE
+            step = _copy_tiles(call.key_cache, rings.key, step, None, table, low, high, num_keys, column, 0, SHAPE)
+
+
+@gluon.jit
+def load_fp8_queries_and_values(call, rings, SHAPE: gl.constexpr):
+    """One warp: copies the query tile of each work item, and its value tiles as they lie in the cache, for
+    `transpose_values`.
+
+    Values are needed later than keys, so that it is the one to wait for the room of a query tile.
+    """
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
     ROWS: gl.constexpr = 64 * WARPGROUPS
     queries = rings.query
-    keys = rings.key
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     fields = gl.arange(0, 8, layout=layout)
     programs = gl.num_programs(0)
@@ -42,20 +59,6 @@ def load_fp8_queries_and_keys(call, rings, SHAPE: gl.constexpr):
                     call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
                     queries.tiles.index(slot * WARPGROUPS + i),
                 )  # fmt: skip
-            column = head // SHAPE.GROUP * SHAPE.KEY_STRIDE
-            step = _copy_tiles(call.key_cache, keys, step, None, table, low, high, num_keys, column, 0, SHAPE)
-
-
-@gluon.jit
-def load_fp8_values(call, rings, SHAPE: gl.constexpr):
-    """One warp: copies the value tiles of each work item as they lie in the cache, for `transpose_values`."""
-    ROWS: gl.constexpr = 64 * SHAPE.WARPGROUPS
-    programs = gl.num_programs(0)
-    step = 0
-    for turn in range((call.num_items + programs - 1) // programs):
-        item, seq, tile, head = work_item(turn, call, SHAPE)
-        if item < call.num_items:
-            _, _, _, num_keys, low, high, table = _sequence(seq, tile * ROWS, call, ROWS)
             column = head // SHAPE.GROUP * SHAPE.VALUE_STRIDE
             step = _copy_tiles(
                 call.value_cache, rings.raw, step, rings.raw_bounds, table, low, high, num_keys, column,

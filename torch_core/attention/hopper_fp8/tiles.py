@@ -45,14 +45,15 @@ class HopperFp8Tile:
 
 # Measured on an H200; by head size, the tiles from a query length on. Three warpgroups keep the exponential unit
 # busier, and leave more rows of short queries without work. With heads of 256 a thread's sums and scores leave no
-# registers for an overlap, nor the other warps more than these.
+# registers for an overlap, nor the other warps more than these; two tiles of queries are worth more than two of values
+# as they lie in the cache.
 _TILES: dict[int, tuple[tuple[int, HopperFp8Tile], ...]] = {
     64: (
         (0, HopperFp8Tile(2, 4, 2, 2, 208, 72, 24)),
         (2048, HopperFp8Tile(3, 4, 2, 2, 152, 56, 24, transposer_warps=2, overlap=False)),
     ),
     128: ((0, HopperFp8Tile(2, 2, 2, 2, 208, 72, 24)),),
-    256: ((0, HopperFp8Tile(2, 2, 2, 1, 224, 40, 24, overlap=False)),),
+    256: ((0, HopperFp8Tile(2, 2, 1, 2, 224, 40, 24, overlap=False)),),
 }
 
 
