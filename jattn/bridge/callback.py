@@ -22,6 +22,8 @@ import torch
 from jax.experimental.buffer_callback import buffer_callback
 from torch._C import _from_dlpack
 
+from jattn.bridge.in_place import pinned
+
 __all__ = ["call_torch", "original_error", "recorded", "typed_errors"]
 
 
@@ -68,8 +70,10 @@ def call_torch(
         input_output_aliases=aliases,
         command_buffer_compatible=capturable,
     )
+    given = [pinned(x) if index in aliases else x for index, x in enumerate(arguments)]
     with typed_errors():
-        return call(*arguments)
+        found = call(*given)
+    return [pinned(x) if index in aliases.values() else x for index, x in enumerate(found)]
 
 
 class typed_errors:  # noqa: N801 (used as contextlib's own managers are)

@@ -24,6 +24,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jattn.bridge.in_place import pinned
+
 __all__ = ["TARGET", "KernelCode", "launch_kernel"]
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +65,9 @@ def launch_kernel(
         aliases: numbers of results by those of the operands that they take the place of.
     """
     shapes = tuple((result.shape, result.dtype) for result in results)
-    return _launch.bind(*operands, code=code, results=shapes, aliases=tuple(aliases.items()))
+    given = [pinned(x) if index in aliases else x for index, x in enumerate(operands)]
+    found = _launch.bind(*given, code=code, results=shapes, aliases=tuple(aliases.items()))
+    return [pinned(x) if index in aliases.values() else x for index, x in enumerate(found)]
 
 
 _launch = Primitive("jattn_launch")

@@ -53,6 +53,17 @@ def test_operands_that_results_take_the_place_of_are_aliased(loads):
     assert "output_tuple_indices = [1], operand_index = 1" in _lowered(CODE)
 
 
+def test_only_what_is_updated_in_place_is_kept_from_slices_around_the_call(loads):
+    lines = [line.strip() for line in _lowered(CODE).splitlines()]
+    call = next(index for index, line in enumerate(lines) if TARGET in line)
+    (before,) = [line for line in lines[:call] if "optimization_barrier" in line]
+    (after,) = [line for line in lines[call:] if "optimization_barrier" in line]
+    assert before.split(" = ")[1].startswith("stablehlo.optimization_barrier %arg1")
+    name, operands = lines[call].split(":2 = ")[0], lines[call].split("(")[1].split(")")[0].split(", ")
+    assert operands == ["%arg0", before.split(" = ")[0]]
+    assert f"optimization_barrier {name}#1" in after
+
+
 def test_a_jaxlib_that_does_not_load_machine_code_is_asked_once(monkeypatch):
     asked = []
 
