@@ -1,8 +1,9 @@
-"""Caches that are slices of one array: each is written in its place, whatever XLA makes of the slices around the call."""
+"""Caches that are slices of one array: each is written in its place, whatever XLA makes of the slices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def by_vmap_over_rows(caches: jax.Array, rows: jax.Array, implementation: str) -
 @pytest.mark.parametrize("way", [by_scan, by_scan_that_reads_too, by_index, by_vmap, by_vmap_over_rows])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_slice_is_written_in_its_place_and_no_array_that_was_not_donated(
-    implementation: str, way: Callable[..., jax.Array], donates: bool, seed: int
+    implementation: str, way: Callable[..., Any], donates: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     before = rng.normal(size=(LAYERS, BLOCKS, 2, BLOCK_SIZE, HEADS, SIZE)).astype(np.float32)
