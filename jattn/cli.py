@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jattn import __version__
 from jattn.arguments import (
     add_device_arguments,
     add_implementation,
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jattn", description="Paged attention for JAX and Flax.")
+    parser.add_argument("--version", action="version", version=f"jattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     generate = commands.add_parser("generate", help="generate text from one or more prompts")
@@ -288,7 +290,3 @@ def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.name not in _BENCHMARKS:
         raise InvalidInput(f"bench {arguments.name!r} does not exist; use one of {', '.join(_BENCHMARKS)}.")
     return importlib.import_module(f"jattn.bench.{arguments.name}").main(rest) or 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

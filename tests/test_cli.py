@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -99,3 +100,11 @@ def test_an_unknown_option_is_refused(capsys) -> None:
 def test_bench_without_a_name_lists_the_benchmarks(capsys) -> None:
     assert cli.main(["bench"]) == 0
     assert "generate,allocator,decode,prefill,backward,load,overhead" in capsys.readouterr().out
+
+
+def test_the_package_runs_as_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["jattn", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("jattn", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("jattn ")

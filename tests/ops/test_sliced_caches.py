@@ -46,7 +46,7 @@ def by_index(caches: jax.Array, rows: jax.Array, implementation: str) -> jax.Arr
 
 
 def by_vmap(caches: jax.Array, rows: jax.Array, implementation: str) -> jax.Array:
-    return jax.vmap(lambda *one: written(*one, implementation))(caches, rows)
+    return jax.vmap(lambda cache, one: written(cache, one, implementation))(caches, rows)
 
 
 def by_vmap_over_rows(caches: jax.Array, rows: jax.Array, implementation: str) -> jax.Array:

@@ -104,7 +104,7 @@ ARROWS: dict[str, set[str]] = {
 }
 OPEN_TO_ALL = {"torch_core.errors", "torch_core.checks", "torch_core.specs"}
 # The rooms on top, which may use everything below them.
-TOP = {"jattn", "jattn.cli", "jattn.doctor", "jattn.bench"}
+TOP = {"jattn", "jattn.__main__", "jattn.cli", "jattn.doctor", "jattn.bench"}
 
 # What each room may take from outside the standard library; None for anything that is a dependency.
 OUTSIDE: dict[str, set[str]] = {

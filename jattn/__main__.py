@@ -1,0 +1,9 @@
+"""`python -m jattn`: the commands of `jattn`, where no script of that name is on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from jattn.cli import main
+
+sys.exit(main())
