@@ -1,0 +1,95 @@
+"""What XLA's passes for a GPU leave of calls that update in place. Nightly: needs JAX's CUDA plugin, but no GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.metadata import AttentionMetadata
+from tests.ops import test_sliced_caches as sliced
+from tests.support.for_cuda import compiled_for_cuda, computations, why_not
+from tests.support.tiny_models import tiny_config, tiny_model
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+# Blocks of 16 tokens, two key/value heads of 16: what a tiny decoder's layers have.
+CACHE = (32, 2, 16, 2, 16)
+WAYS = [sliced.by_scan, sliced.by_scan_that_reads_too, sliced.by_index, sliced.by_vmap, sliced.by_vmap_over_rows]
+
+
+def sliced_caches(way: str) -> tuple[Any, ...]:
+    caches = np.zeros((sliced.LAYERS, sliced.BLOCKS, 2, sliced.BLOCK_SIZE, sliced.HEADS, sliced.SIZE), np.float32)
+    rows = np.zeros((sliced.LAYERS, sliced.TOKENS, sliced.HEADS, sliced.SIZE), np.float32)
+    return functools.partial(getattr(sliced, way), implementation="triton"), caches, rows
+
+
+def misdirected(text: str) -> list[str]:
+    """Calls in fusions whose updates do not go where XLA says: their operand or their result is part of an array."""
+    found = []
+    for name, lines in computations(text).items():
+        if "dynamic-slice-fusion" not in name:
+            continue
+        call = next(line for line in lines if " custom-call(" in line)
+        aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}, api", call)
+        if aliases is None:
+            continue
+        operands = re.search(r" custom-call\((.*?)\), custom_call_target", call)
+        assert operands is not None, call
+        names = [operand.split()[-1] for operand in operands[1].split(", ")]
+        updated = {names[int(index)] for index in re.findall(r"\((\d+), \{\}\)", aliases[1])}
+        whole = {line.split(" = ")[0].removeprefix("ROOT ") for line in lines if " parameter(" in line}
+        if not updated <= whole or any(" dynamic-update-slice(" in line for line in lines):
+            found.append(call)
+    return found
+
+
+@pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
+@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
+def test_no_slice_is_folded_into_a_call_that_updates_it(way: str, donate: tuple[int, ...]) -> None:
+    text = compiled_for_cuda(sliced_caches, way, donate=donate)
+    assert "output_to_operand_aliasing" in text
+    assert misdirected(text) == []
+
+
+def decode_steps(num_steps: int, num_seqs: int) -> tuple[Any, ...]:
+    """Steps of a small decoder, each on the tokens and caches of the one before, in one program."""
+    model = tiny_model(tiny_config(num_hidden_layers=3), 0, "triton")
+    graph, state = nnx.split(model)
+    caches = tuple(np.zeros(CACHE, np.float32) for _ in range(3))
+
+    def step(carry: Any, _: None) -> tuple[Any, Any]:
+        caches, tokens, lengths, state = carry
+        metadata = AttentionMetadata(
+            block_tables=jnp.tile(jnp.arange(1, 3, dtype=jnp.int32), (num_seqs, 1)), seq_lens=lengths,
+            query_start_loc=jnp.arange(num_seqs + 1, dtype=jnp.int32), slot_mapping=lengths + 15, max_query_len=1,
+        )  # fmt: skip
+        decoder = nnx.merge(graph, state)
+        hidden, caches = decoder(tokens, lengths - 1, caches, metadata)
+        tokens = jnp.argmax(decoder.logits(hidden), axis=-1).astype(jnp.int32)
+        return (caches, tokens, lengths + 1, state), tokens
+
+    def steps(caches: Any, tokens: Any, lengths: Any, state: Any) -> Any:
+        carry, tokens = jax.lax.scan(step, (caches, tokens, lengths, state), None, length=num_steps)
+        return carry[0], tokens
+
+    return steps, caches, np.zeros(num_seqs, np.int32), np.ones(num_seqs, np.int32), state
+
+
+@pytest.mark.parametrize("num_seqs", [1, 5])
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_steps_of_a_decoder_copy_no_cache_that_was_donated(num_steps: int, num_seqs: int) -> None:
+    text = compiled_for_cuda(decode_steps, num_steps, num_seqs, donate=(0,))
+    assert text.count("output_to_operand_aliasing") >= 3
+    shape = ",".join(map(str, CACHE))
+    assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", text)
+    assert misdirected(text) == []
