@@ -23,7 +23,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
 
     Args:
         call: of JAX or numpy arrays.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The outputs (`out`, `lse`) and the new values of what the call writes, by name.
@@ -36,7 +36,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     call, arrays = _with_float32_scales(call)
     # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.
     call.check()
-    chosen = choose(implementation)
+    chosen = choose(implementation, call)
     runtime, served_by = runtime_of(chosen)
     refuse_unserved(call, served_by)
     if any(isinstance(array, Tracer) for array in arrays.values()):
