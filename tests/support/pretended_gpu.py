@@ -15,18 +15,19 @@ from jattn.bridge.calls import array_spec
 from jattn.ops import xla
 from torch_core.calls import Call
 from torch_core.planner import plan_call
+from torch_core.specs import ArraySpec
 
 __all__ = ["pretended_gpu"]
 
 
 @contextlib.contextmanager
-def pretended_gpu() -> Iterator[list[str]]:
-    """Yields the names of the calls that went to the kernels since; a call that they do not serve raises."""
-    launched: list[str] = []
+def pretended_gpu() -> Iterator[list[Call[ArraySpec]]]:
+    """Yields the calls that went to the kernels since; a call that they do not serve raises."""
+    launched: list[Call[ArraySpec]] = []
 
     def run_native(call: Call[jax.Array]) -> dict[str, jax.Array]:
-        plan_call(call.map(array_spec))
-        launched.append(call.name)
+        launched.append(call.map(array_spec))
+        plan_call(launched[-1])
         return xla.run(call)
 
     # An import would bind the function of that name.

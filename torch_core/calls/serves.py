@@ -47,17 +47,24 @@ class Served(NamedTuple):
     limit: Callable[[Call[Any], str], str | None] = lambda call, implementation: None
 
 
-def refuse_unserved(call: Call[Any], implementation: str) -> None:
+def refuse_unserved(call: Call[Any], implementation: str, *, named: str | None = None) -> None:
     """Refuses a checked call that an implementation does not serve.
+
+    Args:
+        call: checked.
+        implementation: whose column of the table counts.
+        named: the implementation that the caller knows of, where it is another one: "torch" on CUDA.
 
     Raises:
         Unsupported: with what is not served, and by whom it is.
     """
     reason = unserved(call, implementation)
     if reason is not None:
-        others = [other for other in IMPLEMENTATIONS if unserved(call, other) is None]
+        named = named or implementation
+        others = [other for other in IMPLEMENTATIONS if other != named and unserved(call, other) is None]
         fix = f"implementation {' or '.join(map(repr, others))} does" if others else "no implementation does"
-        raise Unsupported(f"{call.name}: {reason}, which implementation {implementation!r} does not serve; {fix}.")
+        where = "" if named == implementation else f" on CUDA, where it launches the kernels of {implementation!r}"
+        raise Unsupported(f"{call.name}: {reason}, which implementation {named!r} does not serve{where}; {fix}.")
 
 
 def unserved(call: Call[Any], implementation: str) -> str | None:
