@@ -106,8 +106,8 @@ def test_a_refusal_names_what_the_caller_named():
     with pytest.raises(Unsupported) as error:
         refuse_unserved(call, "triton", named="torch")
     assert str(error.value) == (
-        "paged_attention: head_size is 288 and its limit 256, which implementation 'torch' does not serve on CUDA, "
-        "where it launches the kernels of 'triton'; implementation 'xla' does."
+        "paged_attention: head_size is 288 and its limit 256, which implementation 'torch' does not serve; "
+        "implementation 'xla' does. On CUDA 'torch' launches the kernels of 'triton'."
     )
 
 

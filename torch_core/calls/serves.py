@@ -63,8 +63,8 @@ def refuse_unserved(call: Call[Any], implementation: str, *, named: str | None =
         named = named or implementation
         others = [other for other in IMPLEMENTATIONS if other != named and unserved(call, other) is None]
         fix = f"implementation {' or '.join(map(repr, others))} does" if others else "no implementation does"
-        where = "" if named == implementation else f" on CUDA, where it launches the kernels of {implementation!r}"
-        raise Unsupported(f"{call.name}: {reason}, which implementation {named!r} does not serve{where}; {fix}.")
+        why = "" if named == implementation else f" On CUDA {named!r} launches the kernels of {implementation!r}."
+        raise Unsupported(f"{call.name}: {reason}, which implementation {named!r} does not serve; {fix}.{why}")
 
 
 def unserved(call: Call[Any], implementation: str) -> str | None:
