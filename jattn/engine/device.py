@@ -22,7 +22,7 @@ from jattn.engine.sampler import check_processors
 from jattn.engine.speculation import SpeculationCounts
 from jattn.engine.watchdog import Watchdog
 from jattn.models import PagedModel, PagedSpec
-from jattn.ops.choose import choose
+from jattn.ops.choose import choose_for_cache
 from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
 from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
 from torch_core.errors import InvalidInput
@@ -155,10 +155,10 @@ def open_device(
     model = placement.with_scales(model)
     # What cannot run here is refused now: it would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
-    chosen = {choose(implementation) for implementation in asked - {""}}
-    # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
-    ragged = "xla" not in (chosen or {choose(None)})
     spec = shape.cache_spec(config.block_size)
+    chosen = {choose_for_cache(name, spec, model.paged_spec.dtype) for name in (asked - {""}) or {None}}
+    # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
+    ragged = "xla" not in chosen
     max_blocks = -(-max_model_len // config.tokens_per_block)
     draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
     further: list[CacheSpec] = [*shape.further_specs(config.block_size)]

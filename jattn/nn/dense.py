@@ -13,6 +13,7 @@ from flax.nnx.nn import dtypes
 
 from jattn import ops
 from jattn.nn.padded import Packing, flat_lengths, real_tokens
+from jattn.ops.attention import dense_call
 from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["attention_fn", "dense_attention"]
@@ -184,7 +185,7 @@ def dense_attention(
         f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    chosen = ops.choose(implementation)
+    chosen = ops.choose(implementation, _described(query, key, value, **options))
     if chosen != "xla" and reason is not None:
         if implementation is not None:
             raise Unsupported(
@@ -225,6 +226,14 @@ def dense_attention(
         **options,
     )
     return queries.unpack(out).reshape(batch, length, *out.shape[1:])
+
+
+def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Any:
+    """Returns the packed call of a padded batch without its arrays: what chooses an implementation reads none."""
+    (batch, length), key_length = query.shape[:2], key.shape[1]
+    packed = (jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) for x in (query, key, value))
+    starts = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
+    return dense_call(*packed, starts, max_query_len=length, max_key_len=key_length, **options)
 
 
 def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, positions: jax.Array | None) -> jax.Array:

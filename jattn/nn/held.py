@@ -196,12 +196,15 @@ def _rows(array: jax.Array) -> jax.Array:
 
 
 def _check_room(cache: HeldCache, after: jax.Array) -> None:
-    # What is traced has no values, and those on a device would have to be waited for.
-    if isinstance(after, Tracer) or jax.default_backend() != "cpu":
+    # What is traced has no values.
+    if isinstance(after, Tracer):
         return
-    longest = int(after.max(initial=0))
+    # Waited for on any device, as the ops wait for slots and lengths that follow from these; explicitly, which is no
+    # matter to a transfer guard.
+    found = jax.device_get(after)
+    longest = int(found.max(initial=0))
     if longest > cache.max_length:
         raise RequestTooLong(
-            f"sequence {int(after.argmax())} would hold {longest} tokens and the module's cache holds "
+            f"sequence {found.argmax()} would hold {longest} tokens and the module's cache holds "
             f"{cache.max_length} of each; call init_cache with a longer input_shape."
         )

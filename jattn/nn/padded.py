@@ -53,14 +53,13 @@ def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...], longest: 
     """Returns the lengths of a batch's rows as one axis; None where there are none.
 
     Raises:
-        InvalidInput: they are not integers, not one for each row, or, where the host has their values, not from 0 to
-            `longest`.
+        InvalidInput: they are not integers, not one for each row, or, outside jit, not from 0 to `longest`: those on a
+            device are waited for, as the ops wait for theirs.
     """
     if lengths is None:
         return None
-    # Those on a device would have to be waited for, and what is traced has no values.
-    known = not isinstance(lengths, jax.Array) or (jax.default_backend() == "cpu" and not isinstance(lengths, Tracer))
-    found = np.asarray(lengths).reshape(-1) if known else None
+    # What is traced has no values; others are fetched explicitly, which is no matter to a transfer guard.
+    found = None if isinstance(lengths, Tracer) else np.asarray(jax.device_get(lengths)).reshape(-1)
     lengths = jnp.asarray(lengths)
     if lengths.shape != batch_dims or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise InvalidInput(

@@ -45,7 +45,7 @@ class PagedAttention(nnx.Module):
         alibi_slopes: a number for each head; they are not trained. Given with a call, an array takes their place.
         use_alibi_sqrt: the square-root form of ALiBi.
         kv_chunk_size: see `jattn.paged_attention`.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
         rngs: not needed; `nnx.bridge.to_linen` gives them to every module.
 
     Attributes:

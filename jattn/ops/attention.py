@@ -127,7 +127,7 @@ def _paged(
             the table's width.
         groups: sequences that share prefixes, for a step of one new token each: a prefix is then read once, where the
             mask does not depend on the distance to it.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with

@@ -46,7 +46,7 @@ def write_kv_cache(
         slot_mapping: int32[num_tokens] or fewer, `block * block_size + offset`; -1 writes nothing, and neither do
             tokens after the last slot.
         k_scale, v_scale: stored value = real value / scale, saturating, for an fp8 cache.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The cache with the new tokens in it; a pair for a pair.
@@ -98,7 +98,7 @@ def rotate_and_write(
         cos_sin: float[num_tokens, rotated_dim], of each token the cosines of all angles and then the sines; elements
             of a head behind rotated_dim stay as they are.
         is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The rotated queries, float[num_tokens, num_heads, head_size], and the cache with the new tokens in it.
@@ -142,7 +142,7 @@ def write_kv_cache_per_token_head(
         k_scale_cache: float32[num_blocks, block_size, num_kv_heads]; consumed.
         v_scale_cache: like k_scale_cache.
         slot_mapping: as in `write_kv_cache`.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         kv_cache, k_scale_cache and v_scale_cache with the new tokens in them.
@@ -181,7 +181,7 @@ def merge_states(
     Args:
         out_a, out_b: float[num_tokens, num_heads, head_size].
         lse_a, lse_b: float32[num_tokens, num_heads].
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The joined output in the dtype of out_a, and its LSE; zeros and -inf where both sides are empty.

@@ -68,7 +68,7 @@ def cascade_attention(
     Args:
         call: of the whole sequences; no window, chunk, ALiBi or bidirectional range.
         prefix: the same sequences, split by `shared_prefix`.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         `out`, and `lse` where the call wants it; see `paged_attention`.

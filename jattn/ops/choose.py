@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +13,48 @@ from jattn.bridge import native, torch_runtime
 from jattn.bridge.calls import Runtime
 from jattn.bridge.platforms import refused_on
 from jattn.ops import xla
-from torch_core.calls import IMPLEMENTATIONS, Call
+from torch_core.calls import IMPLEMENTATIONS, Call, LatentCall, PagedCall, TableCall, unserved
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import ArraySpec, AttentionSpec, KVCacheSpec, LatentCacheSpec
 
 __all__ = [
     "IMPLEMENTATIONS",
     "available_implementations",
     "choose",
+    "choose_for_cache",
     "for_this_platform",
     "launches_kernels",
     "runtime_of",
 ]
 
+_LOG = logging.getLogger(__name__)
 
-def choose(implementation: str | None) -> str:
+
+def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
     """Returns the implementation to use; an explicit request is honoured or refused, never replaced.
 
-    None means "triton" where the default backend is CUDA, `_CPU_DEFAULT` on CPU, and "xla" anywhere else.
+    None means the default of the platform: "triton" where the default backend is CUDA, `_CPU_DEFAULT` on a CPU, "xla"
+    anywhere else. A call that the default does not serve, by the table `torch_core.calls.SERVES`, goes to "xla" where
+    that serves it. What only the device at hand lacks (e4m3 on old ones, shared memory) is refused with the remedy.
+
+    Args:
+        implementation: what the caller names, or None.
+        call: a checked call of arrays or specs; None for the default itself, whatever will be called.
 
     Raises:
         InvalidInput: an unknown name.
         Unsupported: a known one that cannot run here, with the reason.
     """
     if implementation is None:
-        return {"gpu": "triton", "cpu": _CPU_DEFAULT}.get(jax.default_backend(), "xla")
+        default = {"gpu": "triton", "cpu": _CPU_DEFAULT}.get(jax.default_backend(), "xla")
+        if call is None or default == "xla":
+            return default
+        reason = unserved(call, default)
+        if reason is None or unserved(call, "xla") is not None:
+            return default
+        # One step of generation after the other would be slow, and nobody would know why.
+        _say_once(logging.WARNING if isinstance(call, TableCall) else logging.INFO, call.name, default, reason)
+        return "xla"
     if implementation not in IMPLEMENTATIONS:
         raise InvalidInput(
             f"implementation is {implementation!r}; use one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None to let "
@@ -46,10 +66,28 @@ def choose(implementation: str | None) -> str:
     return implementation
 
 
+def choose_for_cache(implementation: str | None, spec: KVCacheSpec | LatentCacheSpec, dtype: str) -> str:
+    """Returns the implementation of attention by queries of `dtype` to a cache of this layout; raises as `choose`."""
+    cache = ArraySpec(spec.shape(1), spec.dtype)
+    one = {name: ArraySpec(shape, "int32") for name, shape in _ONE_SEQUENCE.items()}
+    options = {**one, "spec": AttentionSpec(scale=1.0), "max_query_len": 1}
+    if isinstance(spec, LatentCacheSpec):
+        query = ArraySpec((1, 1, spec.kv_lora_rank + spec.rope_dim), dtype)
+        return choose(
+            implementation, LatentCall(query=query, latent_cache=cache, kv_lora_rank=spec.kv_lora_rank, **options)
+        )
+    query = ArraySpec((1, spec.num_kv_heads, spec.head_size), dtype)
+    return choose(implementation, PagedCall(query=query, kv_cache=cache, **options))
+
+
+_ONE_SEQUENCE = {"block_tables": (1, 1), "seq_lens": (1,), "query_start_loc": (2,)}
+
+
 def launches_kernels(implementation: str | None) -> bool:
     """Returns whether an op becomes a kernel launch on arrays that are whole on a device, as they are in a shard_map.
 
-    There a call that takes several steps at once saves launches; XLA joins jnp's steps by itself.
+    There a call that takes several steps at once saves launches; XLA joins jnp's steps by itself, those of a call that
+    the kernels do not serve too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     is_whole = jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
@@ -90,6 +128,18 @@ _chosen_here = refused_on(
         "implementation: 'xla', or 'triton' where JAX sees the CUDA device that its kernels are compiled for."
     ),
 )
+
+
+@functools.cache
+def _say_once(level: int, name: str, default: str, reason: str) -> None:
+    _LOG.log(
+        level,
+        "%s: %s, which implementation %r does not serve; 'xla' computes it, slower than the kernels would. Name "
+        "implementation='xla' where that is meant.",
+        name,
+        reason,
+        default,
+    )
 
 
 def available_implementations() -> dict[str, str | None]:

@@ -40,7 +40,7 @@ def fused_experts(
         down_bias: float[num_experts, hidden_size], or None.
         activation: of the gate; one of `torch_core.calls.ACTIVATIONS`.
         out_dtype: that of `hidden_states` when None, or "float32".
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         [num_tokens, hidden_size].
@@ -97,7 +97,7 @@ def route_experts(
         n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
             with the best two together where there is a correction bias. 1 for no groups.
         topk_group: groups of a token.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         Weights float32[num_tokens, top_k] and experts int32[num_tokens, top_k], the best expert first.

@@ -96,7 +96,7 @@ def write_latent_cache(
         cos_sin_cache: float[max_positions, rope_dim], for each position all cosines and then all sines.
         positions: int32[num_slots or more], of the tokens.
         is_neox_style: element i is rotated with element i + rope_dim / 2; otherwise neighbours are (DeepSeek).
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The cache with the new tokens in it.

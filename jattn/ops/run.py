@@ -11,7 +11,7 @@ from jattn import bridge
 from jattn.ops import transforms
 from jattn.ops.choose import choose, for_this_platform, runtime_of
 from jattn.ops.leaks import refuse_leaked
-from torch_core.calls import Call, check_values, refuse_unserved
+from torch_core.calls import AttentionCall, Call, DenseBackwardCall, check_values, dtype_name, refuse_unserved
 from torch_core.calls.call import array_fields
 from torch_core.errors import InvalidInput
 
@@ -23,7 +23,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
 
     Args:
         call: of JAX or numpy arrays.
-        implementation: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The outputs (`out`, `lse`) and the new values of what the call writes, by name.
@@ -36,9 +36,9 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     call, arrays = _with_float32_scales(call)
     # Before numpy arrays become JAX arrays: int64 tables are refused rather than narrowed.
     call.check()
-    chosen = choose(implementation)
+    chosen = choose(implementation, call)
     runtime, served_by = runtime_of(chosen)
-    refuse_unserved(call, served_by)
+    refuse_unserved(call, served_by, named=chosen)
     if any(isinstance(array, Tracer) for array in arrays.values()):
         refuse_leaked(**arrays)
         runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
@@ -51,8 +51,10 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
                 return _run_in_one_program(call, chosen)
     if chosen == "xla":
         return runtime(call.map(jnp.asarray))
+    call = _with_narrow_scores(call)
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
     way = transforms.Way(runtime, chosen, served_by, implementation is None)
+    arrays = call.arrays()
     return transforms.transformable(call.map(lambda _: None), tuple(arrays), way)(*map(jnp.asarray, arrays.values()))
 
 
@@ -63,6 +65,21 @@ _run_in_one_program = jax.jit(run, static_argnames="implementation")
 def _with_indices_on_host(call: Call[jax.Array], arrays: dict[str, jax.Array]) -> Call[np.ndarray]:
     # Fetched together and explicitly: one wait, and no matter to a transfer guard.
     return call.with_arrays(jax.device_get({name: array for name, array in arrays.items() if array.dtype == jnp.int32}))
+
+
+def _with_narrow_scores(call: Call[jax.Array]) -> Call[jax.Array]:
+    # A backward call has gradients in the dtypes of its own arrays.
+    if not isinstance(call, AttentionCall) or isinstance(call, DenseBackwardCall):
+        return call
+    if dtype_name(call.query) == "float64":
+        return call
+    # Scores are float32 then, and tiles of float64 biases need more memory than a kernel has.
+    given = {name: array for name, array in call.arrays().items() if name in _SCORES}
+    wide = {name: array for name, array in given.items() if dtype_name(array) == "float64"}
+    return call.with_arrays({name: jnp.asarray(array).astype(jnp.float32) for name, array in wide.items()})
+
+
+_SCORES = ("alibi_slopes", "relative_bias", "qq_bias", "sinks")
 
 
 def _with_float32_scales(call: Call[jax.Array]) -> tuple[Call[jax.Array], dict[str, jax.Array]]:

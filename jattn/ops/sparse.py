@@ -43,7 +43,7 @@ def indexer_topk(
         topk: how many keys; static.
         scale: positive; static.
         k_scale: real key = stored key * k_scale.
-        implementation: of the scores: "triton", "torch", "xla", or None for the fastest that runs here.
+        implementation: of the scores: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         int32[num_tokens, topk], the highest first; -1 behind the last one where there are fewer.

@@ -165,7 +165,7 @@ def _missing_backward(filled: Any, found: dict[str, jax.Array], way: Way) -> Uns
     backward = backward_of(dense, **found, d_out=found["out"])
     try:
         backward.check()
-        refuse_unserved(backward, way.served_by)
+        refuse_unserved(backward, way.served_by, named=way.implementation)
     except Unsupported as error:
         return error
     return None

@@ -53,6 +53,12 @@ each_way = pytest.mark.parametrize(("kind", "name"), WAYS, ids=map("-".join, WAY
 each_kind = pytest.mark.parametrize("kind", ["auto", "explicit"])
 
 
+@on_four_devices
+def test_the_four_devices_are_a_cpus_on_any_machine() -> None:
+    assert jax.config.values["jax_platforms"] == "cpu"
+    assert [device.platform for device in jax.devices()] == ["cpu"] * 4
+
+
 def arrays(num_kv_heads: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A cache, queries of 8 heads, and keys."""
     rng = np.random.default_rng(num_kv_heads)

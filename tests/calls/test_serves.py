@@ -101,6 +101,16 @@ def test_a_limit_refuses_what_is_beyond_it_and_says_who_serves_it(feature, call,
     assert served_by or "no implementation does" in text
 
 
+def test_a_refusal_names_what_the_caller_named():
+    call = _paged("bfloat16", "bfloat16", head_size=288)
+    with pytest.raises(Unsupported) as error:
+        refuse_unserved(call, "triton", named="torch")
+    assert str(error.value) == (
+        "paged_attention: head_size is 288 and its limit 256, which implementation 'torch' does not serve; "
+        "implementation 'xla' does. On CUDA 'torch' launches the kernels of 'triton'."
+    )
+
+
 def test_every_row_with_a_limit_is_walked():
     limited = {row.feature for row in SERVES if row.limit is not SERVES[-1].limit}
     assert limited == {feature for feature, _, _ in BEYOND}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import re
@@ -16,6 +17,7 @@ import pytest
 from flax import errors, nnx
 
 from jattn.nn import MultiHeadAttention, PagedCache
+from tests.support.pretended_gpu import pretended_gpu
 from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
 
 BATCH, LENGTH, FEATURES, BLOCK_SIZE = 2, 7, 16, 4
@@ -57,6 +59,10 @@ EVERYTHING = {
     "sinks": True,
     "scale": 0.4,
 }
+
+
+# Where arrays are changes neither what is refused nor what is served.
+on_each_machine = pytest.mark.parametrize("machine", [contextlib.nullcontext, pretended_gpu], ids=["here", "gpu"])
 
 
 def close(one: Any, other: Any) -> bool:
@@ -253,8 +259,9 @@ def test_a_cache_of_another_dtype_than_the_computation_serves_it(dtype: Any, of_
     assert np.allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=0.05, atol=0.05)
 
 
-def test_a_module_in_float64_decodes_in_float64(seed: int) -> None:
-    with jax.enable_x64(True):
+@on_each_machine
+def test_a_module_in_float64_decodes_in_float64(machine: Callable[[], Any], seed: int) -> None:
+    with machine(), jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, LENGTH, FEATURES)))
         module = holding(param_dtype=jnp.float64)
         found = jnp.concatenate([module(x[:, :3], decode=True), module(x[:, 3:], decode=True)], 1)
@@ -301,10 +308,12 @@ def test_a_view_gets_a_cache_of_its_own(seed: int) -> None:
     assert view.query.kernel is module.query.kernel
 
 
-def test_what_does_not_fit_is_refused_outside_jit_and_is_nan_inside(seed: int) -> None:
+@on_each_machine
+def test_what_does_not_fit_is_refused_outside_jit_and_is_nan_inside(machine: Callable[[], Any], seed: int) -> None:
     module, x = holding(max_length=8), inputs(seed)
     module(x[:, :6], decode=True, lengths=jnp.array([6, 2]))
-    with pytest.raises(RequestTooLong, match=r"sequence 0 would hold 9 tokens and the module's cache holds 8 of each"):
+    message = r"sequence 0 would hold 9 tokens and the module's cache holds 8 of each"
+    with machine(), pytest.raises(RequestTooLong, match=message):
         module(x[:, :3], decode=True)
     assert lengths_of(module) == [6, 2]
     y = nnx.jit(lambda m, x: m(x, decode=True))(module, x[:, :3])
@@ -472,8 +481,9 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
 }
 
 
+@on_each_machine
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_right_is_refused_with_the_reason(what: str, seed: int) -> None:
+def test_what_cannot_be_right_is_refused_with_the_reason(what: str, machine: Callable[[], Any], seed: int) -> None:
     kind, call, message = REFUSED[what]
-    with pytest.raises(kind, match=re.escape(message)):
+    with machine(), pytest.raises(kind, match=re.escape(message)):
         call(inputs(seed))

@@ -75,7 +75,8 @@ def _start(count: int) -> None:
     # Before anything asks for a device. Of a flag that stands twice XLA takes the last.
     flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    # Not by the environment: JAX has read it, as the module of this function imports JAX.
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _call(module: str, name: str, args: Any, kwargs: Any) -> None:

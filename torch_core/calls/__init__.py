@@ -16,7 +16,7 @@ from torch_core.calls.latent import LatentCall, LatentWriteCall, as_paged, as_wr
 from torch_core.calls.merge import MergeCall
 from torch_core.calls.rotary import RotaryWriteCall
 from torch_core.calls.routing import SCORING_FUNCS, RouteCall
-from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
+from torch_core.calls.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table, unserved
 from torch_core.calls.sparse import ChoiceCall, IndexerCall, check_chosen_values, choice_of, chosen_latents
 from torch_core.calls.values import check_values
 
@@ -61,4 +61,5 @@ __all__ = [
     "refuse_unserved",
     "serves_table",
     "shared_prefix",
+    "unserved",
 ]

@@ -15,7 +15,7 @@ from torch_core.calls.routing import RouteCall
 from torch_core.errors import Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
 
-__all__ = ["IMPLEMENTATIONS", "SERVES", "Served", "refuse_unserved", "serves_table"]
+__all__ = ["IMPLEMENTATIONS", "SERVES", "Served", "refuse_unserved", "serves_table", "unserved"]
 
 #: "triton": Triton kernels on CUDA, from torch and from JAX alike. "torch": plain torch on a CPU. "xla": plain jnp.
 IMPLEMENTATIONS = ("triton", "torch", "xla")
@@ -47,17 +47,29 @@ class Served(NamedTuple):
     limit: Callable[[Call[Any], str], str | None] = lambda call, implementation: None
 
 
-def refuse_unserved(call: Call[Any], implementation: str) -> None:
+def refuse_unserved(call: Call[Any], implementation: str, *, named: str | None = None) -> None:
     """Refuses a checked call that an implementation does not serve.
+
+    Args:
+        call: checked.
+        implementation: whose column of the table counts.
+        named: the implementation that the caller knows of, where it is another one: "torch" on CUDA.
 
     Raises:
         Unsupported: with what is not served, and by whom it is.
     """
-    reason = _limit_of(call, implementation)
+    reason = unserved(call, implementation)
     if reason is not None:
-        others = [other for other in IMPLEMENTATIONS if _limit_of(call, other) is None]
+        named = named or implementation
+        others = [other for other in IMPLEMENTATIONS if other != named and unserved(call, other) is None]
         fix = f"implementation {' or '.join(map(repr, others))} does" if others else "no implementation does"
-        raise Unsupported(f"{call.name}: {reason}, which implementation {implementation!r} does not serve; {fix}.")
+        why = "" if named == implementation else f" On CUDA {named!r} launches the kernels of {implementation!r}."
+        raise Unsupported(f"{call.name}: {reason}, which implementation {named!r} does not serve; {fix}.{why}")
+
+
+def unserved(call: Call[Any], implementation: str) -> str | None:
+    """Returns what of a checked call an implementation does not serve; None where it serves the call."""
+    return next(filter(None, (row.limit(call, implementation) for row in SERVES)), None)
 
 
 def serves_table() -> str:
@@ -65,10 +77,6 @@ def serves_table() -> str:
     lines = [f"| feature | {' | '.join(IMPLEMENTATIONS)} |", "|---" * (1 + len(IMPLEMENTATIONS)) + "|"]
     lines += [f"| {row.feature} | {' | '.join(row.text[name] for name in IMPLEMENTATIONS)} |" for row in SERVES]
     return "\n".join(lines) + "\n"
-
-
-def _limit_of(call: Call[Any], implementation: str) -> str | None:
-    return next(filter(None, (row.limit(call, implementation) for row in SERVES)), None)
 
 
 def _query_dtype(call: Call[Any], implementation: str) -> str | None:
