@@ -114,6 +114,11 @@ class Intake:
             tokens = self._decoder_start
         max_tokens = max(self.max_model_len - len(tokens), 1) if params.max_tokens is None else params.max_tokens
         total = len(tokens) + max_tokens
+        if max_tokens >= self.max_model_len > len(tokens):
+            raise RequestTooLong(
+                f"max_tokens is {max_tokens}; this engine's max_model_len is {self.max_model_len}, and the prompt has "
+                f"{len(tokens)} of it. Lower it, or pass None for as many as there is room for."
+            )
         if total > self.max_model_len:
             name = "the request" if request_id is None else repr(request_id)
             raise RequestTooLong(
@@ -233,7 +238,7 @@ class Intake:
             for tokens in (first, spaced) if is_another else (first,):
                 if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
                     raise InvalidInput(
-                        f"{shown(word)} of bad_words has {len(tokens)} tokens; it must have 1 to "
+                        f"bad_words has {shown(word)}, which is {len(tokens)} tokens; a word must be 1 to "
                         f"{LIMITS.bad_word_tokens}."
                     )
                 found.append(tokens)

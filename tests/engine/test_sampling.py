@@ -436,7 +436,7 @@ def test_a_grammar_that_outgrows_its_library_ends_with_an_error(llm) -> None:
         ({"allowed_token_ids": [257]}, "token 257 of allowed_token_ids is outside the vocabulary; ids are 0 to 256."),
         ({"logit_bias": {300: 1}}, "token 300 of logit_bias is outside the vocabulary; ids are 0 to 256."),
         ({"stop_token_ids": range(1, 129)}, "stop_token_ids has 128 entries and the model 1 of its own; together "),
-        ({"bad_words": ["a" * 17]}, "'aaaaaaaaaaaaaaaaa' of bad_words has 17 tokens; it must have 1 to 16."),
+        ({"bad_words": ["a" * 17]}, "bad_words has 'aaaaaaaaaaaaaaaaa', which is 17 tokens; a word must be 1 to 16."),
         ({"logits_processors": {"x": 1}}, "logits_processors names 'x'; this engine has towards_last (EngineConfig."),
     ],
 )
