@@ -197,12 +197,17 @@ class Intake:
         """Checks what depends on the model and the engine."""
         if params.stop and self._tokenizer is None:
             raise InvalidInput("stop is given, but there is no tokenizer that makes the text to find it in.")
-        limits = {"logprobs": self._config.max_logprobs, "prompt_logprobs": self._config.max_logprobs}
-        for name, most in limits.items():
-            if (getattr(params, name) or 0) > most:
+        most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
+        wanted = {
+            # A prompt's have a program of their own for the whole vocabulary.
+            "logprobs": self._vocab_size if params.logprobs == -1 else params.logprobs,
+            "prompt_logprobs": params.prompt_logprobs,
+        }
+        for name, count in wanted.items():
+            if (count or 0) > most:
                 raise InvalidInput(
                     f"{name} is {getattr(params, name)}; this engine's max_logprobs is {most}. Ask for fewer, or set "
-                    "EngineConfig(max_logprobs=...)."
+                    "EngineConfig(max_logprobs=...), which may be -1."
                 )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [token for token in getattr(params, name) or () if token >= self._vocab_size]

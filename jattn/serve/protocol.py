@@ -252,11 +252,11 @@ def _generation(
         raise RequestError(
             400, "prompt_logprobs is given and stream is true; only a whole answer has them.", param="prompt_logprobs"
         )
-    if asked == -1:
-        raise RequestError(
-            400, "prompt_logprobs is -1; an answer has those of some tokens at each place, not of all.",
-            param="prompt_logprobs",
-        )  # fmt: skip
+    for name in ("logprobs", "prompt_logprobs"):
+        if changes.get(name) == -1:
+            raise RequestError(
+                400, f"{name} is -1; an answer has those of some tokens at each place, not of all.", param=name
+            )
     try:
         params = SamplingParams(**changes)
     except InvalidInput as error:

@@ -44,6 +44,7 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "stream_options": 5}, "stream_options"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": "x", "logprobs": -1, "echo": True}, "logprobs"),
     ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"1": "x"}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
