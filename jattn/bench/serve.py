@@ -11,6 +11,7 @@ import json
 import math
 import random
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class ServeRow:
         itl_ms: between two events with text; several tokens may come in one.
         e2e_ms: from the arrival to the last token.
         goodput: completed requests a second within both goals; None without goals.
+        error: of the first request that failed.
         pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, where it was
             watched.
     """
@@ -60,6 +62,7 @@ class ServeRow:
     itl_ms: dict[str, float]
     e2e_ms: dict[str, float]
     goodput: float | None
+    error: str | None = None
     pool_usage: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
 
@@ -107,7 +110,7 @@ def run(
         InvalidInput: sizes out of range.
         Unsupported: httpx or the server's packages are not installed.
     """
-    if min(num_requests, prompt_tokens, new_tokens) < 1 or not rates or min(rates) <= 0:
+    if min(num_requests, prompt_tokens, new_tokens) < 1 or not rates or not all(rate > 0 for rate in rates):
         raise InvalidInput("num_requests, prompt_tokens and new_tokens must be at least 1, and rates above 0.")
     random_numbers = random.Random(seed)
     with contextlib.ExitStack() as stack:
@@ -165,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
     if png is not None:
         save_picture(rows, png)
     if as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        print(json.dumps([_finite(dataclasses.asdict(row)) for row in rows], indent=2))
     else:
         heads = f"{'TTFT p50/p90/p99 ms':>22} {'TPOT':>20} {'ITL':>20} {'E2E':>24} {'good/s':>7}"
         print(f"{'rate':>6} {'done':>5} {'failed':>6} {'tokens/s':>9}  {heads}")
@@ -179,7 +182,19 @@ def main(argv: Sequence[str]) -> int:
                 f"{row.rate:>6g} {row.completed:>5} {row.failed:>6} {row.output_tokens_per_second:>9.0f}  "
                 f"{columns[0]:>22} {columns[1]:>20} {columns[2]:>20} {columns[3]:>24} {good:>7}"
             )
+    for row in rows:
+        if row.failed:
+            sys.stderr.write(f"jattn: at {row.rate:g} requests a second {row.failed} failed; the first: {row.error}\n")
     return int(any(row.failed for row in rows))
+
+
+def _finite(value: Any) -> Any:
+    """Returns it as JSON can spell it: "inf" for all at once, null for percentiles of nothing."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "inf" if value > 0 else None
+    return value
 
 
 def _own_server(model: str | None, config: EngineConfig) -> Any:
@@ -280,6 +295,7 @@ def _row(rate: float, timelines: list[_Timeline], ttft_goal_ms: float | None, tp
         itl_ms=_percentiles(between),
         e2e_ms=_percentiles(whole),
         goodput=per_second(good) if goals else None,
+        error=next((each.error or "nothing came" for each in timelines if each.error or not each.events), None),
     )
 
 

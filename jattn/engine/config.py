@@ -80,7 +80,8 @@ class EngineConfig:
         step_timeout_seconds: a step whose results have not come after so long is reported, once, by a warning of the
             logger "jattn" that names what it was to compute; None for no watch.
         seed: of requests that bring none of their own.
-        max_logprobs: tokens whose log-probabilities a request may ask for at each place.
+        max_logprobs: tokens whose log-probabilities a request may ask for at each place; -1 for the whole vocabulary,
+            which every step then returns that reports any.
         logits_processors: pure JAX functions by name, for requests that call them by
             `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
             num_prompt_tokens, num_tokens, value) -> float32[vocab]`, of one row, applied in order.
@@ -176,7 +177,7 @@ class EngineConfig:
                 f"step_timeout_seconds is {shown(limit)}; it must be a number above 0 and below 1e6, or None."
             )
         check_int("seed", self.seed, 0, (1 << 32) - 1)
-        check_int("max_logprobs", self.max_logprobs, 0, 1 << 10)
+        check_int("max_logprobs", self.max_logprobs, -1, 1 << 10, also=" (-1 for the whole vocabulary)")
         named = {} if self.logits_processors is None else self.logits_processors
         if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
             raise InvalidInput(f"logits_processors is {shown(named)}; it must map names to functions, or be None.")

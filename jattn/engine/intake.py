@@ -114,6 +114,11 @@ class Intake:
             tokens = self._decoder_start
         max_tokens = max(self.max_model_len - len(tokens), 1) if params.max_tokens is None else params.max_tokens
         total = len(tokens) + max_tokens
+        if max_tokens >= self.max_model_len > len(tokens):
+            raise RequestTooLong(
+                f"max_tokens is {max_tokens}; this engine's max_model_len is {self.max_model_len}, and the prompt has "
+                f"{len(tokens)} of it. Lower it, or pass None for as many as there is room for."
+            )
         if total > self.max_model_len:
             name = "the request" if request_id is None else repr(request_id)
             raise RequestTooLong(
@@ -192,12 +197,17 @@ class Intake:
         """Checks what depends on the model and the engine."""
         if params.stop and self._tokenizer is None:
             raise InvalidInput("stop is given, but there is no tokenizer that makes the text to find it in.")
-        limits = {"logprobs": self._config.max_logprobs, "prompt_logprobs": self._config.max_logprobs}
-        for name, most in limits.items():
-            if (getattr(params, name) or 0) > most:
+        most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
+        wanted = {
+            # A prompt's have a program of their own for the whole vocabulary.
+            "logprobs": self._vocab_size if params.logprobs == -1 else params.logprobs,
+            "prompt_logprobs": params.prompt_logprobs,
+        }
+        for name, count in wanted.items():
+            if (count or 0) > most:
                 raise InvalidInput(
                     f"{name} is {getattr(params, name)}; this engine's max_logprobs is {most}. Ask for fewer, or set "
-                    "EngineConfig(max_logprobs=...)."
+                    "EngineConfig(max_logprobs=...), which may be -1."
                 )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [token for token in getattr(params, name) or () if token >= self._vocab_size]
@@ -233,7 +243,7 @@ class Intake:
             for tokens in (first, spaced) if is_another else (first,):
                 if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
                     raise InvalidInput(
-                        f"{shown(word)} of bad_words has {len(tokens)} tokens; it must have 1 to "
+                        f"bad_words has {shown(word)}, which is {len(tokens)} tokens; a word must be 1 to "
                         f"{LIMITS.bad_word_tokens}."
                     )
                 found.append(tokens)

@@ -149,6 +149,12 @@ class LLM(contextlib.AbstractContextManager):
         encoder: Any = self.model
         return encoder.config.max_position_embeddings
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        served: Any = self.model
+        return served.config.vocab_size if self._engine is None else served.paged_spec.vocab_size
+
     def close(self) -> None:
         """Cancels what has not finished and gives the memory of the cache back now."""
         if self._engine is not None:
@@ -205,6 +211,7 @@ class LLM(contextlib.AbstractContextManager):
         chat_template: ChatTemplate | str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         rng: int | jax.Array | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -216,6 +223,7 @@ class LLM(contextlib.AbstractContextManager):
             chat_template: instead of the model's own.
             tools: JSON schemas of functions, for templates that know of them.
             add_generation_prompt: end the prompt where the answer begins.
+            chat_template_kwargs: more variables of the template, as {"enable_thinking": False} for Qwen 3.
 
         Raises:
             InvalidInput: as `generate`; also without a template, or where it fails.
@@ -226,8 +234,17 @@ class LLM(contextlib.AbstractContextManager):
                 "those."
             )
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        prompts = [chat_prompt(self.tokenizer, each, **options) for each in conversations]
+        prompts = [
+            chat_prompt(
+                self.tokenizer,
+                each,
+                chat_template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for each in conversations
+        ]
         return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
 
     def embed(

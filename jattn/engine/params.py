@@ -131,7 +131,8 @@ class SamplingParams:
         include_stop_str_in_output: cut behind the stop string instead.
         ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar lets nothing else come.
         logprobs: return the log-probabilities of so many of the likeliest tokens and of the sampled one, as the model
-            has them before anything here applies; None for none, at most the engine's `max_logprobs`.
+            has them before anything here applies; None for none, at most the engine's `max_logprobs`. -1 for the whole
+            vocabulary, where that is as large.
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
         logit_bias: token id to what is added to its logit.
         allowed_token_ids: no other tokens are sampled. Kept as a tuple.
@@ -194,7 +195,7 @@ class SamplingParams:
             raise InvalidInput(f"min_tokens is {self.min_tokens}; it must not be above max_tokens ({self.max_tokens}).")
         for name, low, high in (
             ("seed", 0, (1 << 32) - 1),
-            ("logprobs", 0, INT32_MAX),
+            ("logprobs", -1, INT32_MAX),
             ("prompt_logprobs", -1, INT32_MAX),
             ("truncate_prompt_tokens", -1, INT32_MAX),
         ):

@@ -17,7 +17,7 @@ from jattn.load import ChatTemplate, TextTokenizer
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "encoded", "naming"]
+__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "check_template_kwargs", "encoded", "naming"]
 
 #: A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or both of them.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -91,7 +91,9 @@ def chat_prompt(
     messages: Sequence[Mapping[str, Any]],
     *,
     chat_template: ChatTemplate | str | None = None,
-    **options: Any,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """Returns the prompt of a conversation, by the model's template or by another one.
 
@@ -99,16 +101,19 @@ def chat_prompt(
         tokenizer: of the model.
         messages: mappings with role and content.
         chat_template: instead of the model's.
-        **options: of `ChatTemplate.render`.
+        tools, add_generation_prompt: as `ChatTemplate.render` takes them.
+        chat_template_kwargs: the template's other variables.
 
     Raises:
-        InvalidInput: no tokenizer, no template, or it fails.
+        InvalidInput: no tokenizer, no template, or it fails; variables that are none.
     """
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    check_template_kwargs(variables)
     if tokenizer is None:
         raise InvalidInput("the model has no tokenizer, which a chat needs.")
     template = chat_template
     if template is None:
-        with_tools = None if options.get("tools") is None else tokenizer.tool_chat_template
+        with_tools = None if tools is None else tokenizer.tool_chat_template
         template = tokenizer.chat_template if with_tools is None else with_tools
     if template is None:
         raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
@@ -116,10 +121,23 @@ def chat_prompt(
         if not isinstance(template, str):
             raise InvalidInput(f"chat_template is {shown(template)}; it must be text, or a ChatTemplate.")
         template = _compiled(template, tuple(tokenizer.special_tokens.items()))
-    text = template.render(messages, **options)
+    text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     _check_text(text)
     # The template writes the special tokens itself.
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def check_template_kwargs(variables: Any) -> None:
+    """Refuses variables of a chat template that are no mapping, or have the name of an argument.
+
+    Raises:
+        InvalidInput: with that name.
+    """
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidInput(f"chat_template_kwargs is {shown(variables)}; it must map names of variables to values.")
+    for name in ("messages", "tools", "add_generation_prompt", "chat_template"):
+        if name in variables:
+            raise InvalidInput(f"chat_template_kwargs has {name!r}, which is given beside it and not in it.")
 
 
 @functools.lru_cache(maxsize=8)

@@ -103,7 +103,8 @@ class ModelRunner:
         # On a CPU a plain program looks whether anybody draws. Elsewhere noise for a large vocabulary is most of what a
         # decode step does outside its layers.
         self._greedy = self._plain if jax.default_backend() == "cpu" else Sampler(SamplingKind.GREEDY)
-        self._full = Sampler(SamplingKind.FULL, config.max_logprobs, tuple(processors.values()))
+        num_logprobs = self._vocab_size if config.max_logprobs < 0 else config.max_logprobs
+        self._full = Sampler(SamplingKind.FULL, num_logprobs, tuple(processors.values()))
         self._samplers = tuple(dict.fromkeys((self._greedy, self._plain, self._full)))
         self._slots = Slots(
             config.max_num_seqs,

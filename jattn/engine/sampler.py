@@ -183,7 +183,9 @@ def check_processors(processors: Mapping[str, LogitsProcessor], *, vocab_size: i
             found = jax.eval_shape(jax.vmap(processor), *rows)
         except Exception as error:
             raise InvalidInput(
-                f"logits_processors[{shown(name)}] raises {type(error).__name__} where it is traced: {error}"
+                f"logits_processors[{shown(name)}] raises {type(error).__name__} where it is traced: {error}. It is "
+                f"called with logits float32[{vocab_size}], token_ids int32[{max_model_len}], num_prompt_tokens, "
+                "num_tokens and value."
             ) from error
         if getattr(found, "shape", None) != (1, vocab_size) or found.dtype.kind == "c":
             what = f"{found.dtype}{list(found.shape[1:])}" if isinstance(found, jax.ShapeDtypeStruct) else found

@@ -203,6 +203,10 @@ class _Server:
     async def detokenize(self, request: Request) -> Response:
         asked = parse_detokenize(await self._body(request))
         self._check_model(asked.model)
+        vocab_size = self._llm.llm.vocab_size
+        if (largest := max(asked.token_ids, default=0)) >= vocab_size:
+            message = f"tokens has {largest}, outside the vocabulary; ids are 0 to {vocab_size - 1}."
+            raise RequestError(400, message, param="tokens")
         try:
             return JSONResponse({"prompt": self._tokenizer().decode_plainly(asked.token_ids)})
         except InvalidInput as error:
@@ -237,7 +241,9 @@ class _Server:
                 prompts, generation.params, salt=self._salt(request, generation), priority=generation.priority
             )
         except Exception as error:
-            raise as_request_error(error, default=field, grammar=generation.grammar_field) from error
+            raise as_request_error(
+                error, default=field, grammar=generation.grammar_field, aliases=generation.aliases
+            ) from error
         finally:
             self._num_arriving -= wanted
         prefix = "cmpl" if generation.messages is None else "chatcmpl"

@@ -23,7 +23,7 @@ IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "
 _NAMED = (
     *SAMPLING,
     *("max_tokens", "logprobs", "logit_bias", "seed", "priority", "structured_outputs", "chat_template", "messages"),
-    "prompt",
+    *("chat_template_kwargs", "prompt"),
 )
 _GRAMMAR = re.compile(r"(json|regex|choice|grammar|json_object) cannot be compiled")
 
@@ -44,25 +44,36 @@ class RequestError(Exception):
         self.code = code
 
 
-def as_request_error(error: Exception, *, default: str | None = None, grammar: str | None = None) -> RequestError:
+def as_request_error(
+    error: Exception,
+    *,
+    default: str | None = None,
+    grammar: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> RequestError:
     """Returns the refusal for an error of ours; the field is the one that its message begins with.
 
     Args:
         error: anything; what is not the client's fault becomes a 500 that says nothing of the inside.
         default: the field where the message begins with none.
         grammar: the field that has the structured output.
+        aliases: our names to the client's, where he wrote another one.
     """
     if isinstance(error, RequestError):
         return error
     if not isinstance(error, InvalidInput | Unsupported):
         return RequestError(500, "the server failed on this request.", code="internal_error")
+    aliases = aliases or {}
     if isinstance(error, RequestTooLong):
-        named = str(error) if default is None else f"{default}: {error}"
-        return RequestError(400, named, param=default, code="context_length_exceeded")
+        param = aliases.get("max_tokens", "max_tokens") if str(error).startswith("max_tokens ") else default
+        named = str(error) if param in (None, "max_tokens") else f"{param}: {error}"
+        return RequestError(400, named, param=param, code="context_length_exceeded")
     if grammar is not None and _GRAMMAR.match(str(error)):
         return RequestError(400, f"{grammar}: {error}", param=grammar)
     names = re.findall(r"[a-z][a-z_]*", str(error)[:80])
     param = next((name for name in names if name in _NAMED), default)
+    if (given := aliases.get(param or "")) is not None:
+        return RequestError(400, f"{given}: {error}", param=given)
     return RequestError(400, str(error), param=default if param == "prompt" else param)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jattn.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from jattn.engine.prompts import Prompt
+from jattn.engine.prompts import Prompt, check_template_kwargs
 from jattn.load.folder import read_json
 from jattn.serve.fields import SAMPLING, Fields, RequestError, as_request_error, is_prompt, is_tokens
 from jattn.serve.keys import digest
@@ -40,6 +40,7 @@ class Generation:
         include_usage: end a stream with the counts of tokens.
         echo: begin the answer with the prompt.
         prompt_alone: answer with nothing else; the one token that is generated for it is left out.
+        aliases: names of fields of params to those that the client wrote in their place.
         num_choices: of each prompt; below params.n they are the best.
         salt: only requests of equal salt share cached prefixes.
         priority: lower comes first.
@@ -62,6 +63,7 @@ class Generation:
     template: dict[str, Any] | None = None
     chat_template: str | None = None
     prompt_alone: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -141,8 +143,15 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         "tool_choice", lambda value: value in ("auto", "none"), '"auto" or "none"; others are not served'
     )
     variables = fields.object("chat_template_kwargs") or {}
-    template = variables | {"tools": None if choice == "none" else tools}
-    template["add_generation_prompt"] = fields.flag("add_generation_prompt", default=True)
+    try:
+        check_template_kwargs(variables)
+    except InvalidInput as error:
+        raise as_request_error(error) from None
+    template = {
+        "chat_template_kwargs": variables,
+        "tools": None if choice == "none" else tools,
+        "add_generation_prompt": fields.flag("add_generation_prompt", default=True),
+    }
     listed = [_message(index, message) for index, message in enumerate(messages)]
     source = fields.text("chat_template")
     return _generation(fields, [], changes, aliases=aliases, messages=listed, template=template, chat_template=source)
@@ -243,18 +252,15 @@ def _generation(
         raise RequestError(
             400, "prompt_logprobs is given and stream is true; only a whole answer has them.", param="prompt_logprobs"
         )
-    if asked == -1:
-        raise RequestError(
-            400, "prompt_logprobs is -1; an answer has those of some tokens at each place, not of all.",
-            param="prompt_logprobs",
-        )  # fmt: skip
+    for name in ("logprobs", "prompt_logprobs"):
+        if changes.get(name) == -1:
+            raise RequestError(
+                400, f"{name} is -1; an answer has those of some tokens at each place, not of all.", param=name
+            )
     try:
         params = SamplingParams(**changes)
     except InvalidInput as error:
-        refusal = as_request_error(error)
-        if (given := (aliases or {}).get(refusal.param or "")) is not None:
-            refusal = RequestError(400, f"{given}: {error}", param=given)
-        raise refusal from None
+        raise as_request_error(error, aliases=aliases) from None
     return Generation(
         prompts,
         params,
@@ -270,6 +276,7 @@ def _generation(
         messages,
         template,
         chat_template,
+        aliases=aliases or {},
     )
 
 

@@ -22,12 +22,12 @@ from jattn.arguments import (
 )
 from jattn.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
 from jattn.load import ChatTemplate, embedded_model_folder
-from jattn.load.folder import read_given
+from jattn.load.folder import read_given, read_json
 from jattn.serve import access
 from jattn.serve.app import ServeConfig, create_app
 from jattn.serve.async_llm import AsyncLLM
 from jattn.serve.keys import read_keys
-from torch_core.checks import check_int
+from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput
 
 __all__ = ["main"]
@@ -69,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--kv-cache-scales", metavar="FILE", help="of an 8-bit cache, as KVCacheScales.save writes it")
     parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
+    parser.add_argument(
+        "--engine-config", metavar="JSON", help='other fields of jattn.EngineConfig, as {"scrub_on_free": true}'
+    )
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache on each device (1 GiB)")
     add_device_arguments(parser)
@@ -93,17 +96,7 @@ def main(argv: Sequence[str]) -> int:
         chat_template=template,
         trust_request_chat_template=arguments.trust_request_chat_template,
     )
-    speculative, scales = arguments.speculative_config, arguments.kv_cache_scales
-    engine = EngineConfig(
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        max_model_len=arguments.max_model_len,
-        kv_cache_bytes=arguments.kv_cache_bytes,
-        **device_settings(arguments),
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        kv_cache_scales=scales and KVCacheScales.load(scales),
-        speculative_config=speculative and SpeculativeConfig.from_json(speculative),
-    )
+    engine = _engine_config(arguments)
     # The host has a stream to write for each sequence, too, however large the model is.
     engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
     llm = LLM(
@@ -132,6 +125,33 @@ def main(argv: Sequence[str]) -> int:
         access_log=False,
     )
     return 0
+
+
+def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """Returns the engine's sizes: those that are options, and what --engine-config adds.
+
+    Raises:
+        InvalidInput: a value out of range; a field that is unknown, an option of its own, or none that JSON can spell.
+    """
+    speculative, scales = arguments.speculative_config, arguments.kv_cache_scales
+    options = {
+        "max_num_seqs": arguments.max_num_seqs,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "max_model_len": arguments.max_model_len,
+        "kv_cache_bytes": arguments.kv_cache_bytes,
+        **device_settings(arguments),
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "kv_cache_scales": scales and KVCacheScales.load(scales),
+        "speculative_config": speculative and SpeculativeConfig.from_json(speculative),
+    }
+    more = {} if arguments.engine_config is None else read_json(arguments.engine_config, "--engine-config")
+    others = EngineConfig.__dataclass_fields__.keys() - options.keys() - {"mesh", "logits_processors"}
+    for name in more:
+        if name in options:
+            raise InvalidInput(f"--engine-config has {name!r}; give it as --{name.replace('_', '-')}.")
+        if name not in others:
+            raise InvalidInput(f"--engine-config has {shown(name)}; it may have {', '.join(sorted(others))}.")
+    return EngineConfig(**options, **more)
 
 
 def _check_address(host: str, port: int) -> None:

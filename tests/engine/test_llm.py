@@ -121,6 +121,16 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llm) -> None:
         llm.generate([[1] * 300], GREEDY)
 
 
+def test_more_tokens_than_the_model_has_places_are_refused_as_what_they_are(llm) -> None:
+    with pytest.raises(RequestTooLong) as error:
+        llm.generate([[1] * 3, [1]], SamplingParams(max_tokens=256))
+
+    assert str(error.value) == (
+        "max_tokens is 256; this engine's max_model_len is 256, and the prompt has 3 of it. Lower it, or pass None for "
+        "as many as there is room for."
+    )
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
@@ -251,6 +261,32 @@ def test_a_chat_is_the_templates_prompt(llm) -> None:
 
     assert [output.prompt for output in one + two] == ["<u>hi<a>", "<u>hi", "<u>hi"]
     assert one[0].outputs == llm.generate("<u>hi<a>", GREEDY)[0].outputs
+
+
+def test_a_chat_hands_variables_of_any_name_to_the_template(llm) -> None:
+    template = "{{ tokenizer }}{{ enable_thinking }}{{ messages[0].content }}"
+    variables = {"enable_thinking": False, "tokenizer": 5, "self": 1}
+
+    (output,) = llm.chat(
+        [{"role": "u", "content": "hi"}], GREEDY, chat_template=template, chat_template_kwargs=variables
+    )
+
+    assert output.prompt == "5Falsehi"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (5, "chat_template_kwargs is 5; it must map names of variables to values."),
+        ({1: 2}, "chat_template_kwargs is {1: 2}; it must map names of variables to values."),
+        ({"tools": []}, "chat_template_kwargs has 'tools', which is given beside it and not in it."),
+    ],
+)
+def test_variables_that_a_template_cannot_have_are_refused(llm, variables, message) -> None:
+    with pytest.raises(InvalidInput) as error:
+        llm.chat([{"role": "u", "content": "hi"}], GREEDY, chat_template="x", chat_template_kwargs=variables)
+
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("messages", [None, 5, "hi", [None], [[{"role": "u", "content": "hi"}], "a"]])

@@ -45,7 +45,7 @@ from torch_core.errors import InvalidInput
         ({"presence_penalty": -3}, "presence_penalty is -3.0; it must be from -2 to 2."),
         ({"frequency_penalty": float("inf")}, "frequency_penalty is inf; it must be from -2 to 2."),
         ({"min_tokens": 17}, "min_tokens is 17; it must not be above max_tokens (16)."),
-        ({"logprobs": -1}, "logprobs is -1; it must be from 0 to 2147483647, or None."),
+        ({"logprobs": -2}, "logprobs is -2; it must be from -1 to 2147483647, or None."),
         ({"prompt_logprobs": -2}, "prompt_logprobs is -2; it must be from -1 to 2147483647, or None."),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be -1, at least 1, or None."),
         ({"logit_bias": [3]}, "logit_bias is [3]; it must be a mapping, or None."),

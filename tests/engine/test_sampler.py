@@ -230,8 +230,10 @@ def by_the_host(logits: Any, *_: Any) -> Any:
     ("processor", "error"), [(lambda *_: 1 // 0, "ZeroDivisionError"), (by_the_host, "NotImplementedError")]
 )
 def test_a_processor_that_fails_is_refused_before_anybody_calls_it(processor, error) -> None:
-    with pytest.raises(InvalidInput, match=rf"^logits_processors\['x'\] raises {error} where it is traced: "):
+    with pytest.raises(InvalidInput, match=rf"^logits_processors\['x'\] raises {error} where it is traced: ") as caught:
         check_processors({"x": processor}, vocab_size=VOCAB, max_model_len=LENGTH)
+
+    assert f"called with logits float32[{VOCAB}], token_ids int32[{LENGTH}], num_prompt" in str(caught.value)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

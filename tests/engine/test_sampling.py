@@ -144,6 +144,20 @@ def test_logprobs_are_those_of_the_model(llm: Any) -> None:
         assert found[PROMPT[place + 1]].decoded_token == llm.tokenizer.decode(PROMPT[place + 1 : place + 2])
 
 
+def test_an_engine_without_a_limit_reports_the_whole_vocabulary(llm) -> None:
+    unlimited: Any = LLM(llm.model, tokenizer=llm.tokenizer, config=dataclasses.replace(CONFIG, max_logprobs=-1))
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=257)
+
+    (output,) = unlimited.generate([PROMPT], params)
+
+    for place, found in enumerate(output.outputs[0].logprobs):
+        row = dense_logits(llm.model, np.array(PROMPT + list(output.outputs[0].token_ids[:place])))[-1]
+        expected = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64)).sum())
+        assert sorted(found) == list(range(257))
+        assert max(abs(each.logprob - expected[token]) for token, each in found.items()) < 1e-3
+    assert [len(found) for found in output.prompt_logprobs[1:]] == [257] * (len(PROMPT) - 1)
+
+
 def test_a_prompt_in_chunks_has_all_its_logprobs_also_when_its_blocks_are_cached(llm: Any) -> None:
     prompt = [(7 * index) % 250 for index in range(40)]
     logits = dense_logits(llm.model, np.array(prompt), padded_to=40).astype(np.float64)
@@ -433,10 +447,11 @@ def test_a_grammar_that_outgrows_its_library_ends_with_an_error(llm) -> None:
     ("params", "message"),
     [
         ({"logprobs": 21}, "logprobs is 21; this engine's max_logprobs is 20. Ask for fewer, or set "),
+        ({"logprobs": -1}, "logprobs is -1; this engine's max_logprobs is 20. Ask for fewer, or set "),
         ({"allowed_token_ids": [257]}, "token 257 of allowed_token_ids is outside the vocabulary; ids are 0 to 256."),
         ({"logit_bias": {300: 1}}, "token 300 of logit_bias is outside the vocabulary; ids are 0 to 256."),
         ({"stop_token_ids": range(1, 129)}, "stop_token_ids has 128 entries and the model 1 of its own; together "),
-        ({"bad_words": ["a" * 17]}, "'aaaaaaaaaaaaaaaaa' of bad_words has 17 tokens; it must have 1 to 16."),
+        ({"bad_words": ["a" * 17]}, "bad_words has 'aaaaaaaaaaaaaaaaa', which is 17 tokens; a word must be 1 to 16."),
         ({"logits_processors": {"x": 1}}, "logits_processors names 'x'; this engine has towards_last (EngineConfig."),
     ],
 )

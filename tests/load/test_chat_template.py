@@ -64,11 +64,43 @@ def test_the_text_is_transformers(source, tools) -> None:
         "{% set ns = namespace(t='xx') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
         "{% set ns = namespace(t='xx') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}",
         "{% for a in range(9000) %}{{ 'x' * 9999 }}{% endfor %}",
+        "{{ messages | tojson(indent=999999999) }}",
+        "{{ messages | tojson(indent='x' * 9999999) }}",
+        "{{ messages | tojson(separators=('x' * 9999999, ':')) }}",
+        "{{ '%*d' % (999999999, 5) }}",
+        "{{ ('\t' * 9999999).expandtabs(1000) }}",
+        "{{ ('\n' * 9999999) | indent(1000) }}",
+        "{{ [0] * 60000000 }}",
+        "{{ [[0] * 9999] * 9999 }}",
+        "{{ lipsum(n=99999) }}",
+        "{% for i in range(9) %}{% set ns = namespace(t='x' * 60000000) %}{% endfor %}",
+        *(
+            "{% set a = namespace(t=[0]) %}{% set b = namespace(t=[0]) %}{% for i in range(40) %}"
+            f"{{% set a.t = {twice} %}}{{% set b.t = {twice} %}}{{% endfor %}}{{{{ {used} }}}}"
+            for twice, used in [
+                ("[a.t, a.t]", "a.t"),
+                ("(a.t, a.t)", "a.t | tojson"),
+                ("{'x': a.t, 'y': a.t}", "a.t ~ ''"),
+                ("dict(x=a.t, y=a.t)", "'%s' % (a.t,)"),
+                ("[a.t] * 2", "a.t == b.t"),
+            ]
+        ),
     ],
 )
 def test_a_template_that_reaches_out_fails_or_never_ends_is_stopped(source) -> None:
     with pytest.raises(InvalidInput, match=r"^the chat template"):
         ChatTemplate(source).render(MESSAGES)
+
+
+def test_a_long_conversation_is_put_together_piece_by_piece() -> None:
+    source = (
+        "{% set ns = namespace(all=[], text='') %}{% for m in messages %}{% set ns.all = ns.all + [m] %}"
+        "{% set ns.text = ns.text ~ m.content | trim %}{% endfor %}{{ ns.all | length }}{{ ns.text }}"
+    )
+
+    text = ChatTemplate(source).render([{"role": "user", "content": "x" * 200}] * 1000)
+
+    assert text == "1000" + "x" * 200_000
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x | nowhere }}", "x" * (1 << 18), 5])

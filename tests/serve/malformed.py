@@ -44,6 +44,7 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "stream_options": 5}, "stream_options"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": "x", "logprobs": -1, "echo": True}, "logprobs"),
     ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"1": "x"}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
@@ -54,6 +55,8 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
     ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
     ({"prompt": "x", "bad_words": "x"}, "bad_words"),
+    ({"prompt": "x", "bad_words": ["seed " * 99]}, "bad_words"),
+    ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
     ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
     ({"prompt": "x", "structured_outputs": {"regexp": "x"}}, "structured_outputs"),
     ({"prompt": "x", "structured_outputs": {"regex": "(["}}, "structured_outputs"),
@@ -77,6 +80,11 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 10**6}, "max_completion_tokens"),
+    *(
+        ({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: "x"}}, "chat_template_kwargs")
+        for name in ("messages", "tools", "add_generation_prompt", "chat_template")
+    ),
 ]
 
 

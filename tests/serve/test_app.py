@@ -131,6 +131,7 @@ def test_tokens_become_the_text_again(server, http_client) -> None:
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [1 << 40]}, "tokens"),
+        ("/detokenize", {"tokens": [1, 99_999]}, "tokens"),
     ],
 )
 def test_what_cannot_be_tokenized_is_refused_by_name(http_client, path, body, param) -> None:

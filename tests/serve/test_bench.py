@@ -25,7 +25,7 @@ def test_every_request_is_counted_and_timed(capsys, tmp_path, monkeypatch) -> No
     assert main([*sizes, "--rates", "50", "inf", "--ttft-goal-ms", "1e9", "--json"]) == 0
 
     slow, burst = json.loads(capsys.readouterr().out)
-    assert (slow["rate"], burst["rate"]) == (50, math.inf)
+    assert (slow["rate"], burst["rate"]) == (50, "inf")
     for row in (slow, burst):
         assert (row["completed"], row["failed"]) == (3, 0)
         assert row["output_tokens_per_second"] == pytest.approx(15 / row["duration_s"])
@@ -39,10 +39,22 @@ def test_requests_that_fail_are_counted_and_the_exit_says_so(server, capsys) -> 
     assert cli(["bench", "serve", "--url", server.url, "--api-key", "wrong", *sizes]) == 1
     assert main(["--url", server.url, "--api-key", KEY, *sizes]) == 0
 
-    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines() if "inf" in line] == [
+    printed = capsys.readouterr()
+    assert [line.split()[:3] for line in printed.out.splitlines() if "inf" in line] == [
         ["inf", "0", "2"],
         ["inf", "2", "0"],
     ]
+
+    assert printed.err.startswith("jattn: at inf requests a second 2 failed; the first: status 401: ")
+
+
+def test_what_json_has_no_numbers_for_is_spelled_otherwise(server, capsys) -> None:
+    sizes = ["--num-requests", "1", "--prompt-tokens", "4", "--new-tokens", "5", "--rates", "inf", "--json"]
+
+    assert main(["--url", server.url, "--api-key", "wrong", *sizes]) == 1
+
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (row["rate"], row["ttft_ms"]["p50"]) == ("inf", None)
 
 
 def test_a_picture_shows_latencies_and_the_pool(server, capsys, tmp_path) -> None:
@@ -67,6 +79,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatc
     )
 
 
-def test_sizes_out_of_range_are_refused() -> None:
+@pytest.mark.parametrize("rate", [0.0, math.nan])
+def test_sizes_out_of_range_are_refused(rate) -> None:
     with pytest.raises(InvalidInput, match=r"must be at least 1, and rates above 0\."):
-        run(rates=[0.0])
+        run(rates=[rate])

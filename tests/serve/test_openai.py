@@ -276,7 +276,7 @@ def test_models_are_listed(client) -> None:
     [
         ({"model": "gpt"}, openai.NotFoundError, "model"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 10**6}, openai.BadRequestError, "prompt"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
         ({"prompt": []}, openai.BadRequestError, "prompt"),
         ({"prompt": [99999]}, openai.BadRequestError, "prompt"),
         ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias"),

@@ -18,15 +18,16 @@ from jattn.cli import main
 from tests.support.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+ENGINE = ("--engine-config", '{"max_logprobs": 1, "num_scheduler_steps": 2}')
 
 
-def test_what_runs_is_finished_after_sigterm(tmp_path) -> None:
+def test_it_runs_as_it_was_told_and_what_runs_is_finished_after_sigterm(tmp_path) -> None:
     folder = write_tiny_model(tmp_path / "tiny", 0, num_hidden_layers=1)
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
     command = [sys.executable, "-m", "jattn.cli", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
     process = subprocess.Popen(
-        [*command, "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--no-warmup"],
+        [*command, "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--no-warmup", *ENGINE],
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -35,10 +36,11 @@ def test_what_runs_is_finished_after_sigterm(tmp_path) -> None:
         assert process.stderr is not None
         url = next(found.group() for line in process.stderr if (found := re.search(r"http://[0-9.:]+", line)))
         body = {"model": "tiny", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        headers = {"Authorization": "Bearer second"}
+        refused = httpx.post(f"{url}/v1/completions", json=body | {"logprobs": 2}, headers=headers)
+        assert "this engine's max_logprobs is 1." in refused.json()["error"]["message"]
         texts = []
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer second"}, timeout=600
-        ) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=600) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     if not texts:
@@ -72,6 +74,21 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:
         (["--drain-seconds", "-1"], "jattn: drain_seconds is -1; it must be an int of at least 0."),
         (["--max-body-bytes", "0"], "jattn: max_body_bytes is 0; it must be an int of at least 1."),
         (["--max-num-seqs", "0"], "jattn: max_num_seqs is 0; it must be from 1 to 65536."),
+        (["--engine-config", "{"], "jattn: --engine-config is not valid JSON: "),
+        (["--engine-config", "[]"], "jattn: --engine-config holds a JSON list; it must be an object."),
+        (["--engine-config", '{"scrub_on_free": 1}'], "jattn: scrub_on_free is 1; it must be True or False."),
+        (
+            ["--engine-config", '{"max_num_seqs": 1}'],
+            "jattn: --engine-config has 'max_num_seqs'; give it as --max-num-seqs.",
+        ),
+        (
+            ["--engine-config", '{"mesh": 1}'],
+            "jattn: --engine-config has 'mesh'; it may have batch_invariant, block_size, ",
+        ),
+        (
+            ["--engine-config", '{"num_scheduler_steps": 1, "block_size": 0}'],
+            "jattn: block_size is 0; it must be from 1 to ",
+        ),
     ],
 )
 def test_a_server_that_cannot_start_says_why(arguments, message, capsys) -> None:
