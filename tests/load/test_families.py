@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 from flax import nnx
 
 from jattn.engine import LLM, EngineConfig, SamplingParams
 from jattn.load import Family, known_families, load_model, register_family, save_model
+from jattn.testing.torch_side import FirstOfEqual
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.saved import assert_saved_as_it_was
@@ -92,17 +92,6 @@ def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_p
     assert_greedy_as_transformers(folder, seed, max_tokens=16)
 
 
-@pytest.fixture
-def first_of_equal(monkeypatch):
-    """Of equal scores the first one wins in torch, too: those of an indexer are often 0, and its topk takes any."""
-
-    def topk(x, k, dim=-1, **_):
-        values, indices = x.sort(dim=dim, descending=True, stable=True)
-        return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(torch.Tensor, "topk", topk)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "sizes",
@@ -110,11 +99,10 @@ def first_of_equal(monkeypatch):
     ids=["small", "larger"],
 )
 @pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
-def test_every_variant_in_two_sizes_decodes_what_transformers_would(
-    architecture, variant, sizes, tmp_path, seed, first_of_equal
-):
+def test_every_variant_in_two_sizes_decodes_what_transformers_would(architecture, variant, sizes, tmp_path, seed):
     folder = write_checkpoint(tmp_path, architecture, variant, seed, **sizes)
-    assert_greedy_as_transformers(folder, seed, max_tokens=64)
+    with FirstOfEqual():
+        assert_greedy_as_transformers(folder, seed, max_tokens=64)
 
 
 OWN = Family(

@@ -112,6 +112,15 @@ def test_without_transformers_such_a_family_is_refused(folder: Path, monkeypatch
         TorchDecoder(folder)
 
 
+def test_of_an_indexers_equal_scores_the_first_count_on_both_sides(tmp_path: Path, seed: int) -> None:
+    """Scores that no head raises above 0 are equal, and torch's topk takes any of them: another in float64."""
+    folder = write_checkpoint(tmp_path, "DeepseekV32ForCausalLM", 0, seed, num_hidden_layers=1)
+
+    report = compare_with_torch(folder, [list(range(3, 43))], implementations=["xla"], max_tokens=2)
+
+    assert report.passed, str(report)
+
+
 @pytest.mark.nightly
 def test_longrope_is_compared_at_the_length_of_the_prompts(tmp_path: Path, seed: int) -> None:
     """transformers takes the short factors for sequences within the first context, whatever the model was made for."""
