@@ -386,8 +386,8 @@ def test_plain_metadata_and_latent_ones_are_not_taken_for_each_other(rng):
         "builder of the layer's own backend."
     ):
         query = torch.zeros(1, HEADS, 20)
-        layer.forward(ONES, query, query[:, :1], query[:, :1], torch.zeros(spec.shape(NUM_BLOCKS)),
-                      make_builder().build(0, step.common), query)  # fmt: skip
+        latent: Any = make_builder().build(0, step.common)
+        layer.forward(ONES, query, query[:, :1], query[:, :1], torch.zeros(spec.shape(NUM_BLOCKS)), latent, query)
     with refuses(
         "kv_cache_spec is a LatentCacheSpec; TorchAttentionMetadataBuilder is for layers of keys and values. Latent "
         "ones have TritonMLAMetadataBuilder."
