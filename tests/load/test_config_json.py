@@ -48,6 +48,16 @@ REFUSED = [
         Unsupported,
         "the nearest that this build has is Qwen3MoeForCausalLM, which has no 'linear_heads'. It has",
     ),
+    (
+        {"architectures": ["LlamaModelOfMine"]},
+        Unsupported,
+        f"the nearest that this build has is LlamaForCausalLM, which reads each key of this file. It has {NAMES}, ",
+    ),
+    (
+        {"architectures": ["LlamaModelOfMine"]},
+        Unsupported,
+        "BartForConditionalGeneration. jattn.load.register_family adds another.",
+    ),
     ({"model_type": "qwen2"}, InvalidInput, "model_type is 'qwen2'; LlamaForCausalLM needs 'llama'."),
     ({"auto_map": {}}, Unsupported, "config.json has auto_map; code from a model folder is never run."),
     ({"use_mrope": True}, Unsupported, "config.json: use_mrope is True; this build has false."),
