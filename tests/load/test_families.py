@@ -25,7 +25,7 @@ LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CAS
 
 
 #: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
-PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "GptOss")
+PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "SmolLM3", "GptOss")
 
 
 def test_every_family_of_the_package_is_tested():

@@ -21,7 +21,7 @@ from jattn.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.load.families.gpt_oss import GPT_OSS
 from jattn.load.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jattn.load.families.mixtral import MIXTRAL
-from jattn.load.families.olmo2 import OLMO2
+from jattn.load.families.olmo2 import OLMO2, OLMO3
 from jattn.load.families.phi3 import PHI3
 from jattn.load.families.qwen import QWEN2, QWEN3
 from jattn.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -45,6 +45,7 @@ _FAMILIES = {
         PHI3,
         GRANITE,
         OLMO2,
+        OLMO3,
         SMOLLM3,
         COHERE,
         STARCODER2,
