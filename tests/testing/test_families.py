@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -85,6 +86,23 @@ def test_a_picture_without_matplotlib_says_what_to_install(
 
     with pytest.raises(Unsupported, match=r"^a picture needs matplotlib; pip install jattn\[plot\]\.$"):
         save_picture(report, tmp_path / "errors.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere/errors.png", r"jattn: the picture is '.*errors\.png'; there is no folder '.*nowhere'\."),
+        ("errors.txt", r"jattn: the picture is '.*errors\.txt'; its ending must be one of .*pdf.*png.*svg.*\."),
+        ("errors", r"jattn: the picture is '.*errors'; its ending must be one of "),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_compared(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    assert cli.main(["crosscheck", "--model", "nowhere", "--picture", str(tmp_path / name)]) == 2
+    assert re.match(message, capsys.readouterr().err)
 
 
 def test_the_command_prints_json_with_layers(
