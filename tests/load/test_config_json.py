@@ -375,7 +375,7 @@ def test_a_combination_without_an_architecture_cannot_be_rendered():
         (
             "BartForConditionalGeneration",
             {"encoder_attention_heads": 8},
-            "config.json: encoder.num_key_value_heads is 8 and the decoder's 4; this build has the same in both.",
+            "config.json: encoder_attention_heads is 8 and the decoder's 4; this build has the same in both.",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(("LM", "Generation")) else "",

@@ -12,7 +12,7 @@ import safetensors.numpy
 from flax import nnx
 
 from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import Family, known_families, load_model, register_family, save_model
+from jattn.load import Family, known_families, load_model, parse_config, register_family, save_model
 from jattn.testing.torch_side import FirstOfEqual
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
@@ -165,6 +165,24 @@ def test_an_absurd_config_is_refused_without_allocating(changes, tmp_path, seed)
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(InvalidInput, match=r"^config\.json: "):
         load_model(folder, with_tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("GPT2LMHeadModel", "n_embd", 0),
+        ("FalconForCausalLM", "ffn_hidden_size", 10**9),
+        ("MixtralForCausalLM", "num_local_experts", 10**9),
+        ("Qwen3MoeForCausalLM", "moe_intermediate_size", -1),
+        ("DeepseekV3ForCausalLM", "n_routed_experts", 0),
+        ("CohereForCausalLM", "layer_norm_eps", -1),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_as_the_file_does(architecture, key, value, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, 0, seed)
+    raw = json.loads((folder / "config.json").read_text())
+    with pytest.raises(InvalidInput, match=rf"^config\.json: {key} is {value}; it must be from "):
+        parse_config({**raw, key: value})
 
 
 def test_a_config_of_millions_of_experts_is_refused_before_they_are_named(tmp_path, seed):

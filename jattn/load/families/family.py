@@ -45,6 +45,11 @@ class Key:
         """The fields, as a tuple."""
         return (self.field,) if isinstance(self.field, str) else self.field
 
+    @property
+    def is_plain(self) -> bool:
+        """The field has the file's value as it is."""
+        return self.read is _same
+
 
 def _numeric(function: Callable[[float], float], digits: int = 17) -> Callable[[Any], Any]:
     """Returns a conversion that leaves alone what is no positive number: ModelConfig says what is wrong with it."""
