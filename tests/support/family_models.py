@@ -119,6 +119,15 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             },
         ],
     ),
+    "GlmForCausalLM": ("GlmConfig", [{"head_dim": 8}, {"head_dim": 16, "attention_bias": False}]),
+    "Glm4ForCausalLM": ("Glm4Config", [{"head_dim": 8, "attention_bias": False}, {"head_dim": 16}]),
+    "SeedOssForCausalLM": (
+        "SeedOssConfig",
+        [
+            {"head_dim": 8},
+            {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        ],
+    ),
     "SmolLM3ForCausalLM": (
         "SmolLM3Config",
         [{"no_rope_layer_interval": 2}, {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 1]}],
