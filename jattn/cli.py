@@ -253,8 +253,10 @@ def _as_json(output: Any) -> dict[str, Any]:
 
 
 def _crosscheck(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.testing import compare_with_torch, save_picture
+    from jattn.testing import check_picture_path, compare_with_torch, save_picture
 
+    if arguments.picture is not None:
+        check_picture_path(arguments.picture)
     report = compare_with_torch(
         arguments.model,
         arguments.prompt,

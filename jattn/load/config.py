@@ -52,7 +52,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
             options |= dict.fromkeys(key.fields, key.read(raw[name]))
     # Before anything is counted out, layer by layer.
     for name in REQUIRED_FIELDS:
-        check_int(f"{FILE}: {name}", options[name], 1, SIZE_LIMITS[name])
+        check_int(f"{FILE}: {_key_of(name, family, raw)}", options[name], 1, SIZE_LIMITS[name])
     if options.get("num_key_value_heads") is None:
         options["num_key_value_heads"] = options["num_attention_heads"]
     if options.get("head_dim") is None:
@@ -79,7 +79,8 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
             architecture=family.architecture,
         )
     except (InvalidInput, Unsupported) as error:
-        raise type(error)(f"{FILE}: {error}") from None
+        name, space, rest = str(error).partition(" ")
+        raise type(error)(f"{FILE}: {_key_of(name, family, raw)}{space}{rest}") from None
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:
         raise InvalidInput(f"{FILE}: values of {family.architecture} do not fit each other ({error}).") from None
 
@@ -154,6 +155,13 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
     elif family.model_type == "smollm3":
         rendered["no_rope_layers"] = [1] * config.num_hidden_layers
     return rendered | write_rope(config, family) | _write_windows(config, family)
+
+
+def _key_of(name: str, family: Family, raw: Mapping[str, Any]) -> str:
+    """Returns what the file calls a field whose value it holds as it is; the field's own name otherwise."""
+    fields = {name, f"moe.{name}", f"latent.{name}"}
+    own = (key for key, entry in family.all_keys.items() if entry.is_plain and fields & {*entry.fields})
+    return next((key for key in own if key in raw), name)
 
 
 def _popped(options: dict[str, Any], prefix: str) -> dict[str, Any]:

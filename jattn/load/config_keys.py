@@ -86,10 +86,10 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     if not isinstance(named[0], str) or named[0] not in known | also:
         nearest = nearest_family(str(named[0])[:200], lambda family: len(_unread(raw, family)))
         unread = sorted(_unread(raw, nearest))
-        missing = f", which has no {', '.join(map(shown, unread[:8]))}" if unread else ""
+        missing = f"which has no {', '.join(map(shown, unread[:8]))}" if unread else "which reads each key of this file"
         raise Unsupported(
             f"{FILE}: architectures[0] is {shown(named[0])}; the nearest that this build has is "
-            f"{nearest.architecture}{missing}. It has {', '.join(known)}."
+            f"{nearest.architecture}, {missing}. It has {', '.join(known)}. jattn.load.register_family adds another."
         )
     family = (also | known)[named[0]]
     if raw.get("auto_map") is not None and not family.brings_code:

@@ -62,20 +62,25 @@ def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     written: dict[str, Any] = {family.rope_keys.get("rope_theta", "rope_theta"): config.rope_theta}
     if _PARTIAL in family.rope_keys:
         written[family.rope_keys[_PARTIAL]] = config.partial_rotary_factor
+    scaling = config.rope_scaling
+    if family.rope_keys.get(_LOCAL) == "rope_parameters":
+        full = {"rope_type": "default", **(_scaling_values(scaling) if scaling else {}), **written}
+        local = {"rope_type": "default", "rope_theta": config.rope_local_theta}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if _LOCAL in family.rope_keys:
         written[_LOCAL] = config.rope_local_theta
-    scaling = config.rope_scaling
     if scaling is None:
         return written | {"rope_scaling": {"rope_type": "default"} if "rope_scaling" in family.defaults else None}
+    if scaling.rope_type == "longrope":
+        written[_ORIGINAL] = scaling.original_max_position_embeddings
+    return written | {"rope_scaling": _scaling_values(scaling)}
+
+
+def _scaling_values(scaling: RopeScaling) -> dict[str, Any]:
     needed, possible = ROPE_KEYS[scaling.rope_type]
     values = {key: getattr(scaling, key) for key in (*needed, *possible)}
     lists = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-    if scaling.rope_type == "longrope":
-        written[_ORIGINAL] = scaling.original_max_position_embeddings
-    return written | {
-        "rope_scaling": {"rope_type": scaling.rope_type}
-        | {key: value for key, value in lists.items() if value is not None}
-    }
+    return {"rope_type": scaling.rope_type} | {key: value for key, value in lists.items() if value is not None}
 
 
 def _value(raw: Mapping[str, Any], family: Family, name: str, default: float) -> Any:

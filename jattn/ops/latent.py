@@ -7,6 +7,7 @@ import jax
 from jattn.ops.attention import Request, operation, output, output_and_lse, request_of
 from jattn.ops.run import run
 from torch_core.calls import LatentCall, LatentWriteCall
+from torch_core.errors import InvalidInput
 
 __all__ = ["latent_request", "mla_attention", "mla_attention_with_lse", "write_latent_cache"]
 
@@ -66,6 +67,12 @@ def latent_request(
         >>> mla_attention(jnp.ones((1, 2, 10)), cache, table, lens, starts, **options).shape
         (1, 2, 8)
     """
+    if scale is None:
+        # A default would be of the absorbed head, which is wider than the one that the model was trained with.
+        raise InvalidInput(
+            "scale is None; give that of the plain form, (nope_dim + rope_dim) ** -0.5 for most models: latents do not "
+            "say it."
+        )
     return request_of(LatentCall, **locals(), attention_chunk=None, use_alibi_sqrt=False)
 
 

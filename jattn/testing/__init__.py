@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jattn.testing.compare import compare_with_torch
 from jattn.testing.layers import LayerRow
-from jattn.testing.picture import save_picture
+from jattn.testing.picture import check_picture_path, save_picture
 from jattn.testing.report import CrosscheckReport, CrosscheckRow, TokenDifference
 from jattn.testing.torch_decoder import TorchDecoder
 
@@ -14,6 +14,7 @@ __all__ = [
     "LayerRow",
     "TokenDifference",
     "TorchDecoder",
+    "check_picture_path",
     "compare_with_torch",
     "save_picture",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +12,30 @@ from jattn.testing.layers import LayerRow
 from jattn.testing.report import CrosscheckReport
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["save_picture"]
+__all__ = ["check_picture_path", "save_picture"]
+
+
+def check_picture_path(path: str | os.PathLike[str]) -> None:
+    """Checks that a picture can be written there, before anything is compared.
+
+    Raises:
+        InvalidInput: no such folder, or an ending of no known format.
+        Unsupported: matplotlib is not installed.
+    """
+    known = _figure().canvas.get_supported_filetypes()
+    place, ending = Path(path), Path(path).suffix.removeprefix(".").lower()
+    if ending not in known:
+        raise InvalidInput(f"the picture is {str(place)!r}; its ending must be one of {', '.join(sorted(known))}.")
+    if not place.parent.is_dir():
+        raise InvalidInput(f"the picture is {str(place)!r}; there is no folder {str(place.parent)!r}.")
+
+
+def _figure(**options: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Unsupported("a picture needs matplotlib; pip install jattn[plot].") from None
+    return Figure(**options)
 
 
 def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None:
@@ -23,19 +48,16 @@ def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None
         path: of the picture; its ending says in which format (png, svg, pdf).
 
     Raises:
-        InvalidInput: the report has no layers.
+        InvalidInput: the report has no layers; as `check_picture_path`.
         Unsupported: matplotlib is not installed.
     """
     if not report.layers:
         raise InvalidInput("report has no layers; make it with compare_with_torch(..., layers=True).")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Unsupported("a picture needs matplotlib; pip install jattn[plot].") from None
+    check_picture_path(path)
     panels_of: dict[str, list[LayerRow]] = {}
     for row in report.layers:
         panels_of.setdefault(row.implementation + ", encoder" * row.layer.startswith("encoder."), []).append(row)
-    figure = Figure(figsize=(9, 1.5 + 2.5 * len(panels_of)), layout="constrained")
+    figure = _figure(figsize=(9, 1.5 + 2.5 * len(panels_of)), layout="constrained")
     panels = figure.subplots(len(panels_of), 1, squeeze=False)[:, 0]
     figure.suptitle(f"{report.model}, {report.dtype}: log10 of the error against float64")
     for panel, (name, rows) in zip(panels, panels_of.items(), strict=True):

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from jattn.models import ModelConfig
 from jattn.testing.torch_decoder import TorchDecoder
 from torch_core.errors import Unsupported
 
-__all__ = ["TorchSide", "greedy_run", "load_torch_side", "suitable_threads"]
+__all__ = ["FirstOfEqual", "TorchSide", "greedy_run", "load_torch_side", "suitable_threads"]
 
 # Below this many parameters a second OpenMP thread brings less to a decode step than waiting for it costs: with 1.8M
 # parameters on two busy cores a step took 90 ms of processor time with two threads and 6 ms with one.
@@ -43,6 +44,22 @@ class TorchSide:
     hidden_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
     reading: Callable[[Sequence[int]], TorchSide] | None = None
     encoder_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
+
+
+class FirstOfEqual(TorchFunctionMode):
+    """Within it `Tensor.topk` takes the first of equal values, as jax.lax.top_k does; torch says nothing of which.
+
+    Many of an indexer's scores are 0, so that otherwise torch itself chooses other tokens in float64 than in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `torch.overrides.TorchFunctionMode`."""
+        return _first_topk(*args, **(kwargs or {})) if func is torch.Tensor.topk else func(*args, **(kwargs or {}))
+
+
+def _first_topk(values: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
+    ordered, indices = values.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)))  # type: ignore[attr-defined]
 
 
 def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: str, widened: bool = False) -> TorchSide:
@@ -89,18 +106,26 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
             model.double()
 
     description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
-    return _of_transformers(model, f"{description} on {device}", device, has_encoder=config.encoder is not None)
+    context = _quiet if config.index_head_dim is None else _quiet_first_of_equal
+    has_encoder = config.encoder is not None
+    return _of_transformers(model, f"{description} on {device}", device, context, has_encoder=has_encoder)
 
 
 def _of_transformers(
-    model: Any, description: str, device: str, *, has_encoder: bool, encoder_token_ids: Sequence[int] = ()
+    model: Any,
+    description: str,
+    device: str,
+    context: Callable[[], contextlib.AbstractContextManager[None]],
+    *,
+    has_encoder: bool,
+    encoder_token_ids: Sequence[int] = (),
 ) -> TorchSide:
     def ids(token_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(token_ids)], device=device)
 
     @torch.no_grad()
     def run(token_ids: Sequence[int], **options: Any) -> Any:
-        with _quiet():
+        with context():
             if has_encoder:
                 return model(input_ids=ids(encoder_token_ids), decoder_input_ids=ids(token_ids), **options)
             return model(ids(token_ids), **options)
@@ -115,11 +140,11 @@ def _of_transformers(
 
     @torch.no_grad()
     def encoder_states(token_ids: Sequence[int]) -> list[np.ndarray]:
-        with _quiet():
+        with context():
             return _float64(model.get_encoder()(ids(token_ids), output_hidden_states=True).hidden_states)
 
     def reading(token_ids: Sequence[int]) -> TorchSide:
-        return _of_transformers(model, description, device, has_encoder=True, encoder_token_ids=token_ids)
+        return _of_transformers(model, description, device, context, has_encoder=True, encoder_token_ids=token_ids)
 
     side = TorchSide("transformers", description, forward, hidden_states)
     return replace(side, reading=reading, encoder_states=encoder_states) if has_encoder else side
@@ -164,6 +189,12 @@ def _quiet() -> Iterator[None]:
     """Hides the warnings of transformers' own modules; everything else stays as it was."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(transformers|huggingface_hub)(\.|$)")
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_first_of_equal() -> Iterator[None]:
+    with _quiet(), FirstOfEqual():
         yield
 
 

@@ -48,6 +48,16 @@ REFUSED = [
         Unsupported,
         "the nearest that this build has is Qwen3MoeForCausalLM, which has no 'linear_heads'. It has",
     ),
+    (
+        {"architectures": ["LlamaModelOfMine"]},
+        Unsupported,
+        f"the nearest that this build has is LlamaForCausalLM, which reads each key of this file. It has {NAMES}, ",
+    ),
+    (
+        {"architectures": ["LlamaModelOfMine"]},
+        Unsupported,
+        "BartForConditionalGeneration. jattn.load.register_family adds another.",
+    ),
     ({"model_type": "qwen2"}, InvalidInput, "model_type is 'qwen2'; LlamaForCausalLM needs 'llama'."),
     ({"auto_map": {}}, Unsupported, "config.json has auto_map; code from a model folder is never run."),
     ({"use_mrope": True}, Unsupported, "config.json: use_mrope is True; this build has false."),
@@ -365,7 +375,7 @@ def test_a_combination_without_an_architecture_cannot_be_rendered():
         (
             "BartForConditionalGeneration",
             {"encoder_attention_heads": 8},
-            "config.json: encoder.num_key_value_heads is 8 and the decoder's 4; this build has the same in both.",
+            "config.json: encoder_attention_heads is 8 and the decoder's 4; this build has the same in both.",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(("LM", "Generation")) else "",

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 from flax import nnx
 
 from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import Family, known_families, load_model, register_family, save_model
+from jattn.load import Family, known_families, load_model, parse_config, register_family, save_model
+from jattn.testing.torch_side import FirstOfEqual
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.saved import assert_saved_as_it_was
@@ -25,7 +25,7 @@ LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CAS
 
 
 #: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
-PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "GptOss")
+PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "SmolLM3", "GptOss")
 
 
 def test_every_family_of_the_package_is_tested():
@@ -92,17 +92,6 @@ def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_p
     assert_greedy_as_transformers(folder, seed, max_tokens=16)
 
 
-@pytest.fixture
-def first_of_equal(monkeypatch):
-    """Of equal scores the first one wins in torch, too: those of an indexer are often 0, and its topk takes any."""
-
-    def topk(x, k, dim=-1, **_):
-        values, indices = x.sort(dim=dim, descending=True, stable=True)
-        return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(torch.Tensor, "topk", topk)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "sizes",
@@ -110,11 +99,10 @@ def first_of_equal(monkeypatch):
     ids=["small", "larger"],
 )
 @pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
-def test_every_variant_in_two_sizes_decodes_what_transformers_would(
-    architecture, variant, sizes, tmp_path, seed, first_of_equal
-):
+def test_every_variant_in_two_sizes_decodes_what_transformers_would(architecture, variant, sizes, tmp_path, seed):
     folder = write_checkpoint(tmp_path, architecture, variant, seed, **sizes)
-    assert_greedy_as_transformers(folder, seed, max_tokens=64)
+    with FirstOfEqual():
+        assert_greedy_as_transformers(folder, seed, max_tokens=64)
 
 
 OWN = Family(
@@ -177,6 +165,24 @@ def test_an_absurd_config_is_refused_without_allocating(changes, tmp_path, seed)
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(InvalidInput, match=r"^config\.json: "):
         load_model(folder, with_tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("GPT2LMHeadModel", "n_embd", 0),
+        ("FalconForCausalLM", "ffn_hidden_size", 10**9),
+        ("MixtralForCausalLM", "num_local_experts", 10**9),
+        ("Qwen3MoeForCausalLM", "moe_intermediate_size", -1),
+        ("DeepseekV3ForCausalLM", "n_routed_experts", 0),
+        ("CohereForCausalLM", "layer_norm_eps", -1),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_as_the_file_does(architecture, key, value, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, 0, seed)
+    raw = json.loads((folder / "config.json").read_text())
+    with pytest.raises(InvalidInput, match=rf"^config\.json: {key} is {value}; it must be from "):
+        parse_config({**raw, key: value})
 
 
 def test_a_config_of_millions_of_experts_is_refused_before_they_are_named(tmp_path, seed):

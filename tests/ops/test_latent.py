@@ -17,6 +17,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays, arrays_of, keywords
 from tests.support.attention_cases import assert_matches_reference, to_torch
 from tests.support.latent_cases import LatentCase, latent_case, random_latent_case
 from tests.support.latent_writes import rotary_write
+from torch_core.errors import InvalidInput
 from torch_core.packed import unpack_latents
 from torch_core.reference import write_latent_cache
 
@@ -106,5 +107,10 @@ def test_a_call_has_a_gradient():
 
 
 def test_the_scale_has_no_default():
+    case = latent_case(1, seq_lens=[3], query_lens=[1])
+    given: Any = {**arrays(case), **case.limits}
+    none: Any = None
     with pytest.raises(TypeError, match="scale"):
-        jattn.mla_attention(*arrays(latent_case(1, seq_lens=[3], query_lens=[1])).values(), max_query_len=1)  # type: ignore[call-arg]
+        jattn.mla_attention(**given)
+    with pytest.raises(InvalidInput, match=r"^scale is None; give that of the plain form, \(nope_dim \+ rope_dim\)"):
+        jattn.mla_attention(**given, scale=none)

@@ -44,6 +44,15 @@ def test_scrubbed_blocks_are_zero_and_their_neighbours_untouched(pool) -> None:
     assert [layer[1:] for layer in marks(pool)] == [[1, 2, 0, 4, 0, 0, 7], [101, 102, 0, 104, 0, 0, 107]]
 
 
+def test_copied_blocks_are_what_their_sources_were(pool) -> None:
+    before = pool.addresses()
+
+    pool.copy_blocks([(2, 5), (5, 6), (2, 7)])
+
+    assert [layer[1:] for layer in marks(pool)] == [[1, 2, 3, 4, 2, 5, 2], [101, 102, 103, 104, 102, 105, 102]]
+    assert pool.addresses() == before
+
+
 def test_blocks_written_back_are_what_was_read(pool) -> None:
     before = pool.addresses()
     contents = pool.read_blocks([2, 7, 4])

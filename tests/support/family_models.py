@@ -104,6 +104,30 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         ],
     ),
     "Olmo2ForCausalLM": ("Olmo2Config", [{}, {"attention_bias": True, "tie_word_embeddings": True}]),
+    "Olmo3ForCausalLM": (
+        "Olmo3Config",
+        [
+            _SMALL_WINDOW | {"attention_bias": True},
+            _SMALL_WINDOW
+            | {
+                "rope_parameters": {
+                    "full_attention": _YARN,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+                "layer_types": ["full_attention", "sliding_attention"],
+                "tie_word_embeddings": True,
+            },
+        ],
+    ),
+    "GlmForCausalLM": ("GlmConfig", [{"head_dim": 8}, {"head_dim": 16, "attention_bias": False}]),
+    "Glm4ForCausalLM": ("Glm4Config", [{"head_dim": 8, "attention_bias": False}, {"head_dim": 16}]),
+    "SeedOssForCausalLM": (
+        "SeedOssConfig",
+        [
+            {"head_dim": 8},
+            {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        ],
+    ),
     "SmolLM3ForCausalLM": (
         "SmolLM3Config",
         [{"no_rope_layer_interval": 2}, {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 1]}],

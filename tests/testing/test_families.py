@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -87,6 +88,23 @@ def test_a_picture_without_matplotlib_says_what_to_install(
         save_picture(report, tmp_path / "errors.png")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere/errors.png", r"jattn: the picture is '.*errors\.png'; there is no folder '.*nowhere'\."),
+        ("errors.txt", r"jattn: the picture is '.*errors\.txt'; its ending must be one of .*pdf.*png.*svg.*\."),
+        ("errors", r"jattn: the picture is '.*errors'; its ending must be one of "),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_compared(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    assert cli.main(["crosscheck", "--model", "nowhere", "--picture", str(tmp_path / name)]) == 2
+    assert re.match(message, capsys.readouterr().err)
+
+
 def test_the_command_prints_json_with_layers(
     folder: Path, report: CrosscheckReport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +128,15 @@ def test_without_transformers_such_a_family_is_refused(folder: Path, monkeypatch
         compare_with_torch(folder, PROMPTS)
     with pytest.raises(Unsupported, match=r"^Gemma2ForCausalLM has options that TorchDecoder does not compute\.$"):
         TorchDecoder(folder)
+
+
+def test_of_an_indexers_equal_scores_the_first_count_on_both_sides(tmp_path: Path, seed: int) -> None:
+    """Scores that no head raises above 0 are equal, and torch's topk takes any of them: another in float64."""
+    folder = write_checkpoint(tmp_path, "DeepseekV32ForCausalLM", 0, seed, num_hidden_layers=1)
+
+    report = compare_with_torch(folder, [list(range(3, 43))], implementations=["xla"], max_tokens=2)
+
+    assert report.passed, str(report)
 
 
 @pytest.mark.nightly

@@ -25,6 +25,8 @@ from torch_core.vllm import (
     DeviceInfo,
     MLADims,
     StepBuffers,
+    TorchAttentionImpl,
+    TorchAttentionMetadataBuilder,
     TorchMLAImpl,
     TritonMLABackend,
     TritonMLAImpl,
@@ -333,6 +335,65 @@ def test_a_step_that_does_not_fit_is_refused_and_writes_nothing(rng):
         impl.forward_mqa(step.query, step.cache, replace(metadata, decode=None), ONES)
     assert step.cache.isnan().all()
     assert impl.forward(*arguments, step.cache, None, torch.ones(1, HEADS * 6)).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": (6, 2, 12)}, r"hidden_states_or_cq has shape \(6, 2, 12\); .* \[num_tokens, 3, 12\], or flat."),
+        ({"query": (4, 3, 8)}, r"hidden_states_or_cq has shape \(4, 3, 8\); .* \[num_tokens, 3, 12\], or flat."),
+        ({"kv_c": (4, 12)}, r"kv_c_normed has shape \(4, 12\); it must be \[num_tokens, 16\]."),
+        ({"k_pe": (8, 2)}, r"k_pe has shape \(8, 2\); it must be \[num_tokens, 4\], or with an axis of one head."),
+        ({"k_pe": (3, 4)}, "k_pe has 3 rows; the metadata is for 4 tokens."),
+        ({"output": (3, 18)}, "output has 3 rows; the metadata is for 4 tokens."),
+        ({"output": (6, 12)}, r"output has shape \(6, 12\); it must be \[num_tokens, 3, 6\], or flat."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_heads_and_ropes_that_do_not_fit_are_refused_before_anything_is_written(changes, message, rng):
+    """Though they have as many elements as some number of rows that would fit."""
+    step, impl = Step(rng, [SequenceRow([9], 0, 4)]), make_impl()
+    shapes = {"query": (4, 3, 12), "kv_c": (4, 16), "k_pe": (4, 4), "output": (4, 18), **changes}
+    query, kv_c, k_pe, output = (torch.zeros(shape) for shape in shapes.values())
+    with pytest.raises(InvalidInput, match=f"^{message}$"):
+        impl.forward(ONES, query, kv_c, k_pe, step.cache, make_builder().build(0, step.common), output)
+    assert step.cache.isnan().all()
+
+
+def test_rows_need_not_lie_behind_each_other(rng):
+    step, impl = Step(rng), make_impl()
+    metadata, cache = make_builder().build(0, step.common), step.cache.clone()
+    expected, step.cache = step.run(impl, metadata), cache
+    wide = torch.zeros(step.common.num_tokens, 2, HEADS * 12)
+    wide[:, 0] = step.query.flatten(1)
+    step.query, step.k_pe = wide[:, 0], step.k_pe[:, None]
+    assert torch.equal(step.run(impl, metadata), expected)
+
+
+def test_plain_metadata_and_latent_ones_are_not_taken_for_each_other(rng):
+    step = Step(rng, [SequenceRow([9], 0, 1)])
+    spec = KVCacheSpec(num_kv_heads=1, head_size=20, block_size=BLOCK, dtype="float32")
+    builder = TorchAttentionMetadataBuilder
+    plain = builder(spec, ["layer.0"], BuilderConfig(num_heads=HEADS), "cpu").build(0, step.common)
+    layer = TorchAttentionImpl(HEADS, 20, SCALE, 1)
+    with refuses(
+        "attn_metadata is a PagedAttentionMetadata; TritonMLAImpl reads MLACommonMetadata. Build it with the builder "
+        "of the layer's own backend."
+    ):
+        step.run(make_impl(), plain)
+    with refuses(
+        "attn_metadata is a MLACommonMetadata; TorchAttentionImpl reads PagedAttentionMetadata. Build it with the "
+        "builder of the layer's own backend."
+    ):
+        query = torch.zeros(1, HEADS, 20)
+        latent: Any = make_builder().build(0, step.common)
+        layer.forward(ONES, query, query[:, :1], query[:, :1], torch.zeros(spec.shape(NUM_BLOCKS)), latent, query)
+    with refuses(
+        "kv_cache_spec is a LatentCacheSpec; TorchAttentionMetadataBuilder is for layers of keys and values. Latent "
+        "ones have TritonMLAMetadataBuilder."
+    ):
+        builder(SPEC, ["layer.0"], BuilderConfig(num_heads=HEADS), "cpu")
+    assert step.cache.isnan().all()
 
 
 def test_a_builder_refuses_another_cache_and_another_batch(rng):

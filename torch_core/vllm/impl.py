@@ -9,9 +9,23 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from torch_core.errors import InvalidInput
 from torch_core.vllm.types import ContextParallel, QuantKey
 
 __all__ = ["AttentionImpl", "AttentionImplBase", "AttentionLayer", "AttentionScales", "MLAAttentionImpl"]
+
+
+def check_metadata(metadata: object, wanted: type, impl: object) -> None:
+    """Refuses metadata of another kind of layer.
+
+    Raises:
+        InvalidInput: it is no `wanted`.
+    """
+    if not isinstance(metadata, wanted):
+        raise InvalidInput(
+            f"attn_metadata is a {type(metadata).__name__}; {type(impl).__name__} reads {wanted.__name__}. Build it "
+            "with the builder of the layer's own backend."
+        )
 
 
 class AttentionLayer(Protocol):

@@ -12,7 +12,7 @@ from torch_core import ops
 from torch_core.calls import DenseCall, LatentCall, LatentWriteCall
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec, packed_latent_bytes
-from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl
+from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, check_metadata
 from torch_core.vllm.mla_metadata import MLACommonMetadata
 from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionType, ContextParallel, is_quantized_kv_cache
 from torch_core.vllm.workspace import WorkspaceManager
@@ -150,10 +150,20 @@ class TritonMLAImpl(MLAAttentionImpl):
                 f"this layer holds 1 of {self.context_parallel.dcp_world_size} parts of each sequence; call "
                 "forward_mqa and merge the parts."
             )
+        check_metadata(attn_metadata, MLACommonMetadata, self)
         metadata, cache = attn_metadata, self._checked_cache(kv_cache, attn_metadata)
-        query = hidden_states_or_cq.view(-1, self.num_heads, self.qk_head_dim)
-        out = output.view(-1, self.num_heads, self.v_head_dim)
-        k_pe = k_pe.view(-1, self.qk_rope_head_dim)
+        query = _as_heads("hidden_states_or_cq", hidden_states_or_cq, self.num_heads, self.qk_head_dim)
+        out = _as_heads("output", output, self.num_heads, self.v_head_dim)
+        k_pe = self._rotary_rows(k_pe)
+        if kv_c_normed.dim() != 2 or kv_c_normed.shape[1] != self.kv_lora_rank:
+            raise InvalidInput(
+                f"kv_c_normed has shape {tuple(kv_c_normed.shape)}; it must be [num_tokens, {self.kv_lora_rank}]."
+            )
+        tokens = metadata.slot_mapping.shape[0]
+        given = {"hidden_states_or_cq": query, "kv_c_normed": kv_c_normed, "k_pe": k_pe, "output": out}
+        for name, rows in given.items():
+            if rows.shape[0] < tokens:
+                raise InvalidInput(f"{name} has {rows.shape[0]} rows; the metadata is for {tokens} tokens.")
         if self.kv_sharing_target_layer_name is None:
             self.do_kv_cache_update(
                 kv_c_normed, k_pe, cache, metadata.slot_mapping, self.kv_cache_dtype, layer._k_scale
@@ -276,12 +286,20 @@ class TritonMLAImpl(MLAAttentionImpl):
         ops.run(
             LatentWriteCall(
                 kv_c=kv_c_normed,
-                k_pe=k_pe.view(-1, self.qk_rope_head_dim),
+                k_pe=self._rotary_rows(k_pe),
                 slot_mapping=slot_mapping,
                 latent_cache=_as_stored(kv_cache, kv_cache_dtype),
                 k_scale=_scale_of(kv_cache_dtype, k_scale),
             )
         )
+
+    def _rotary_rows(self, k_pe: Tensor) -> Tensor:
+        size = self.qk_rope_head_dim
+        if tuple(k_pe.shape[1:]) not in ((size,), (1, size)):
+            raise InvalidInput(
+                f"k_pe has shape {tuple(k_pe.shape)}; it must be [num_tokens, {size}], or with an axis of one head."
+            )
+        return k_pe[:, 0] if k_pe.dim() == 3 else k_pe
 
     def _expanded(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values of all heads, of latents and the rotary keys that all heads share."""
@@ -319,6 +337,16 @@ def _as_stored(kv_cache: Tensor, kv_cache_dtype: str) -> Tensor:
 
 def _scale_of(kv_cache_dtype: str, k_scale: Tensor) -> Tensor | None:
     return k_scale if kv_cache_dtype != PACKED_LATENTS and is_quantized_kv_cache(kv_cache_dtype) else None
+
+
+def _as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
+    """Returns [rows, num_heads, size], a view; a plain `view` would take other heads of as many elements, too."""
+    shape = tuple(tensor.shape)
+    if shape[1:] == (num_heads, size):
+        return tensor
+    if shape[1:] != (num_heads * size,):
+        raise InvalidInput(f"{name} has shape {shape}; it must be [num_tokens, {num_heads}, {size}], or flat.")
+    return tensor.unflatten(1, (num_heads, size))
 
 
 def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:

@@ -53,6 +53,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         device: torch.device | str,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if isinstance(kv_cache_spec, LatentCacheSpec):
+            raise InvalidInput(
+                f"kv_cache_spec is a LatentCacheSpec; {type(self).__name__} is for layers of keys and values. Latent "
+                "ones have TritonMLAMetadataBuilder."
+            )
         self._ranks = RankArrays(vllm_config.context_parallel, kv_cache_spec.block_size)
 
     def build(

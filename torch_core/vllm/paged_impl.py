@@ -13,7 +13,7 @@ from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
 from torch_core.context_parallel import merge_parts
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
-from torch_core.vllm.impl import AttentionImpl, AttentionLayer
+from torch_core.vllm.impl import AttentionImpl, AttentionLayer, check_metadata
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.paged_ranks import forward_over_ranks, no_prompts, part_of_rank, run_part
 from torch_core.vllm.types import (
@@ -158,6 +158,7 @@ class PagedAttentionImpl(AttentionImpl):
             raise Unsupported("output_block_scale is given; the output can be stored with one static scale only.")
         if attn_metadata is None:
             return output.zero_()
+        check_metadata(attn_metadata, PagedAttentionMetadata, self)
         if self.context_parallel.total_cp_world_size > 1:
             return forward_over_ranks(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         out = output.view(-1, self.num_heads, self.head_size)

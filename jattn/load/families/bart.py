@@ -70,11 +70,7 @@ BART = Family(
     | attention_names("self_attn", "self_attn", _PROJECTIONS)
     | attention_names("cross_attn", "encoder_attn", _PROJECTIONS)
     | stack_names(
-        {
-            "layer": "layers.{layer}.",
-            "position_embedding": "embed_positions",
-            "embedding_norm": "layernorm_embedding",
-        },
+        {"layer": "layers.{layer}.", "position_embedding": "embed_positions", "embedding_norm": "layernorm_embedding"},
         "model.",
     ),
     # The embedding again, and a number that old writers left.

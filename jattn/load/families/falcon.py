@@ -43,8 +43,7 @@ FALCON = Family(
         "num_kv_heads": "num_key_value_heads",
         "multi_query": Key("num_key_value_heads", write=lambda heads: heads == 1),
         # The new architecture computes what the old one does where both run side by side.
-        "new_decoder_architecture": Key("parallel_block", write=lambda kind: kind is not None),
-        "parallel_attn": Key("parallel_block", write=lambda kind: kind is not None),
+        **dict.fromkeys(("new_decoder_architecture", "parallel_attn"), Key("parallel_block", write=bool)),
         "num_ln_in_parallel_attn": Key("parallel_block", write=lambda kind: 1 + (kind == "two_norms")),
     },
     defaults={

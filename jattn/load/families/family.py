@@ -45,6 +45,11 @@ class Key:
         """The fields, as a tuple."""
         return (self.field,) if isinstance(self.field, str) else self.field
 
+    @property
+    def is_plain(self) -> bool:
+        """The field has the file's value as it is."""
+        return self.read is _same
+
 
 def _numeric(function: Callable[[float], float], digits: int = 17) -> Callable[[Any], Any]:
     """Returns a conversion that leaves alone what is no positive number: ModelConfig says what is wrong with it."""
@@ -114,7 +119,8 @@ class Family:
             that says which layers have the window where no layer_types does.
         layer_types: what files call layers that see all, besides "full_attention".
         rope_keys: what the file calls rope_theta, partial_rotary_factor and rope_local_base_freq, where it is another
-            name; partial_rotary_factor and rope_local_base_freq are read by families that name them.
+            name; partial_rotary_factor and rope_local_base_freq are read by families that name them, the second as
+            "rope_parameters" where it stands only there, by kind of layer.
         names: of tensors by module of the decoder, where they are not those of `_NAMES`; a tuple for joined pieces.
             Behind "encoder." stands what differs in an encoder.
             "{expert}" counts experts; a name of experts without it holds all of them, as [experts, in, out].

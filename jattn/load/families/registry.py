@@ -16,15 +16,17 @@ from jattn.load.families.falcon import FALCON
 from jattn.load.families.family import Family
 from jattn.load.families.gemma import GEMMA, GEMMA2
 from jattn.load.families.gemma3 import GEMMA3
+from jattn.load.families.glm import GLM, GLM4
 from jattn.load.families.gpt2 import GPT2, STARCODER2
 from jattn.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.load.families.gpt_oss import GPT_OSS
 from jattn.load.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jattn.load.families.mixtral import MIXTRAL
-from jattn.load.families.olmo2 import OLMO2
+from jattn.load.families.olmo2 import OLMO2, OLMO3
 from jattn.load.families.phi3 import PHI3
 from jattn.load.families.qwen import QWEN2, QWEN3
 from jattn.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from jattn.load.families.seed_oss import SEED_OSS
 from jattn.load.families.t5 import T5
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
@@ -45,6 +47,10 @@ _FAMILIES = {
         PHI3,
         GRANITE,
         OLMO2,
+        OLMO3,
+        GLM,
+        GLM4,
+        SEED_OSS,
         SMOLLM3,
         COHERE,
         STARCODER2,
