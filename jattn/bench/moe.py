@@ -26,7 +26,7 @@ SHAPES = {
     "tiny": (64, 32, 16, 2),
 }
 _HEADER = ("tokens", "experts hit", "layer", "router", "xla", "read", "layer / read", "dense", "layer / dense")
-_WIDTH = 13
+_WIDTH = 15
 
 
 @dataclass(frozen=True, slots=True)
