@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from jattn.engine import RequestOutput
 from jattn.serve.async_llm import AsyncLLM
@@ -17,12 +17,12 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class _State:
-    """Gauges, read when they are asked for."""
+    """The engine's own figures, read when they are asked for."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         if not self._llm.llm.generates:
             return
         stats, speculation = self._llm.llm.engine.cache_stats(), self._llm.llm.engine.speculation_stats()
@@ -30,6 +30,9 @@ class _State:
         for name, text, value in (
             ("jattn_unfinished_samples", "Samples that wait or run.", self._llm.num_unfinished),
             ("jattn_kv_cache_usage", "Share of the pool's blocks that requests hold.", stats.used / usable),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in (
             ("jattn_prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.queried_tokens),
             ("jattn_prefix_cache_hit_tokens", "Prompt tokens found there.", stats.hit_tokens),
             ("jattn_preemptions", "Requests whose blocks were taken away.", stats.preemptions),
@@ -38,7 +41,7 @@ class _State:
             ("jattn_spec_decode_num_accepted_tokens", "Guesses that came true.", speculation.num_accepted_tokens),
             ("jattn_programs", "Programs compiled so far.", len(self._llm.llm.engine.programs)),
         ):
-            yield GaugeMetricFamily(name, text, value=value)
+            yield CounterMetricFamily(name, text, value=value)
 
 
 class Metrics:

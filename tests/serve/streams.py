@@ -63,7 +63,7 @@ def run(num_streams: int, seconds: float, settings: Sequence[str] = _SETTINGS) -
         asyncio.run(_hold(url, process.pid, expected, num_streams, seconds, report))
         after = _metrics(url)
         report.unfinished, report.kv_cache_usage = after["jattn_unfinished_samples"], after["jattn_kv_cache_usage"]
-        report.programs = after["jattn_programs"] - before["jattn_programs"]
+        report.programs = after["jattn_programs_total"] - before["jattn_programs_total"]
     half = report.resident_mib[len(report.resident_mib) // 2 :]
     report.mib_per_minute = round(float(np.polyfit(range(len(half)), half, 1)[0]) * _SAMPLES * 60 / seconds, 2)
     return report

@@ -150,6 +150,14 @@ def test_health_and_metrics_need_no_key(server, http_client) -> None:
     assert 0 <= float(values["jattn_kv_cache_usage"]) <= 1
 
 
+def test_what_only_grows_is_a_counter(server) -> None:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
+    gauges = {name for name, kind in kinds.items() if kind == "gauge" and not name.endswith("_created")}
+    assert gauges == {"jattn_unfinished_samples", "jattn_kv_cache_usage"}
+    assert kinds["jattn_prefix_cache_hit_tokens_total"] == kinds["jattn_preemptions_total"] == "counter"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_cancels_its_request(server, stream) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
