@@ -130,6 +130,21 @@ def test_flat_tensors_are_taken_as_heads(rng):
     assert torch.equal(flat.view_as(case.query), case.run(impl, metadata))
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value", "output"])
+def test_other_heads_of_as_many_elements_are_refused_before_anything_is_written(name, rng):
+    case = Case(rng)
+    impl, metadata = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS), metadata_of(case.step)
+    given = {"query": case.query, "key": case.key, "value": case.value, "output": torch.empty_like(case.query)}
+    tokens, heads, size = given[name].shape
+    given[name] = given[name].reshape(tokens * 2, heads // 2, size)
+    before = case.cache.clone()
+    with pytest.raises(
+        InvalidInput, match=rf"{name} has shape .*; it must be \[num_tokens, {heads}, {size}\], or flat"
+    ):
+        impl.forward(ONES, given["query"], given["key"], given["value"], case.cache, metadata, given["output"])
+    assert torch.equal(case.cache.nan_to_num(9.0), before.nan_to_num(9.0))
+
+
 def test_a_profiling_run_clears_the_output(rng):
     case = Case(rng)
 

@@ -15,6 +15,22 @@ from torch_core.vllm.types import ContextParallel, QuantKey
 __all__ = ["AttentionImpl", "AttentionImplBase", "AttentionLayer", "AttentionScales", "MLAAttentionImpl"]
 
 
+def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
+    """Returns [rows, num_heads, size], a view of that or of flat rows.
+
+    A `view` by the number of elements would take other heads of as many elements, too.
+
+    Raises:
+        InvalidInput: neither; it names the tensor.
+    """
+    shape = tuple(tensor.shape)
+    if shape[1:] == (num_heads, size):
+        return tensor
+    if shape[1:] != (num_heads * size,):
+        raise InvalidInput(f"{name} has shape {shape}; it must be [num_tokens, {num_heads}, {size}], or flat.")
+    return tensor.unflatten(1, (num_heads, size))
+
+
 def check_metadata(metadata: object, wanted: type, impl: object) -> None:
     """Refuses metadata of another kind of layer.
 

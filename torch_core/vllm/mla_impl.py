@@ -12,7 +12,7 @@ from torch_core import ops
 from torch_core.calls import DenseCall, LatentCall, LatentWriteCall
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec, packed_latent_bytes
-from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, check_metadata
+from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, as_heads, check_metadata
 from torch_core.vllm.mla_metadata import MLACommonMetadata
 from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionType, ContextParallel, is_quantized_kv_cache
 from torch_core.vllm.workspace import WorkspaceManager
@@ -152,8 +152,8 @@ class TritonMLAImpl(MLAAttentionImpl):
             )
         check_metadata(attn_metadata, MLACommonMetadata, self)
         metadata, cache = attn_metadata, self._checked_cache(kv_cache, attn_metadata)
-        query = _as_heads("hidden_states_or_cq", hidden_states_or_cq, self.num_heads, self.qk_head_dim)
-        out = _as_heads("output", output, self.num_heads, self.v_head_dim)
+        query = as_heads("hidden_states_or_cq", hidden_states_or_cq, self.num_heads, self.qk_head_dim)
+        out = as_heads("output", output, self.num_heads, self.v_head_dim)
         k_pe = self._rotary_rows(k_pe)
         if kv_c_normed.dim() != 2 or kv_c_normed.shape[1] != self.kv_lora_rank:
             raise InvalidInput(
@@ -337,16 +337,6 @@ def _as_stored(kv_cache: Tensor, kv_cache_dtype: str) -> Tensor:
 
 def _scale_of(kv_cache_dtype: str, k_scale: Tensor) -> Tensor | None:
     return k_scale if kv_cache_dtype != PACKED_LATENTS and is_quantized_kv_cache(kv_cache_dtype) else None
-
-
-def _as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
-    """Returns [rows, num_heads, size], a view; a plain `view` would take other heads of as many elements, too."""
-    shape = tuple(tensor.shape)
-    if shape[1:] == (num_heads, size):
-        return tensor
-    if shape[1:] != (num_heads * size,):
-        raise InvalidInput(f"{name} has shape {shape}; it must be [num_tokens, {num_heads}, {size}], or flat.")
-    return tensor.unflatten(1, (num_heads, size))
 
 
 def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
 from torch_core.context_parallel import merge_parts
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
-from torch_core.vllm.impl import AttentionImpl, AttentionLayer, check_metadata
+from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads, check_metadata
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.paged_ranks import forward_over_ranks, no_prompts, part_of_rank, run_part
 from torch_core.vllm.types import (
@@ -161,9 +161,8 @@ class PagedAttentionImpl(AttentionImpl):
         check_metadata(attn_metadata, PagedAttentionMetadata, self)
         if self.context_parallel.total_cp_world_size > 1:
             return forward_over_ranks(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
-        out = output.view(-1, self.num_heads, self.head_size)
-        query = query.view(-1, self.num_heads, self.head_size)
-        key, value = self._as_heads(key), self._as_heads(value)
+        out, query = self._rows("output", output), self._rows("query", query)
+        key, value = self._kv_rows("key", key), self._kv_rows("value", value)
         if self.attn_type in _NO_CACHE:
             self._attend_dense(query, key, value, attn_metadata, out=out, out_scale=output_scale)
             return output
@@ -196,17 +195,17 @@ class PagedAttentionImpl(AttentionImpl):
         """
         if self.attn_type is not AttentionType.DECODER:
             raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")
-        query = query.view(-1, self.num_heads, self.head_size)
+        query, key, value = self._rows("query", query), self._kv_rows("key", key), self._kv_rows("value", value)
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
         if attn_metadata.prompt_share is not None:
             raise no_prompts(self)
         if self.context_parallel.total_cp_world_size == 1:
-            self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
+            self._write(layer, key, value, cache, attn_metadata)
             results = ops.run(call)
             return results["out"], results["lse"]
         local, lse_more = part_of_rank(self, call, attn_metadata)
-        self._write(layer, self._as_heads(key), self._as_heads(value), cache, attn_metadata)
+        self._write(layer, key, value, cache, attn_metadata)
         out, lse = run_part(local, lse_more)
         if self.sinks is None or self.context_parallel.total_cp_rank:
             return out, lse
@@ -235,8 +234,11 @@ class PagedAttentionImpl(AttentionImpl):
             )
         )
 
-    def _as_heads(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.view(-1, self.num_kv_heads, self.head_size)
+    def _rows(self, name: str, tensor: Tensor) -> Tensor:
+        return as_heads(name, tensor, self.num_heads, self.head_size)
+
+    def _kv_rows(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else as_heads(name, tensor, self.num_kv_heads, self.head_size)
 
     def _checked_cache(self, kv_cache: Tensor | None, metadata: PagedAttentionMetadata) -> Tensor:
         if kv_cache is None:

@@ -49,7 +49,8 @@ def forward_over_ranks(
             f"{impl.attn_type.value}) and for an output without output_scale."
         )
     cache = impl._checked_cache(kv_cache, metadata)
-    query, key, value = query.view(-1, impl.num_heads, impl.head_size), impl._as_heads(key), impl._as_heads(value)
+    query, key, value = impl._rows("query", query), impl._kv_rows("key", key), impl._kv_rows("value", value)
+    rows = impl._rows("output", output)
     if metadata.prompt_share is not None:
         return _forward_prompts(impl, layer, query, key, value, cache, metadata, metadata.prompt_share, output)
     call = impl._call(layer, query, cache, metadata)
@@ -58,7 +59,7 @@ def forward_over_ranks(
         impl._write(layer, key, value, cache, metadata)
         outs, lses = (group.all_gather(x[None], 0) for x in run_part(local, lse_more))
         out, _ = merge_parts(outs, lses, impl.sinks, library=torch)
-        output.view(-1, impl.num_heads, impl.head_size).copy_(out)
+        rows.copy_(out)
         return output
     slopes = None if impl.alibi_slopes is None else group.all_gather(impl.alibi_slopes, 0)
     whole = replace(call, query=group.all_gather(query, 1), alibi_slopes=slopes)
@@ -76,7 +77,7 @@ def forward_over_ranks(
     if among is not None:
         new = ops.run(among)
         out, _ = merge_parts(torch.stack([out, new["out"]]), torch.stack([lse, new["lse"]]), library=torch)
-    output.view(-1, impl.num_heads, impl.head_size).copy_(out)
+    rows.copy_(out)
     return output
 
 
@@ -115,7 +116,7 @@ def _forward_prompts(
             max_key_len=share.max_key_len,
             alibi_slopes=impl.alibi_slopes,
             sinks=impl.sinks,
-            out=output.view(-1, impl.num_heads, impl.head_size),
+            out=impl._rows("output", output),
         )
     )
     return output
