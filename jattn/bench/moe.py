@@ -121,7 +121,7 @@ def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: in
     # A dictionary of modules takes the host longer to pass than their layers take the device.
     leaves, tree = jax.tree.flatten(state)
     expert_bytes = 3 * hidden * inner * jnp.dtype(dtype).itemsize
-    seconds_per_byte = _copy_us() / 1e6 / (2 * _COPY_BYTES)
+    seconds_per_byte = _seconds_per_byte()
     for count in tokens:
         x = jax.random.normal(jax.random.key(count), (count, hidden), dtype)
 
@@ -151,13 +151,15 @@ def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: in
         )
 
 
-_COPY_BYTES = 1 << 30
+# Many times a cache; a CPU's memory is slow to hand out.
+_COPIED = {"gpu": 1 << 30, "cpu": 1 << 27}
 
 
-def _copy_us() -> float:
+def _seconds_per_byte() -> float:
+    copied = _COPIED.get(jax.default_backend(), _COPIED["gpu"])
     # Words: XLA's elementwise loops are slower over bytes than the memory is.
-    words = jnp.zeros(_COPY_BYTES // 4, jnp.float32)
-    return jax_us(jax.jit(lambda x: x + 1), (words,), calls=1)
+    words = jnp.zeros(copied // 4, jnp.float32)
+    return jax_us(jax.jit(lambda x: x + 1), (words,), calls=1) / 1e6 / (2 * copied)
 
 
 def _routed(module: SparseMLP, x: jax.Array) -> jax.Array:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from jattn import cli
+from jattn.bench import moe
 from jattn.bench.moe import measure_rows
 from torch_core.errors import InvalidInput
 
 
 def test_the_table_has_a_row_for_each_number_of_tokens(monkeypatch, capsys):
-    monkeypatch.setattr("jattn.bench.moe._COPY_BYTES", 1 << 16)
+    monkeypatch.setitem(moe._COPIED, jax.default_backend(), 1 << 16)
     arguments = ["--shape", "tiny", "--tokens", "1", "3", "--layers", "1", "--dtype", "float32", "--rounds", "1"]
 
     assert cli.main(["bench", "moe", *arguments]) == 0
