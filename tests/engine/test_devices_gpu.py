@@ -170,7 +170,7 @@ def test_a_pool_over_gpus_copies_scrubs_and_swaps_in_place() -> None:
 
 def start(gpu: int, *arguments: str) -> subprocess.Popen[str]:
     """A process that generates on one GPU."""
-    command = [sys.executable, "-m", "jattn.cli", "generate", "--prompt", PROMPT, *arguments]
+    command = [sys.executable, "-m", "jattn", "generate", "--prompt", PROMPT, *arguments]
     # The tests' own process has most of both GPUs.
     environment = {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     pipe = subprocess.PIPE

@@ -87,12 +87,12 @@ def test_a_chat_template_of_its_own_file_wins_and_is_saved_again(tmp_path, seed)
 
 def test_a_template_of_conversations_with_tools_is_kept_and_saved_again(tmp_path, seed):
     folder = write_tiny_model(tmp_path / "first", seed, num_hidden_layers=1)
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools[0] }}"}]
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools[0].name }}"}]
     written(folder, "tokenizer_config.json", {"chat_template": named})
     model, config, tokenizer = load_model(folder)
     save_model(tmp_path / "second", model, config, tokenizer)
     for each in (tokenizer, load_tokenizer(tmp_path / "second")):
-        plain, with_tools = chat_prompt(each, []), chat_prompt(each, [], tools=["a"])
+        plain, with_tools = chat_prompt(each, []), chat_prompt(each, [], tools=[{"name": "a"}])
         assert isinstance(plain, dict)
         assert isinstance(with_tools, dict)
         assert (plain["prompt"], with_tools["prompt"]) == ("plain", "with a")

@@ -72,7 +72,7 @@ def run(num_streams: int, seconds: float, settings: Sequence[str] = _SETTINGS) -
 @contextlib.contextmanager
 def _server(settings: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "jattn.cli", "serve", "--port", "0", *settings],
+        [sys.executable, "-m", "jattn", "serve", "--port", "0", *settings],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,

@@ -25,7 +25,7 @@ def test_it_runs_as_it_was_told_and_what_runs_is_finished_after_sigterm(tmp_path
     folder = write_tiny_model(tmp_path / "tiny", 0, num_hidden_layers=1)
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
-    command = [sys.executable, "-m", "jattn.cli", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
+    command = [sys.executable, "-m", "jattn", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
     process = subprocess.Popen(
         [*command, "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--no-warmup", *ENGINE],
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
