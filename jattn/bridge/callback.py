@@ -70,10 +70,8 @@ def call_torch(
         input_output_aliases=aliases,
         command_buffer_compatible=capturable,
     )
-    given = [pinned(x) if index in aliases else x for index, x in enumerate(arguments)]
     with typed_errors():
-        found = call(*given)
-    return [pinned(x) if index in aliases.values() else x for index, x in enumerate(found)]
+        return pinned(call(*pinned(arguments, aliases)), aliases.values())
 
 
 class typed_errors:  # noqa: N801 (used as contextlib's own managers are)

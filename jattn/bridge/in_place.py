@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 import jax
 from jax.core import Tracer
 
 __all__ = ["pinned"]
 
 
-def pinned(array: jax.Array) -> jax.Array:
-    """Returns an operand that is updated in place, or the result of that, as an array that no slice is folded into.
+def pinned(arrays: Sequence[jax.Array], updated: Container[int]) -> list[jax.Array]:
+    """Returns a call's operands or results, those updated in place (by number) as arrays that no slice is folded into.
 
     XLA's dynamic-slice fusion, on by default on GPUs from jaxlib 0.11.1, folds the slices around a custom call into
     addresses: `x[i]` before it, `x.at[i].set` after it, a scan's and a vmap's among them. Until its
@@ -18,4 +20,7 @@ def pinned(array: jax.Array) -> jax.Array:
     had donated, and not to the result. XLA removes the barrier after that pass; programs without such slices stay as
     they are.
     """
-    return jax.lax.optimization_barrier(array) if isinstance(array, Tracer) else array
+    return [
+        jax.lax.optimization_barrier(array) if index in updated and isinstance(array, Tracer) else array
+        for index, array in enumerate(arrays)
+    ]

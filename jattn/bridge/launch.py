@@ -65,9 +65,8 @@ def launch_kernel(
         aliases: numbers of results by those of the operands that they take the place of.
     """
     shapes = tuple((result.shape, result.dtype) for result in results)
-    given = [pinned(x) if index in aliases else x for index, x in enumerate(operands)]
-    found = _launch.bind(*given, code=code, results=shapes, aliases=tuple(aliases.items()))
-    return [pinned(x) if index in aliases.values() else x for index, x in enumerate(found)]
+    found = _launch.bind(*pinned(operands, aliases), code=code, results=shapes, aliases=tuple(aliases.items()))
+    return pinned(found, aliases.values())
 
 
 _launch = Primitive("jattn_launch")
