@@ -53,7 +53,9 @@ class Attention(nnx.Module):
         self.window = config.window_of(layer)
         self.rotates = config.position_embedding == "rope" and layer not in config.nope_layers
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.layer, self.kv_sharing_target = layer, config.kv_sharing_target(layer)
+        # Of no layer that nobody shares: equal layers are traced once.
+        self.layer = layer if layer in config.kv_sharing_targets else None
+        self.kv_sharing_target = config.kv_sharing_target(layer)
         self.num_kv_heads = kv_heads if self.kv_sharing_target is None else 0
         options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
         fused = (heads + 2 * self.num_kv_heads) * size
@@ -120,7 +122,7 @@ class Attention(nnx.Module):
         shared = {} if shared is None else shared
         if key is None or value is None:
             key, value = shared[self.kv_sharing_target]
-        elif self.layer in self.config.kv_sharing_targets:
+        elif self.layer is not None:
             shared[self.layer] = key, value
         options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
         output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from jattn.models.attention import Angles, Attention, KeysValues
@@ -260,10 +261,10 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             own, array = metadata.of_layer(self.config.cache_of(index))
             if self.config.index_head_dim is None:
-                x, caches[array] = layer(x, angles, caches[array], own)
+                x, caches[array] = _called(layer, x, angles, caches[array], own)
             else:
                 second = len(self.layers) + array
-                x, (caches[array], caches[second]) = layer(x, angles, (caches[array], caches[second]), own)
+                x, (caches[array], caches[second]) = _called(layer, x, angles, (caches[array], caches[second]), own)
             yield x, tuple(caches)
         yield _through(self.norm, x), tuple(caches)
 
@@ -412,6 +413,22 @@ def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
     if rate and key is None:
         raise InvalidInput(f"dropout_rate is {rate} but dropout_key is None; pass a jax.random.key.")
     return nnx.Dropout(rate, rngs=None if key is None else nnx.Rngs(dropout=key))
+
+
+def _called(layer: DecoderLayer, *operands: Any) -> Any:
+    """Calls a layer; in a program, layers that are alike are traced and lowered once for all of them."""
+    *_, metadata = operands
+    # Known values are looked at on the host, which a function of their own would hide, as it would what a layer notes.
+    if isinstance(metadata.seq_lens, Tracer):
+        graph, weights, noted = nnx.split(layer, nnx.Param, ...)
+        if not noted:
+            return _traced_once(weights, *operands, graph=graph)
+    return layer(*operands)
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _traced_once(weights: Any, *operands: Any, graph: Any) -> Any:
+    return nnx.merge(graph, weights)(*operands)
 
 
 def _through(module: Any, x: jax.Array) -> jax.Array:

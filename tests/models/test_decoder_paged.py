@@ -91,6 +91,30 @@ def test_a_step_changes_no_attribute_of_the_model(seed):
     assert nnx.split(model)[0] == before
 
 
+@pytest.mark.parametrize(
+    ("windows", "traced"), [((), 1), ((None, 5, 5, None, 5), 2)], ids=["one kind", "with windows between"]
+)
+def test_a_program_traces_layers_that_are_alike_once(windows, traced, seed, monkeypatch):
+    model = tiny_model(tiny_config(num_hidden_layers=5, layer_windows=windows), seed)
+    called, calls = DecoderLayer.__call__, []
+    monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *rest: calls.append(self) or called(self, *rest))
+    jax.eval_shape(model, *PagedRun(model, 1, 8).arguments(random_tokens(seed, 5), 8, None))
+    assert len(calls) == traced
+
+
+def test_outside_a_program_each_layer_sees_values(seed, monkeypatch):
+    model = tiny_model(tiny_config(num_hidden_layers=3), seed)
+    called, seen = DecoderLayer.__call__, []
+
+    def look(self, x, angles, kv_cache, metadata):
+        seen.append(metadata.seq_lens.tolist())
+        return called(self, x, angles, kv_cache, metadata)
+
+    monkeypatch.setattr(DecoderLayer, "__call__", look)
+    model(*PagedRun(model, 1, 8).arguments(random_tokens(seed, 5), 8, None))
+    assert seen == [[5]] * 3
+
+
 def test_a_donated_cache_is_updated_in_place(seed):
     run = PagedRun(tiny_model(tiny_config(num_hidden_layers=1), seed), 1, 8)
     arguments = run.arguments(random_tokens(seed, 4), 8, None)
