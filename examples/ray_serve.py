@@ -27,7 +27,7 @@ class Settings:
         tensor_parallel_size: GPUs of one engine.
         num_gpus: of one engine; tensor_parallel_size by default, 0 to run on CPUs.
         max_num_seqs: sequences of one step.
-        kv_cache_bytes: of the cache on each GPU.
+        kv_cache_bytes: of the cache on each GPU; nine tenths of what is free there if None.
         max_unfinished: requests that one replica takes before Ray gives them to another.
     """
 
@@ -36,7 +36,7 @@ class Settings:
     tensor_parallel_size: int = 1
     num_gpus: int = -1
     max_num_seqs: int = 64
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
     max_unfinished: int = 256
 
     @classmethod

@@ -40,7 +40,9 @@ class EngineConfig:
         max_model_len: tokens of one sequence at most; the model's own limit if None.
         num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
             full length, as far as `kv_cache_bytes` goes.
-        kv_cache_bytes: memory that the pool may take on each device when `num_blocks` is None.
+        kv_cache_bytes: memory that the pool may take on each device when `num_blocks` is None. None for nine tenths of
+            what is free where devices report it and are this process's own, as GPUs do, and for 1 GiB elsewhere; give a
+            number where something else needs room there later, such as a trainer.
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
             while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
             pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time; None
@@ -99,7 +101,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     num_blocks: int | None = None
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
     num_scheduler_steps: int | None = None
     steps_in_flight: int = 2
     enable_prefix_caching: bool = True
@@ -123,7 +125,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, most in _SIZES.items():
             check_int(name, getattr(self, name), 1, most)
-        check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES)
+        if self.kv_cache_bytes is not None:
+            check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES, also=", or None")
         check_int("num_host_blocks", self.num_host_blocks, 0, MAX_SIZE)
         for name, low in (("max_model_len", 1), ("num_blocks", 2), ("num_scheduler_steps", 1)):
             if getattr(self, name) is not None:

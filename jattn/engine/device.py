@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +24,18 @@ from jattn.engine.speculation import SpeculationCounts
 from jattn.engine.watchdog import Watchdog
 from jattn.models import PagedModel, PagedSpec
 from jattn.ops.choose import choose_for_cache
-from jattn.pool import HostBlocks, KVPool, PoolPlan, plan_pool
+from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
 from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["Device", "check_types", "open_device", "outlasts_the_host"]
+__all__ = ["Device", "check_types", "open_device", "outlasts_the_host", "pool_budget"]
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
+# Of a device's free memory; the rest is for what a step computes.
+_POOL_SHARE = 0.9
+_BYTES_UNKNOWN = 1 << 30
 # Of weights on one device: 1 ms for a GPU that reads 4 TB/s.
 _MANY_BYTES = 4 << 30
 
@@ -168,7 +172,7 @@ def open_device(
     num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
     longest = max_model_len + num_encoder_blocks * config.block_size
     layers = _layer_groups(config, shape, draft, max_model_len)
-    plan = _plan(config, spec, layers, further, parts, max_model_len=longest)
+    plan = _plan(config, spec, layers, further, parts, mesh, max_model_len=longest)
     cache_config = CacheConfig(
         num_blocks=plan.num_blocks,
         block_size=config.tokens_per_block,
@@ -261,12 +265,29 @@ def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | Non
     return group_layers([None if window is None or window >= max_model_len else window for window in windows])
 
 
+def pool_budget(config: EngineConfig, mesh: Mesh | None) -> int:
+    """Returns the bytes that the pool may take on each device."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+    if any(device.process_index != jax.process_index() for device in devices):
+        # Each process would find another number.
+        return _BYTES_UNKNOWN
+    # What a reference cycle holds is nobody's any more.
+    gc.collect()
+    try:
+        return max(1, int(min(map(free_bytes, devices)) * _POOL_SHARE))
+    except Unsupported:
+        return _BYTES_UNKNOWN
+
+
 def _plan(
     config: EngineConfig,
     spec: CacheSpec,
     layers: LayerGroups,
     further: list[CacheSpec],
     parts: int,
+    mesh: Mesh | None,
     *,
     max_model_len: int,
 ) -> PoolPlan:
@@ -278,7 +299,7 @@ def _plan(
         plan = plan_pool(
             spec,
             num_layers=layers.num_arrays,
-            num_bytes=config.kv_cache_bytes * parts,
+            num_bytes=pool_budget(config, mesh) * parts,
             min_tokens=max_model_len,
             min_blocks=blocks_of_one,
             further=further,

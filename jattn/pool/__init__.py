@@ -2,6 +2,6 @@
 
 from jattn.pool.host import HostBlocks
 from jattn.pool.kv_pool import KVPool
-from jattn.pool.plan import PoolPlan, check_room, plan_pool
+from jattn.pool.plan import PoolPlan, check_room, free_bytes, plan_pool
 
-__all__ = ["HostBlocks", "KVPool", "PoolPlan", "check_room", "plan_pool"]
+__all__ = ["HostBlocks", "KVPool", "PoolPlan", "check_room", "free_bytes", "plan_pool"]

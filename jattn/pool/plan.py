@@ -15,7 +15,7 @@ from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["PoolPlan", "check_room", "host_memory", "plan_pool"]
+__all__ = ["PoolPlan", "check_room", "free_bytes", "host_memory", "plan_pool"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +102,15 @@ def plan_pool(
     if memory_fraction is not None and not 0 < memory_fraction <= 1:
         raise InvalidInput(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1.")
     if num_bytes is None:
-        num_bytes = int(_free_bytes(_device(device)) * (memory_fraction or 0))
+        num_bytes = int(free_bytes(_device(device)) * (memory_fraction or 0))
     needed = 1 + (-(-min_tokens // spec.block_size) if min_blocks is None else min_blocks)
     per_block = _bytes_per_block(spec, num_layers, further)
     num_blocks = num_bytes // per_block
     if num_blocks < needed:
         raise InvalidInput(
             f"the budget of {num_bytes:,} bytes holds {num_blocks} blocks; a sequence of {min_tokens:,} tokens needs "
-            f"{needed - 1} and the null block ({needed * per_block:,} bytes). Raise the budget, or let "
-            "sequences be shorter (min_tokens; of an engine, max_model_len)."
+            f"{needed - 1} and the null block ({needed * per_block:,} bytes). Raise the budget (of an "
+            "engine, kv_cache_bytes), or let sequences be shorter (min_tokens; of an engine, max_model_len)."
         )
     return PoolPlan(spec=spec, num_layers=num_layers, num_blocks=num_blocks, further=tuple(further))
 
@@ -140,6 +140,18 @@ def check_room(num_bytes: int, device: Any = None) -> None:
         )
 
 
+def free_bytes(device: Any) -> int:
+    """Returns the bytes that JAX may use on a device and that are free now.
+
+    Raises:
+        Unsupported: the device does not report its memory; a CPU does not.
+    """
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise Unsupported(f"device {device} does not report its memory; give num_bytes instead of memory_fraction.")
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
 def host_memory() -> int:
     """Returns the bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -157,7 +169,7 @@ def _device(device: Any) -> Any:
 
 def _room(device: Any) -> int:
     try:
-        return _free_bytes(device)
+        return free_bytes(device)
     except Unsupported:
         return host_memory()
 
@@ -169,10 +181,3 @@ def _holders(device: Any) -> str:
             held[f"{array.dtype.name}{list(array.shape)}"] += array.nbytes
     most = [f"{count:,} in arrays of {kind}" for kind, count in held.most_common(3)]
     return f"this process's JAX arrays hold {held.total():,} there" + "".join(f", {text}" for text in most)
-
-
-def _free_bytes(device: Any) -> int:
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise Unsupported(f"device {device} does not report its memory; give num_bytes instead of memory_fraction.")
-    return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -73,7 +73,11 @@ def main(argv: Sequence[str]) -> int:
         "--engine-config", metavar="JSON", help='other fields of jattn.EngineConfig, as {"scrub_on_free": true}'
     )
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
-    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of the cache on each device (1 GiB)")
+    parser.add_argument(
+        "--kv-cache-bytes",
+        type=int,
+        help="of each device, for the cache (nine tenths of what a GPU has free, else 1 GiB)",
+    )
     add_device_arguments(parser)
     arguments = parser.parse_args(argv)
     join_processes(arguments)

@@ -72,7 +72,7 @@ def test_a_device_that_does_not_report_its_memory_needs_a_budget_in_bytes() -> N
             {"num_bytes": 3 * LAYER_BLOCK, "min_tokens": 48},
             (
                 f"the budget of {3 * LAYER_BLOCK:,} bytes holds 3 blocks; a sequence of 48 tokens needs 3 and the null "
-                f"block ({4 * LAYER_BLOCK:,} bytes). Raise the budget, or let sequences "
+                f"block ({4 * LAYER_BLOCK:,} bytes). Raise the budget (of an engine, kv_cache_bytes), or let sequences "
                 "be shorter (min_tokens; of an engine, max_model_len)."
             ),
         ),
