@@ -32,11 +32,19 @@ def dequantize(kernel: Any, scale: Any, xp: Any = jnp) -> Any:
     if kernel.dtype == np.uint8:
         pairs = xp.stack([kernel & 15, kernel >> 4], -2)
         values = xp.asarray(_E2M1)[pairs.reshape(*kernel.shape[:-2], -1, kernel.shape[-1])]
-        scale = xp.exp2(scale.astype(np.float32) - 127)
+        scale = _powers_of_two(scale, xp)
     else:
         values = kernel.astype(np.float32)
     rows = values.shape[-2]
     return values * xp.repeat(scale, group_rows(rows, scale.shape[-2]), -2)[..., :rows, :]
+
+
+def _powers_of_two(exponents: Any, xp: Any) -> Any:
+    """Returns float32 2^(e - 127) of uint8 exponents, by their bits: exp2 is not exact on a GPU."""
+    bits = exponents.astype(np.int32) << 23
+    # 2^-127 is below the normal numbers, whose exponents begin at 1: half of the smallest of them.
+    bits = xp.where(bits == 0, np.int32(1 << 22), bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) if xp is jnp else bits.view(np.float32)
 
 
 def group_rows(num_rows: int, num_groups: int) -> int:

@@ -117,9 +117,11 @@ def test_mxfp4_experts_give_the_bits_of_dequantised_ones(tmp_path, seed) -> None
 
     kernel = kept.layers[0].moe.down_proj.kernel[...]
     assert (kernel.dtype, kernel.shape) == (jnp.uint8, (6, 32, 32))
-    np.testing.assert_array_equal(logits(kept), logits(plain))
-    few = jnp.asarray([[7]])
-    np.testing.assert_array_equal(kept.forward_dense(few), plain.forward_dense(few))
+    # Of whole experts a CUDA device has kernels, which add up in another order.
+    eps = 0 if jax.default_backend() == "cpu" else 64 * 2.0**-24
+    for tokens in (TOKENS, jnp.asarray([[7]])):
+        found, expected = (np.asarray(model.forward_dense(tokens)) for model in (kept, plain))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=eps * np.abs(expected).max())
 
 
 def test_kept_weights_take_a_byte_each(tmp_path, seed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jattn.load import load_model
 from jattn.load.folder import check_folder
 from jattn.load.plan import plan_parameters
 from jattn.load.weights import find_weights, read_parameter
+from jattn.models.quantized import dequantize
 from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import tiny_config, write_tiny_model
 from torch_core.errors import InvalidInput, Unsupported
@@ -62,6 +64,17 @@ def test_fp8_weights_are_worth_their_value_times_the_scale_of_their_block(fp8_fo
     (parameter,) = (each for each in plan_parameters(CONFIG) if each.pieces[-1].name == UP)
     on_device = read_parameter(files, parameter, np.dtype(np.float32), on_host=False)[:, 200:]
     np.testing.assert_array_equal(on_device, found)
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+def test_every_mxfp4_exponent_is_an_exact_power_of_two(xp):
+    exponents = np.arange(1, 255, dtype=np.uint8)
+    # Of 32 rows, the first is worth 1 and the others nothing.
+    kernel = np.zeros((16, exponents.size), np.uint8)
+    kernel[0] = 2
+    found = np.asarray(dequantize(xp.asarray(kernel), xp.asarray(exponents[None]), xp))
+    np.testing.assert_array_equal(found[0], np.ldexp(np.float32(1), exponents.astype(np.int32) - 127))
+    assert not found[1:].any()
 
 
 def test_fp8_weights_without_scales_are_refused(fp8_folder):
