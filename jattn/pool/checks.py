@@ -10,7 +10,10 @@ from jax.sharding import NamedSharding
 
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["check_donation", "checked_split"]
+__all__ = ["DROP_VIEWS", "check_donation", "checked_split", "refuse_foreign_views"]
+
+#: What helps where an array has a view that the pool did not give.
+DROP_VIEWS = "drop every torch or numpy view of the arrays first"
 
 
 def check_donation() -> None:
@@ -31,6 +34,19 @@ def check_donation() -> None:
             f"{on} is on: JAX donates no buffer then, and a step would copy the whole pool. Switch it off around the "
             "step, as in: with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False)."
         )
+
+
+def refuse_foreign_views(error: ValueError) -> None:
+    """Names what XLA's client for GPUs refuses: it donates no memory that somebody else has a view of.
+
+    Raises:
+        InvalidInput: the error says so. Nothing ran.
+    """
+    if "external reference" in str(error):
+        raise InvalidInput(
+            f"an array of kv_caches has a view that as_torch() did not give, so XLA cannot update it in place: "
+            f"{DROP_VIEWS}. The pool still holds what it held."
+        ) from error
 
 
 def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge import to_jax, to_torch
 from jattn.pool import programs
-from jattn.pool.checks import check_donation, checked_split
+from jattn.pool.checks import DROP_VIEWS, check_donation, checked_split, refuse_foreign_views
 from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
@@ -195,7 +195,11 @@ class KVPool:
         if not before:
             raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
         with self.guard():
-            result, after = step(before, *args)
+            try:
+                result, after = step(before, *args)
+            except ValueError as error:
+                refuse_foreign_views(error)
+                raise
             after = tuple(after)
             fits = [(array.shape, array.dtype) for array in after] == self._layers and all(map(self._is_placed, after))
         consumed = [array.is_deleted() for array in before]
@@ -216,8 +220,7 @@ class KVPool:
                 self._arrays, fate = after, "holds what the step returned"
             raise InvalidInput(
                 f"the step did not consume kv_caches[{consumed.index(False)}], so XLA copied it: jit the step with "
-                "donate_argnums=0, and drop every torch or numpy view of the arrays first. "
-                f"The pool {fate}."
+                f"donate_argnums=0, and {DROP_VIEWS}. The pool {fate}."
             )
         self._arrays = after
         return result

@@ -406,6 +406,30 @@ def test_a_foreign_view_of_an_array_is_refused_by_name_when_the_step_runs() -> N
     assert values(pool) == [0, 0]
 
 
+def test_a_view_that_a_gpu_does_not_donate_is_refused_by_name() -> None:
+    pool = make_pool()
+    said = "INVALID_ARGUMENT: Invalid buffer passed to Execute(): Donation requested for buffer with external reference"
+
+    def refuse(caches: tuple[jax.Array, ...]) -> Any:
+        raise ValueError(said)
+
+    with pytest.raises(InvalidInput) as error:
+        pool.run(refuse)
+    assert str(error.value) == (
+        "an array of kv_caches has a view that as_torch() did not give, so XLA cannot update it in place: drop every "
+        "torch or numpy view of the arrays first. The pool still holds what it held."
+    )
+    assert pool.generation == 1
+
+
+def test_another_value_error_of_a_step_stays_what_it_is() -> None:
+    def refuse(caches: tuple[jax.Array, ...]) -> Any:
+        raise ValueError("a sum of axes")
+
+    with pytest.raises(ValueError, match=r"^a sum of axes$"):
+        make_pool().run(refuse)
+
+
 def test_unknown_dtypes_are_refused_by_the_spec() -> None:
     with pytest.raises(Unsupported, match=r"^dtype is 'float64'; a KV cache can be one of "):
         KVCacheSpec(num_kv_heads=1, head_size=4, block_size=4, dtype="float64")
