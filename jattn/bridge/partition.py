@@ -15,8 +15,8 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.bridge.callback import recorded
 from jattn.bridge.calls import Runtime, array_spec
+from jattn.bridge.errors import recorded
 from jattn.bridge.split import HEADS, Split, dims_of, rows_of_a_sequence, split_of
 from jattn.bridge.torch_runtime import run_torch
 from torch_core.calls import Call, WriteCall

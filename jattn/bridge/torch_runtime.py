@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import jax
-import torch
 
-from jattn.bridge.callback import call_torch
 from jattn.bridge.calls import array_spec
 from torch_core.calls import Call, DenseCall, TableCall, check_values
-from torch_core.cpu import run_on_cpu
 from torch_core.plan.plan import OperationPlan
 from torch_core.specs import ArraySpec
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["launch_operation", "run_torch"]
 
@@ -30,10 +31,12 @@ def run_torch(call: Call[jax.Array]) -> dict[str, jax.Array]:
         from torch_core.planner import plan_call
 
         return launch_operation(plan_call(specs, device_limits()), call.arrays())
+    from torch_core.cpu import run_on_cpu
+
     arrays = call.arrays()
     outputs = call.outputs()
     return _call(
-        _Compute(specs, tuple(arrays), tuple(outputs)),
+        _Compute(run_on_cpu, specs, tuple(arrays), tuple(outputs)),
         arrays,
         outputs,
         call.written,
@@ -58,6 +61,8 @@ def launch_operation(plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> di
     Raises:
         Unsupported: a kernel does not fit the device.
     """
+    import torch
+
     if torch.cuda.is_available():
         from torch_core.run.launch import prepare_operation
 
@@ -72,8 +77,9 @@ def launch_operation(plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> di
 # The functions that the callback runs are frozen records, not closures: equal ones share one compiled program.
 @dataclass(frozen=True, slots=True)
 class _Compute:
-    """A call of specs, and the names of the tensors that come in: inputs, then outputs."""
+    """Who runs it, a call of specs, and the names of the tensors that come in: inputs, then outputs."""
 
+    run: Callable[[Call[torch.Tensor]], Mapping[str, torch.Tensor]]
     specs: Call[ArraySpec]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -85,7 +91,7 @@ class _Compute:
         # Shapes and dtypes were checked when the program was traced, values when the metadata was built: checking
         # them again in every layer would cost a third of a decode step.
         try:
-            results = run_on_cpu(call)
+            results = self.run(call)
         except Exception:
             # The check says what was wrong with the values; where it finds nothing, the failure speaks for itself.
             check_values(call)
@@ -116,6 +122,9 @@ def _call(
     num_threads: int | None = None,
     capturable: bool = False,
 ) -> dict[str, jax.Array]:
+    # Loads torch, which nothing else on the way here needs; not in a thread of XLA's, when the program runs.
+    from jattn.bridge.callback import call_torch
+
     names, results = list(arrays), [*outputs, *in_place]
     specs = {**outputs, **{name: array_spec(arrays[name]) for name in in_place}}
     values = call_torch(

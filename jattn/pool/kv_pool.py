@@ -7,15 +7,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.bridge import to_jax, to_torch
+from jattn import bridge
 from jattn.pool import programs
 from jattn.pool.checks import DROP_VIEWS, check_donation, checked_split, refuse_foreign_views
 from jattn.pool.guard import Guard
@@ -23,6 +22,9 @@ from jattn.pool.plan import check_room
 from torch_core.checks import check_int
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["BlockMoves", "KVPool"]
 
@@ -350,7 +352,7 @@ class KVPool:
         The views must be gone before the next `run`: a live one would make XLA copy the pool. On CUDA also wait for
         torch's work on them first.
         """
-        views = tuple(to_torch(jax.block_until_ready(array)) for array in self._shards())
+        views = tuple(bridge.to_torch(jax.block_until_ready(array)) for array in self._shards())
         self._views += [weakref.ref(view) for view in views]
         return views
 
@@ -394,7 +396,7 @@ class KVPool:
                 f"the tensors are on {first.device}; only CUDA memory can be taken over, because XLA's CPU backend "
                 "copies a donated buffer that it did not allocate. Let KVPool allocate and give torch its as_torch()."
             )
-        arrays = tuple(to_jax(tensor) for tensor in tensors)
+        arrays = tuple(bridge.to_jax(tensor) for tensor in tensors)
         dtype = arrays[0].dtype.name
         spec: KVCacheSpec | LatentCacheSpec
         if kv_lora_rank is None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from jax import lax
 
-from jattn.bridge import call_torch, typed_errors
+from jattn.bridge import call_torch, errors, typed_errors
 from jattn.bridge import callback as callback_module
 from torch_core.errors import PoolLost
 
@@ -404,7 +404,7 @@ def test_recorded_errors_are_bounded() -> None:
     for _ in range(100):
         with pytest.raises(KeyError), typed_errors():
             jax.block_until_ready(program(jnp.ones(2)))
-    assert len(callback_module._recorded._errors) == 64
+    assert len(errors._recorded._errors) == 64
 
 
 @pytest.fixture

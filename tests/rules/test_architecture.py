@@ -400,6 +400,21 @@ def test_import_jattn_loads_neither_jax_nor_torch() -> None:
     assert {"torch", "jax", "triton"} & set(state["loaded"]) == set()
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import jattn.engine, jattn.nn, jattn.parallel, jattn.pool",
+        "import jattn; jattn.LLM().generate('Once', jattn.SamplingParams(max_tokens=2))",
+        "import torch_core.planner, torch_core.variants, triton",
+    ],
+    ids=["imported", "a generation by jnp", "what plans and compiles kernels"],
+)
+def test_torch_is_loaded_where_tensors_are_asked_for_alone(imports: str) -> None:
+    """It takes half of what `import jattn.engine` takes in all, and seconds from a slow disk."""
+    libraries = "import jax; default_config = dict(jax.config.values)"
+    assert "torch" not in in_fresh_process(imports, libraries)["loaded"]
+
+
 def test_every_public_name_can_be_imported() -> None:
     import jattn
 
