@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import time
@@ -87,6 +88,11 @@ def main(argv: Sequence[str]) -> None:
         default=[],
         help="GROUPSxSAMPLESxPROMPT, decoding, with and without attending a prompt once",
     )
+    parser.add_argument(
+        "--startup",
+        action="store_true",
+        help="seconds from the start of this process to a first answer, all programs compiled; first of all rows",
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="decoded by each sequence (64)")
     parser.add_argument("--rounds", type=int, default=3, help="of a row, after those that warm it up (3)")
     parser.add_argument("--batched-tokens", type=int, default=2048, help="of a step (2048)")
@@ -97,10 +103,12 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, random weights", flush=True)
     bench = _Bench(SHAPES[options.shape], options.batched_tokens, options.new_tokens, options.rounds, options.profile)
-    for settings in options.settings:
+    for number, settings in enumerate(options.settings):
         chosen = {
             name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.split(",") if each)
         }
+        if options.startup and not number:
+            _tell(settings, "start-up", bench.startup(chosen))
         for load in options.decode:
             _tell(settings, f"decode {load}", bench.decode(chosen, *_sizes(load)))
         for load in options.hits:
@@ -131,6 +139,14 @@ class _Bench:
         self._model, self._vocab = random_decoder(config), config.vocab_size
         self._batched_tokens, self._new_tokens, self._rounds = batched_tokens, new_tokens, rounds
         self._profile = profile
+
+    def startup(self, settings: dict[str, Any]) -> _Measured:
+        """Returns the seconds that this process took to a first answer, after `warmup`, and what of them compiled."""
+        with open_engine(self._model, EngineConfig(**settings)) as engine:
+            engine.warmup(lambda *_: None)
+            engine.add(self._prompts(1, _BLOCK_SIZE)[0], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+            _drain(engine)
+            return _Measured([_process_seconds()], "s", engine.compile_seconds)
 
     def decode(self, settings: dict[str, Any], batch: int, context: int) -> _Measured:
         """Returns the milliseconds of a decode step with so many sequences."""
@@ -229,6 +245,13 @@ def _step_ms(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams
     tokens = sum(len(request.output_token_ids) for request in requests) - before
     _drain(engine)
     return seconds * 1e3 * len(requests) / tokens
+
+
+def _process_seconds() -> float:
+    """Returns how long this process has been there."""
+    # The 22nd field, in ticks since the machine's start; the second may have spaces and ends with a parenthesis.
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _drain(engine: AnyEngine) -> None:

@@ -36,7 +36,7 @@ def check_donation() -> None:
         )
 
 
-def refuse_foreign_views(error: ValueError) -> None:
+def refuse_foreign_views(error: Exception) -> None:
     """Names what XLA's client for GPUs refuses: it donates no memory that somebody else has a view of.
 
     Raises:

@@ -199,7 +199,7 @@ class KVPool:
         with self.guard():
             try:
                 result, after = step(before, *args)
-            except ValueError as error:
+            except (jax.errors.JaxRuntimeError, ValueError) as error:
                 refuse_foreign_views(error)
                 raise
             after = tuple(after)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import time
+
 import pytest
 
 from jattn.bench.engine import main
@@ -37,3 +42,17 @@ def test_it_prints_a_row_for_each_load(capsys) -> None:
         "groups 1x2x16, each alone",
         "throughput 1x20x5",
     ]
+
+
+def test_a_start_is_counted_from_where_the_process_began(capsys) -> None:
+    loads = [*NOTHING, "--startup", "--settings", "max_num_seqs=1,max_num_batched_tokens=16,batch_invariant=true"]
+    code = f"from jattn.bench.engine import main; main({['--shape', 'tiny', *loads]})"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    outside = time.monotonic() - started
+
+    found = re.fullmatch(r"start-up  ([\d.]+) s  compiled (\d+) s  .*", done.stdout.splitlines()[1])
+    assert found is not None, done.stdout
+    seconds, compiled = map(float, found.groups())
+    # Ticks of the kernel are hundredths, and what compiled is rounded.
+    assert compiled - 1 < seconds < outside + 0.02
