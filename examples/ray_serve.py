@@ -27,7 +27,7 @@ class Settings:
         tensor_parallel_size: GPUs of one engine.
         num_gpus: of one engine; tensor_parallel_size by default, 0 to run on CPUs.
         max_num_seqs: sequences of one step.
-        kv_cache_bytes: of the cache on each GPU; nine tenths of what is free there if None.
+        kv_cache_bytes: of the cache on each GPU; 0 for nine tenths of what is free there.
         max_unfinished: requests that one replica takes before Ray gives them to another.
     """
 
@@ -36,7 +36,7 @@ class Settings:
     tensor_parallel_size: int = 1
     num_gpus: int = -1
     max_num_seqs: int = 64
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: int = 0
     max_unfinished: int = 256
 
     @classmethod
@@ -54,8 +54,9 @@ class Settings:
         except ValueError as error:
             raise InvalidInput(f"settings are {dict(given)}; all but model are whole numbers: {error}.") from None
         for name in kinds.keys() - {"model", "num_gpus"}:
-            if getattr(found, name) < 1:
-                raise InvalidInput(f"{name} is {getattr(found, name)}; it must be at least 1.")
+            low = 0 if name == "kv_cache_bytes" else 1
+            if getattr(found, name) < low:
+                raise InvalidInput(f"{name} is {getattr(found, name)}; it must be at least {low}.")
         return found
 
     @property
@@ -85,7 +86,7 @@ def engine_app(settings: Settings) -> Any:
     config = EngineConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max(2048, settings.max_num_seqs),
-        kv_cache_bytes=settings.kv_cache_bytes,
+        kv_cache_bytes=settings.kv_cache_bytes or None,
         tensor_parallel_size=settings.tensor_parallel_size,
     )
     llm = LLM(folder, config=config, use_generation_config=True)

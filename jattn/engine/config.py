@@ -13,10 +13,12 @@ from jattn.engine.speculation import SpeculativeConfig
 from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["MAX_SIZE", "EngineConfig"]
+__all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig"]
 
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
+#: Of a server, and of an engine on a GPU for which nobody named any.
+SERVING_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 _MAX_BYTES = (1 << 63) - 1
 _MOST_DEVICES = 1 << 16
 # What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.

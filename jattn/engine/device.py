@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jattn.engine.config import MAX_SIZE, EngineConfig
+from jattn.engine.config import MAX_SIZE, SERVING_SIZES, EngineConfig
 from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.no_mesh import no_mesh
@@ -29,7 +29,7 @@ from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_laye
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["Device", "check_types", "open_device", "outlasts_the_host", "pool_budget"]
+__all__ = ["Device", "check_types", "default_config", "open_device", "outlasts_the_host", "pool_budget"]
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
@@ -263,6 +263,11 @@ def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | Non
         windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
     # A window that no sequence outgrows hides nothing, and needs no group of its own.
     return group_layers([None if window is None or window >= max_model_len else window for window in windows])
+
+
+def default_config() -> EngineConfig:
+    """Returns the sizes of an engine for which nobody named any: a GPU's steps have room for more."""
+    return EngineConfig(**SERVING_SIZES) if jax.default_backend() == "gpu" else EngineConfig()
 
 
 def pool_budget(config: EngineConfig, mesh: Mesh | None) -> int:

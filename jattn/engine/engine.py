@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn.engine.config import EngineConfig
 from jattn.engine.delivery import News, Outbox, TokenDelta
-from jattn.engine.device import check_types, open_device
+from jattn.engine.device import check_types, default_config, open_device
 from jattn.engine.intake import Intake
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.noise import assume_computed
@@ -48,7 +48,7 @@ class Engine(contextlib.AbstractContextManager):
         model: a `Decoder`, or any `nnx.Module` that is a `jattn.models.PagedModel`. Its weights are captured now: a
             later change of the model does not reach the engine, which keeps the arrays alive until it is closed or
             dropped.
-        config: sizes; see `EngineConfig`.
+        config: sizes; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens a step.
         model_fingerprint: identifies the weights in prefix keys; needed only where keys outlive the engine.
         tokenizer: of the model, for what `SamplingParams` says in text (bad_words, structured_outputs).
 
@@ -74,7 +74,7 @@ class Engine(contextlib.AbstractContextManager):
         model_fingerprint: bytes = b"",
         tokenizer: TextTokenizer | None = None,
     ) -> None:
-        config = EngineConfig() if config is None else config
+        config = default_config() if config is None else config
         check_types(model, config)
         mesh, *others = replica_meshes(config)
         if others:

@@ -49,7 +49,7 @@ class LLM(contextlib.AbstractContextManager):
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
         quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
         hf_overrides: values in the place of config.json's; see there; not for a module.
-        config: the engine's sizes.
+        config: the engine's sizes; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens a step.
         use_generation_config: take what a folder's generation_config.json says of sampling for requests without
             parameters of their own.
 

@@ -21,6 +21,7 @@ from jattn.arguments import (
     loading_options,
 )
 from jattn.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
+from jattn.engine.config import SERVING_SIZES
 from jattn.load import ChatTemplate, embedded_model_folder
 from jattn.load.folder import read_given, read_json
 from jattn.serve import access
@@ -61,8 +62,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-unfinished", type=int, default=1024, help="samples that may wait or run (1024)")
     parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
     add_loading_arguments(parser)
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences of one step (64)")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="new tokens of one step (2048)")
+    rows, tokens = SERVING_SIZES["max_num_seqs"], SERVING_SIZES["max_num_batched_tokens"]
+    parser.add_argument("--max-num-seqs", type=int, default=rows, help=f"sequences of one step ({rows})")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=tokens, help=f"new tokens of one step ({tokens})")
     parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
     parser.add_argument(
         "--kv-cache-dtype", default="auto", help="fp8, fp8_e5m2, int8 or fp8_ds_mla; the model's own by default"

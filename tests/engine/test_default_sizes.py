@@ -1,4 +1,4 @@
-"""The memory of an engine's pool: what was asked for, or most of what the device has free."""
+"""Sizes that nobody named: the memory of an engine's pool, and the rows and tokens of a step."""
 
 from __future__ import annotations
 
@@ -69,3 +69,12 @@ def test_a_device_that_says_nothing_gives_a_gibibyte(why: str, monkeypatch: pyte
     device = SimpleNamespace(process_index=jax.process_index() + other)
     mesh: Any = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
     assert engine_device.pool_budget(EngineConfig(), mesh) == 1 << 30
+
+
+@pytest.mark.parametrize(("backend", "sizes"), [("cpu", (8, 512)), ("gpu", (64, 2048))])
+def test_without_a_config_a_gpu_gets_the_sizes_of_a_server(
+    backend: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    config = engine_device.default_config()
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == sizes
