@@ -12,8 +12,8 @@ import torch
 
 from jattn.bench import measure, peers
 from jattn.bench.batch import HEADS, dense_call, packed, random_batch
-from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS
-from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS, check_lengths
+from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
 from torch_core.attention.backward.plan import backward_plan
@@ -48,12 +48,12 @@ def run(
         dropout: measure what weights that go at this rate cost in torch too, if it is above 0.
 
     Raises:
-        InvalidInput: a length that does not divide `TOTAL_TOKENS`.
+        InvalidInput: a length that does not divide `TOTAL_TOKENS`, or a rate outside [0, 1).
         Unsupported: torch or JAX has no CUDA device.
     """
-    for length in lengths:
-        if length < 1 or TOTAL_TOKENS % length:
-            raise InvalidInput(f"--lengths has {length}; each must divide {TOTAL_TOKENS}, the tokens of a row.")
+    check_lengths(lengths)
+    if not 0 <= dropout < 1:
+        raise InvalidInput(f"--dropout is {dropout}; it must be 0, for none, or the share of weights that go, below 1.")
     session = Session("backward")
     step = _Step(passes)
     columns: dict[str, Column] = {OURS: in_graph(lambda batch: step.ours(dense_call(batch), ops.run))}
@@ -91,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    check_places(json_path=options.json, png_path=options.png)
     report = run(
         lengths=options.lengths,
         head_size=options.head_size,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from jattn.bench import measure, mla_prefill
-from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.calls import LatentCall
 from torch_core.packed import pack_latents
@@ -88,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    check_places(json_path=options.json, png_path=options.png)
     common = {"peers_directory": options.peers, "jax_columns": not options.no_jax}
     report = mla_prefill.run(**common) if options.prefill else run(heads=options.heads, cache=options.cache, **common)
     print(report.table())

@@ -49,3 +49,10 @@ def test_a_length_that_leaves_tokens_over_is_refused(capsys: pytest.CaptureFixtu
 
     error = "jattn: --lengths has 100; each must divide 16384, the tokens of a row.\n"
     assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize("rate", ["1", "-0.1", "nan"])
+def test_a_rate_that_is_no_share_of_the_weights_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "backward", "--dropout", rate]) == 2
+
+    assert capsys.readouterr().err.startswith(f"jattn: --dropout is {float(rate)}; it must be 0, for none, or")
