@@ -61,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    if options.cascade and (options.fp8 or options.peers):
+        parser.error("--cascade measures a bfloat16 cache and no peers: no --fp8, no --peers")
     check_places(json_path=options.json, png_path=options.png)
     if options.cascade:
         report = cascade.run()
