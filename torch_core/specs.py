@@ -277,6 +277,9 @@ class AttentionSpec:
         for name, low in (("window_left", 0), ("window_right", 0), ("attention_chunk", 1)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low, INT32_MAX)
+        for name in ("causal", "use_alibi_sqrt"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         cap = self.logits_soft_cap
         if cap is not None and not (math.isfinite(cap) and cap > 0):
             raise InvalidInput(f"logits_soft_cap is {cap}; it must be a positive finite number, or None for off.")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure, peers
-from jattn.bench.batch import HEADS, dense_call, packed, random_batch
-from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS
-from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench import measure, mla_prefill, peers
+from jattn.bench.batch import HEADS, dense_call, random_batch
+from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS, check_lengths
+from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
 from torch_core.attention.backward.plan import backward_plan
@@ -26,8 +26,8 @@ __all__ = ["PASSES", "main", "run"]
 
 #: What of a training step is timed.
 PASSES = ("forward", "backward", "both")
-# Matrix products of each.
-_PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
+# Matrix products of each: along the elements of a key, and of a value.
+_PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
 
 def run(
@@ -42,41 +42,45 @@ def run(
 
     Args:
         lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
-        head_size: elements of a head.
+        head_size: elements of a head; 192 for those of DeepSeek's prompts, 16 heads with values of 128.
         passes: one of `PASSES`; a training step has both.
         others: measure cuDNN and FlashAttention-2 too.
         dropout: measure what weights that go at this rate cost in torch too, if it is above 0.
 
     Raises:
-        InvalidInput: a length that does not divide `TOTAL_TOKENS`.
+        InvalidInput: a length that does not divide `TOTAL_TOKENS`, or a rate outside [0, 1).
         Unsupported: torch or JAX has no CUDA device.
     """
-    for length in lengths:
-        if length < 1 or TOTAL_TOKENS % length:
-            raise InvalidInput(f"--lengths has {length}; each must divide {TOTAL_TOKENS}, the tokens of a row.")
+    check_lengths(lengths)
+    if not 0 <= dropout < 1:
+        raise InvalidInput(f"--dropout is {dropout}; it must be 0, for none, or the share of weights that go, below 1.")
     session = Session("backward")
     step = _Step(passes)
-    columns: dict[str, Column] = {OURS: in_graph(lambda batch: step.ours(dense_call(batch), ops.run))}
+    columns: dict[str, Column] = {OURS: in_graph(lambda call: step.ours(call, ops.run))}
     if dropout:
-        columns[f"{OURS} dropout"] = in_graph(lambda batch: step.ours(_dropping(batch, dropout), ops.run))
+        columns[f"{OURS} dropout"] = in_graph(lambda call: step.ours(_dropping(call, dropout), ops.run))
         if others:
-            columns["FA2 SDPA dropout"] = lambda batches: step.sdpa("flash", batches[0], dropout)
+            columns["FA2 SDPA dropout"] = lambda calls: step.sdpa("flash", calls[0], dropout)
     if passes != "forward":
-        columns[f"{OURS} in any order"] = in_graph(lambda batch: step.ours(_any_order(batch), ops.run))
-        columns[f"{OURS} portable"] = in_graph(lambda batch: step.ours(dense_call(batch), _portable))
+        columns[f"{OURS} in any order"] = in_graph(lambda call: step.ours(_any_order(call), ops.run))
+        columns[f"{OURS} portable"] = in_graph(lambda call: step.ours(call, _portable))
     if others:
-        columns["cuDNN in JAX"] = lambda batches: step.in_jax(batches[0], _cudnn)
-        columns["FA2 SDPA"] = lambda batches: step.sdpa("flash", batches[0])
-        columns["cuDNN SDPA"] = lambda batches: step.sdpa("cudnn", batches[0])
-    columns[f"{OURS} in JAX"] = lambda batches: step.in_jax(batches[0], _attend)
+        columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], _cudnn)
+        columns["FA2 SDPA"] = lambda calls: step.sdpa("flash", calls[0])
+        columns["cuDNN SDPA"] = lambda calls: step.sdpa("cudnn", calls[0])
+    columns[f"{OURS} in JAX"] = lambda calls: step.in_jax(calls[0], _attend)
+    heads, value_size = HEADS, head_size
+    if head_size == mla_prefill.KEY_SIZE:
+        heads, value_size = mla_prefill.HEADS, mla_prefill.VALUE_SIZE
+    by_key, by_value = _PRODUCTS[passes]
     for length in lengths:
-        # Half of the square is masked; two products forward and five backward, of 2 operations each.
-        operations = _PRODUCTS[passes] * 1.0 * TOTAL_TOKENS * length * HEADS * head_size
-        batches = [random_batch(((TOTAL_TOKENS // length, length, 0),), head_size=head_size)]
+        # Half of the square is masked, and each product of it is two operations.
+        operations = 1.0 * TOTAL_TOKENS * length * heads * (by_key * head_size + by_value * value_size)
         row = Row(str(length), operations / session.matmul * 1e6, {}, "TFLOP/s", operations)
-        session.add(row, columns, batches, required=(OURS,))
+        session.add(row, columns, [_call(head_size, length)], required=(OURS,))
     name = "forward and backward" if passes == "both" else passes
-    return session.report(f"{name}, causal, heads of {head_size}, TFLOP/s")
+    values = f" over values of {value_size}" if value_size != head_size else ""
+    return session.report(f"{name}, causal, heads of {head_size}{values}, TFLOP/s")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,13 +88,17 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="jattn bench backward", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="cuDNN and FlashAttention-2 of JAX and torch too")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N", help="tokens of a sequence")
-    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
+    sizes = sorted((*HEAD_SIZES, mla_prefill.KEY_SIZE))
+    parser.add_argument(
+        "--head-size", type=int, choices=sizes, default=128, help="elements of a head (128); 192 has values of 128"
+    )
     parser.add_argument("--passes", choices=PASSES, default="backward", help="what is timed (backward)")
     parser.add_argument("--both", action="store_const", const="both", dest="passes", help="the same as --passes both")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="with weights dropped too (0)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    check_places(json_path=options.json, png_path=options.png)
     report = run(
         lengths=options.lengths,
         head_size=options.head_size,
@@ -115,7 +123,7 @@ class _Step:
     def ours(
         self, call: DenseCall[torch.Tensor], backward: Callable[[DenseBackwardCall[torch.Tensor]], Any]
     ) -> Callable[[], Any]:
-        d_out = torch.randn_like(call.query)
+        d_out = _d_out(call)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             results = ops.run(dataclasses.replace(call, with_lse=True))
@@ -131,9 +139,10 @@ class _Step:
 
         return step
 
-    def sdpa(self, backend: str, batch: Any, dropout: float = 0.0) -> float:
+    def sdpa(self, backend: str, call: DenseCall[torch.Tensor], dropout: float = 0.0) -> float:
         attend = peers.sdpa(backend)
-        rows = [x.unflatten(0, (-1, batch.max_key_len)).transpose(1, 2) for x in (batch.query, *packed(batch))]
+        length = call.max_query_len
+        rows = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in (call.query, call.key, call.value)]
         rows = [x.detach().requires_grad_() for x in rows]
 
         def forward() -> torch.Tensor:
@@ -151,16 +160,16 @@ class _Step:
         step()
         return measure.eager_us(step)
 
-    def in_jax(self, batch: Any, attend: Callable[..., Any]) -> float:
+    def in_jax(self, call: DenseCall[torch.Tensor], attend: Callable[..., Any]) -> float:
         import jax
 
         from jattn.bridge import to_jax
 
-        rows = [to_jax(x) for x in (batch.query, *packed(batch))]
-        d_out, starts = to_jax(torch.randn_like(batch.query)), to_jax(batch.starts)
+        rows = [to_jax(x) for x in (call.query, call.key, call.value)]
+        d_out, starts = to_jax(_d_out(call)), to_jax(call.query_start_loc)
 
         def forward(*rows: Any) -> Any:
-            return attend(*rows, starts, batch.max_query_len)
+            return attend(*rows, starts, call.max_query_len)
 
         def step(rows: Any, d_out: Any) -> Any:
             out, pull = jax.vjp(forward, *rows)
@@ -174,18 +183,27 @@ class _Step:
         return measure.jax_us(jax.jit(lambda pull, d_out: pull(d_out)), (pull, d_out), calls=1)
 
 
+def _call(head_size: int, length: int) -> DenseCall[torch.Tensor]:
+    if head_size == mla_prefill.KEY_SIZE:
+        return mla_prefill.prompt_call(length)
+    return dense_call(random_batch(((TOTAL_TOKENS // length, length, 0),), head_size=head_size))
+
+
+def _d_out(call: DenseCall[torch.Tensor]) -> torch.Tensor:
+    return torch.randn_like(call.query[..., : call.value_head_size]).contiguous()
+
+
 def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs the backward kernels for every GPU, whatever the plan of the call would be."""
     plan = backward_plan(call.map(array_spec), device_limits(call.query.device))
     return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
 
 
-def _any_order(batch: Any) -> DenseCall[torch.Tensor]:
-    return dataclasses.replace(dense_call(batch), deterministic=False)
+def _any_order(call: DenseCall[torch.Tensor]) -> DenseCall[torch.Tensor]:
+    return dataclasses.replace(call, deterministic=False)
 
 
-def _dropping(batch: Any, rate: float) -> DenseCall[torch.Tensor]:
-    call = dense_call(batch)
+def _dropping(call: DenseCall[torch.Tensor], rate: float) -> DenseCall[torch.Tensor]:
     seeds = torch.randint(-(1 << 31), 1 << 31, (call.num_seqs, call.num_heads, 2), device="cuda", dtype=torch.int32)
     return dataclasses.replace(call, dropout_rate=rate, dropout_seeds=seeds)
 
@@ -198,4 +216,4 @@ def _attend(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
 
 def _cudnn(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
     rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
-    return peers.cudnn(*rows).reshape(query.shape)
+    return peers.cudnn(*rows).reshape(*query.shape[:2], -1)

@@ -17,6 +17,8 @@ __all__ = ["compare", "compile_all", "main"]
 
 #: Bytes of shared memory that a block may have, by compute capability.
 _SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376, 100: 232448, 120: 101376}
+# The first devices with the instructions by which Triton's warps exchange numbers.
+_OLDEST = 70
 
 #: Rows by "sm_90 label": the fields of `Resources`, or {"error": text}.
 Rows = dict[str, dict[str, Any]]
@@ -84,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     """Compiles with the installed Triton and records it, or compares records; returns 0.
 
     Raises:
-        InvalidInput: the folder of the results file does not exist.
+        InvalidInput: the folder of the results file, or a record, does not exist; a device that Triton has no code for.
     """
     parser = argparse.ArgumentParser(prog="jattn bench compilers", description=__doc__)
     parser.add_argument(
@@ -99,10 +101,19 @@ def main(argv: Sequence[str]) -> int:
     if options.compare:
         records: dict[str, Rows] = {}
         for path in options.compare:
+            if not path.is_file():
+                raise InvalidInput(
+                    f"--compare {path}: there is no such file; `jattn bench compilers --json` writes one."
+                )
             record = json.loads(path.read_text())
             records.setdefault(record["triton"], {}).update(record["variants"])
         print("\n".join(compare(records)))
         return 0
+    if min(options.arch) < _OLDEST:
+        # LLVM would end the process.
+        raise InvalidInput(
+            f"--arch has {min(options.arch)}; Triton compiles for compute capabilities from {_OLDEST} on."
+        )
     if not options.json.parent.is_dir():
         raise InvalidInput(
             f"--json {options.json}: there is no folder {options.json.parent}; make it, or name another."

@@ -11,7 +11,7 @@ import torch
 
 from jattn.bench import cascade, measure, peers
 from jattn.bench.batch import KV_HEADS, Batch, cold_batches, fa3, ours, packed, vllm_triton
-from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 
 __all__ = ["SHAPES", "main", "run"]
@@ -61,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    if options.cascade and (options.fp8 or options.peers):
+        parser.error("--cascade measures a bfloat16 cache and no peers: no --fp8, no --peers")
+    check_places(json_path=options.json, png_path=options.png)
     if options.cascade:
         report = cascade.run()
     else:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from jattn.bench import measure, mla_prefill
-from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.calls import LatentCall
+from torch_core.errors import InvalidInput
 from torch_core.packed import pack_latents
 from torch_core.run import run as run_call
 from torch_core.specs import AttentionSpec, packed_latent_bytes
@@ -81,15 +82,23 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table; writes JSON and a picture where asked to. Returns 0."""
     parser = argparse.ArgumentParser(prog="jattn bench mla", description=__doc__)
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
-    parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads (16 and 128)")
-    parser.add_argument("--cache", choices=tuple(_ROW_BYTES), default="bfloat16", help="what a cache holds (bfloat16)")
+    parser.add_argument("--heads", type=int, nargs="+", help="query heads (16 and 128)")
+    parser.add_argument("--cache", choices=tuple(_ROW_BYTES), help="what a cache holds (bfloat16)")
     parser.add_argument("--prefill", action="store_true", help="prompts in the plain form instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX column out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    if options.prefill and (options.heads or options.cache):
+        parser.error("--prefill has 16 heads and no cache: no --heads, no --cache")
+    if options.heads and min(options.heads) < 1:
+        raise InvalidInput(f"--heads has {min(options.heads)}; each must be at least 1.")
+    check_places(json_path=options.json, png_path=options.png)
     common = {"peers_directory": options.peers, "jax_columns": not options.no_jax}
-    report = mla_prefill.run(**common) if options.prefill else run(heads=options.heads, cache=options.cache, **common)
+    if options.prefill:
+        report = mla_prefill.run(**common)
+    else:
+        report = run(heads=options.heads or HEADS, cache=options.cache or "bfloat16", **common)
     print(report.table())
     for peer in report.columns[1:]:
         print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")

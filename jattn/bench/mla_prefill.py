@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch_core.calls import DenseCall
 from torch_core.run import run as run_call
 from torch_core.specs import AttentionSpec
 
-__all__ = ["LENGTHS", "run"]
+__all__ = ["HEADS", "KEY_SIZE", "LENGTHS", "VALUE_SIZE", "prompt_call", "run"]
 
 #: Tokens of one sequence in each row.
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-_TOTAL_TOKENS, _HEADS, _KEY_SIZE, _VALUE_SIZE = 16384, 16, 192, 128
+#: Heads of queries, keys and values, and their elements.
+HEADS, KEY_SIZE, VALUE_SIZE = 16, 192, 128
+_TOTAL_TOKENS = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def run(
     session = Session("mla", peers_directory)
     for length in lengths:
         # Half of the square is masked: two operations for each product of it.
-        operations = float(_TOTAL_TOKENS * length * _HEADS * (_KEY_SIZE + _VALUE_SIZE))
+        operations = float(_TOTAL_TOKENS * length * HEADS * (KEY_SIZE + VALUE_SIZE))
         session.add(
             Row(str(length), operations / session.matmul * 1e6, {}, "TFLOP/s", operations),
             _columns(session.peers, jax_columns),
@@ -58,10 +60,15 @@ def run(
     return session.report("latent attention, prompts, heads of 192 and values of 128, TFLOP/s")
 
 
+def prompt_call(length: int) -> DenseCall[torch.Tensor]:
+    """Returns the causal attention of random prompts, 16k tokens in sequences of one length."""
+    return _call(_prompts(length))
+
+
 def _prompts(length: int) -> Prompts:
     query, key, value = (
-        torch.randn(_TOTAL_TOKENS, _HEADS, size, device="cuda", dtype=torch.bfloat16)
-        for size in (_KEY_SIZE, _KEY_SIZE, _VALUE_SIZE)
+        torch.randn(_TOTAL_TOKENS, HEADS, size, device="cuda", dtype=torch.bfloat16)
+        for size in (KEY_SIZE, KEY_SIZE, VALUE_SIZE)
     )
     starts = torch.arange(0, _TOTAL_TOKENS + 1, length, device="cuda", dtype=torch.int32)
     return Prompts(query, key, value, starts, length, torch.empty_like(value))
@@ -77,18 +84,21 @@ def _columns(found: Any, jax_columns: bool) -> dict[str, Column]:
     return columns
 
 
-def _ours(batch: Prompts) -> Callable[[], Any]:
-    call = DenseCall(
+def _call(batch: Prompts) -> DenseCall[torch.Tensor]:
+    return DenseCall(
         query=batch.query,
         key=batch.key,
         value=batch.value,
         query_start_loc=batch.starts,
         key_start_loc=batch.starts,
-        spec=AttentionSpec(scale=_KEY_SIZE**-0.5),
+        spec=AttentionSpec(scale=KEY_SIZE**-0.5),
         max_query_len=batch.length,
         max_key_len=batch.length,
-        out=batch.out,
     )
+
+
+def _ours(batch: Prompts) -> Callable[[], Any]:
+    call = replace(_call(batch), out=batch.out)
     return lambda: run_call(call)
 
 

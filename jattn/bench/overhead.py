@@ -14,7 +14,7 @@ import torch
 
 from jattn.bench import measure
 from jattn.bench.batch import BLOCK_SIZE, HEADS, KV_HEADS, random_batch
-from jattn.bench.report import BenchReport, Row
+from jattn.bench.report import BenchReport, Row, check_places
 from jattn.bench.session import Session
 from torch_core import ops as torch_ops
 from torch_core.specs import AttentionSpec
@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="jattn bench overhead", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    check_places(json_path=options.json)
     report = run()
     print(report.table())
     report.write(json_path=options.json)

@@ -13,11 +13,12 @@ import torch
 
 from jattn.bench import chunks, measure, mixed, peers
 from jattn.bench.batch import HEADS, Batch, dense_call, fa3, ours, packed, random_batch, vllm_triton
-from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
+from torch_core.errors import InvalidInput
 
-__all__ = ["HEAD_SIZES", "LENGTHS", "main", "run"]
+__all__ = ["HEAD_SIZES", "LENGTHS", "TOTAL_TOKENS", "check_lengths", "main", "run"]
 
 #: Tokens of one sequence in each row of the default table.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -45,7 +46,12 @@ def run(
             bfloat16.
         peers_directory: see `jattn.bench.peers.load_peers`.
         jax_columns: measure the JAX call and the JAX peers too.
+
+    Raises:
+        InvalidInput: a length that does not divide `TOTAL_TOKENS`, or no module of peers in the folder.
+        Unsupported: torch or JAX has no CUDA device.
     """
+    check_lengths(lengths)
     session = Session("prefill", peers_directory)
     columns = _columns(session.peers, jax_columns)
     columns = {name: column for name, column in columns.items() if (name in _TAKE_FP8 if fp8 else "e4m3" not in name)}
@@ -63,11 +69,19 @@ def run(
     return session.report(f"prefill, causal, {'e4m3, ' if fp8 else ''}heads of {head_size}, TFLOP/s")
 
 
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Refuses lengths that do not divide `TOTAL_TOKENS`, by InvalidInput."""
+    for length in lengths:
+        if length < 1 or TOTAL_TOKENS % length:
+            raise InvalidInput(f"--lengths has {length}; each must divide {TOTAL_TOKENS}, the tokens of a row.")
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the table; writes JSON and a picture where asked to. Returns 0."""
     parser = argparse.ArgumentParser(prog="jattn bench prefill", description=__doc__)
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
-    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, default=128, help="elements of a head (128)")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens of a sequence")
+    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, help="elements of a head (128)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--fp8", action="store_true", help="e4m3 queries over an e4m3 cache")
     instead.add_argument("--mixed", action="store_true", help="a batch of prefill chunks and decode rows instead")
@@ -76,13 +90,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    if (options.mixed or options.chunks) and (options.lengths or options.head_size):
+        parser.error("--mixed and --chunks have lengths of their own and heads of 128: no --lengths, no --head-size")
+    check_places(json_path=options.json, png_path=options.png)
     if options.mixed:
         report = mixed.run(peers_directory=options.peers)
     elif options.chunks:
         report = chunks.run(peers_directory=options.peers)
     else:
         report = run(
-            head_size=options.head_size, fp8=options.fp8, peers_directory=options.peers, jax_columns=not options.no_jax
+            lengths=options.lengths or LENGTHS,
+            head_size=options.head_size or 128,
+            fp8=options.fp8,
+            peers_directory=options.peers,
+            jax_columns=not options.no_jax,
         )
     print(report.table())
     for peer in () if options.mixed or options.chunks else report.columns:

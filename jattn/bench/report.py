@@ -6,13 +6,14 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jattn.table import aligned
-from torch_core.errors import Unsupported
+from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["OURS", "BenchReport", "Row"]
+__all__ = ["OURS", "BenchReport", "Row", "check_places"]
 
 #: Names of the columns that are this project's start with it.
 OURS = "jattn"
@@ -114,12 +115,32 @@ def _cell(row: Row, name: str) -> str:
     return f"{row.shown(name):.1f} ({row.bound_us / value:.2f})"
 
 
-def _plot(report: BenchReport, path: Path) -> None:
+def check_places(*, json_path: Path | None = None, png_path: Path | None = None) -> None:
+    """Checks that a report can be written there, before minutes are measured.
+
+    Raises:
+        InvalidInput: no such folder, or a folder in the place of the file.
+        Unsupported: a picture is wanted and matplotlib is missing.
+    """
+    for option, path in (("--json", json_path), ("--png", png_path)):
+        if path is not None and not path.parent.is_dir():
+            raise InvalidInput(f"{option} {path}: there is no folder {path.parent}; make it, or name another.")
+        if path is not None and path.is_dir():
+            raise InvalidInput(f"{option} {path}: this is a folder; name a file in it.")
+    if png_path is not None:
+        _figure()
+
+
+def _figure(**options: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise Unsupported("a picture needs matplotlib: pip install 'jattn[plot]', or leave --png out.") from error
-    figure = Figure(figsize=(max(6, 1.2 * len(report.rows)), 4.5), layout="constrained")
+    return Figure(**options)
+
+
+def _plot(report: BenchReport, path: Path) -> None:
+    figure = _figure(figsize=(max(6, 1.2 * len(report.rows)), 4.5), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / max(1, len(report.columns))
     for index, name in enumerate(report.columns):

@@ -29,17 +29,18 @@ def attention_spec(
     Raises:
         InvalidInput: a tracer or a value of another type where a static number must be; a query without a head size.
     """
+    causal = _static_bool("causal", causal)
     left, right = _window(sliding_window, causal)
     # A query of no size is refused with the rest of the call.
     head_size = max(1, query.shape[-1]) if getattr(query, "ndim", 0) else 1
     return AttentionSpec(
         scale=head_size**-0.5 if scale is None else _static_float("scale", scale),
-        causal=bool(causal),
+        causal=causal,
         window_left=left,
         window_right=right,
         logits_soft_cap=None if logits_soft_cap is None else _static_float("logits_soft_cap", logits_soft_cap),
         attention_chunk=attention_chunk,
-        use_alibi_sqrt=bool(use_alibi_sqrt),
+        use_alibi_sqrt=_static_bool("use_alibi_sqrt", use_alibi_sqrt),
     )
 
 
@@ -53,6 +54,14 @@ def _static_float(name: str, value: float) -> float:
     if not isinstance(value, (int, float, np.generic)):
         raise InvalidInput(f"{name} is {value!r}; it must be a float.")
     return float(value)
+
+
+def _static_bool(name: str, value: bool) -> bool:
+    if isinstance(value, Tracer):
+        raise InvalidInput(f"{name} is a tracer; it must be a static True or False (mark it static).")
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidInput(f"{name} is {value!r}; it must be True or False.")
+    return bool(value)
 
 
 def _window(sliding_window: int | tuple[int | None, int | None] | None, causal: bool) -> tuple[int | None, int | None]:

@@ -91,7 +91,7 @@ def ring_attention(
             "one batch (zigzag_order)."
         )
     options: dict[str, Any] = dict.fromkeys(ops.MASK_OPTIONS)
-    options |= {"scale": scale, "causal": causal, "logits_soft_cap": logits_soft_cap}
+    options |= {"scale": scale, "causal": causal, "logits_soft_cap": logits_soft_cap, "use_alibi_sqrt": False}
     spec = attention_spec(query, **options)
     return _ring(_Ring(axis_name, spec, implementation), query, key, value)
 

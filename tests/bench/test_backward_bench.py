@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from jattn.bench import backward, measure
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "random_batch", lambda parts, **_: SimpleNamespace(parts=parts))
+    monkeypatch.setattr(backward, "_call", lambda head_size, length: None)
     monkeypatch.setattr(backward, "in_graph", lambda call: lambda batches: 50.0)
     monkeypatch.setattr(backward, "_Step", _Timed)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -44,8 +42,26 @@ def test_rows_are_those_of_the_lengths_asked_for(capsys: pytest.CaptureFixture[s
     assert "FA2 SDPA dropout takes 2.00 x the time of jattn" in lines[4]
 
 
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(
+    ("passes", "elements"), [("forward", 192 + 128), ("backward", 3 * 192 + 2 * 128), ("both", 4 * 192 + 3 * 128)]
+)
+def test_keys_of_192_elements_have_values_of_128(passes: str, elements: int) -> None:
+    report = backward.run(lengths=[8192], head_size=192, passes=passes)
+
+    assert "heads of 192 over values of 128" in report.name
+    assert report.rows[0].operations == 16384 * 8192 * 16 * elements
+
+
 def test_a_length_that_leaves_tokens_over_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "backward", "--lengths", "100"]) == 2
 
     error = "jattn: --lengths has 100; each must divide 16384, the tokens of a row.\n"
     assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize("rate", ["1", "-0.1", "nan"])
+def test_a_rate_that_is_no_share_of_the_weights_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "backward", "--dropout", rate]) == 2
+
+    assert capsys.readouterr().err.startswith(f"jattn: --dropout is {float(rate)}; it must be 0, for none, or")

@@ -67,3 +67,13 @@ def test_records_are_compared_with_the_first(tmp_path: Path, capsys):
 def test_a_folder_that_is_missing_is_refused_before_the_work():
     with pytest.raises(InvalidInput, match=r"--json nowhere/new\.json: there is no folder nowhere"):
         compilers.main(["--json", "nowhere/new.json"])
+
+
+def test_a_record_that_is_missing_is_refused():
+    with pytest.raises(InvalidInput, match=r"--compare nowhere\.json: there is no such file"):
+        compilers.main(["--compare", "nowhere.json"])
+
+
+def test_a_device_that_the_compiler_would_die_of_is_refused():
+    with pytest.raises(InvalidInput, match="--arch has 12; Triton compiles for compute capabilities from 70 on"):
+        compilers.main(["--arch", "90", "12"])

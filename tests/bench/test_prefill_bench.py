@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jattn import cli
 from jattn.bench import measure, prefill
 
 
@@ -53,3 +54,27 @@ def test_a_jax_without_the_private_name_of_fp8_attention_leaves_a_note(monkeypat
     monkeypatch.setattr(measure, "chained_us", lambda attend, query, tensors, **_: attend(query, *tensors[0]))
     (note,) = prefill.run(lengths=[512], fp8=True).notes
     assert note.startswith("cuDNN e4m3 in JAX dense at 512: ")
+
+
+@pytest.mark.usefixtures("measured")
+def test_rows_are_those_of_the_lengths_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prefill.main(["--lengths", "8192", "512", "--head-size", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "heads of 64" in lines[0]
+    assert [line.split()[0] for line in lines[2:4]] == ["8192", "512"]
+
+
+def test_a_length_that_leaves_tokens_over_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "prefill", "--lengths", "100"]) == 2
+    error = "jattn: --lengths has 100; each must divide 16384, the tokens of a row.\n"
+    assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize("instead", ["--mixed", "--chunks"])
+@pytest.mark.parametrize("option", [("--head-size", "64"), ("--lengths", "512")])
+def test_an_option_of_other_rows_is_refused_beside_them(
+    instead: str, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prefill.main([instead, *option])
+    assert "have lengths of their own and heads of 128" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from jattn.bench import backward, decode, measure, overhead, peers, prefill
+from jattn.bench import backward, decode, measure, mla, overhead, peers, prefill
 from jattn.bench.report import BenchReport, Row
 from torch_core.errors import InvalidInput, Unsupported
 
@@ -61,6 +61,40 @@ def test_a_picture_without_matplotlib_says_what_to_install(report, tmp_path, mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match=r"pip install 'jattn\[plot\]'"):
         report.write(png_path=tmp_path / "r.png")
+
+
+@pytest.mark.parametrize("module", [backward, decode, mla, prefill])
+@pytest.mark.parametrize("option", ["--json", "--png"])
+def test_a_place_that_no_report_can_have_is_refused_before_anything_is_measured(module, option, tmp_path):
+    with pytest.raises(InvalidInput, match=r"there is no folder .*/none; make it"):
+        module.main([option, str(tmp_path / "none" / "report")])
+    with pytest.raises(InvalidInput, match="this is a folder; name a file in it"):
+        module.main([option, str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (decode, ["--cascade", "--fp8"], "--cascade measures a bfloat16 cache and no peers"),
+        (mla, ["--prefill", "--heads", "16"], "--prefill has 16 heads and no cache"),
+        (mla, ["--prefill", "--cache", "fp8"], "--prefill has 16 heads and no cache"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(module, options, message, capsys):
+    with pytest.raises(SystemExit):
+        module.main(options)
+    assert message in capsys.readouterr().err
+
+
+def test_latent_attention_without_heads_is_refused():
+    with pytest.raises(InvalidInput, match="--heads has 0; each must be at least 1"):
+        mla.main(["--heads", "16", "0"])
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Unsupported, match=r"pip install 'jattn\[plot\]'"):
+        prefill.main(["--png", str(tmp_path / "r.png")])
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")

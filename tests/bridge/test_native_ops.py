@@ -14,7 +14,7 @@ import pytest
 from jattn.bridge import native, run
 from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache
-from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall
+from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall, backward_of
 from torch_core.errors import Unsupported
 from torch_core.plan.plan import DeviceLimits
 from torch_core.planner import plan_call
@@ -37,6 +37,7 @@ def hopper(monkeypatch, cache):
         ),
         create_array_parameter=lambda *arguments: arguments,
         create_scalar_parameter=lambda *arguments: arguments,
+        create_tma_descriptor_parameter=lambda *arguments: repr(arguments),
     )
     native._code.cache_clear()
     monkeypatch.setattr(native, "_launcher", lambda: fake)
@@ -119,6 +120,34 @@ def test_dense_attention_is_one_call_and_may_have_sinks():
         return _dense(*arrays[:-1], sinks=arrays[-1])
 
     assert _num_calls(attend, *arguments, _array(32, dtype=jnp.float32)) == 1
+
+
+def test_a_gradient_on_hopper_is_three_calls_and_a_fourth_sums_that_of_the_sinks():
+    lse = _array(300, 4, dtype=jnp.float32)
+    arrays = (_array(300, 4, 192), _array(300, 4, 192), *[_array(300, 4, 128)] * 3, lse, *[_array(3, dtype=INT)] * 2)
+
+    def differentiate(query, key, value, out, d_out, lse, query_start_loc, key_start_loc, sinks=None):
+        call = DenseCall(
+            query=query,
+            key=key,
+            value=value,
+            query_start_loc=query_start_loc,
+            key_start_loc=key_start_loc,
+            sinks=sinks,
+            spec=SPEC,
+            max_query_len=300,
+            max_key_len=300,
+        )
+        return run(backward_of(call, out=out, lse=lse, d_out=d_out), native.run_native)
+
+    assert _num_calls(differentiate, *arrays) == 3
+    assert _num_calls(differentiate, *arrays, _array(4, dtype=jnp.float32)) == 4
+    gradients = jax.eval_shape(differentiate, *arrays)
+    assert {name: x.shape for name, x in gradients.items()} == {
+        "d_query": (300, 4, 192),
+        "d_key": (300, 4, 192),
+        "d_value": (300, 4, 128),
+    }
 
 
 def test_a_write_a_copy_and_a_merge_are_one_call_each():

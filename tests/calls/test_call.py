@@ -12,7 +12,7 @@ from tests.support.attention_plans import dense_call, paged_call
 from torch_core.calls import CopyCall, MergeCall, PagedCall, WriteCall
 from torch_core.calls.call import array_fields
 from torch_core.errors import InvalidInput
-from torch_core.specs import ArraySpec
+from torch_core.specs import ArraySpec, AttentionSpec
 
 CALLS = {
     "paged": paged_call(sinks=ArraySpec((8,), "float32"), k_scale=0.5),
@@ -118,3 +118,9 @@ def test_a_cache_is_one_array_or_a_pair(caches):
 def test_a_missing_array_is_named():
     with pytest.raises(InvalidInput, match=r"paged_attention: seq_lens is missing; it must be \[num_seqs\]"):
         paged_call().with_arrays({"seq_lens": None}).check()
+
+
+@pytest.mark.parametrize("name", ["causal", "use_alibi_sqrt"])
+def test_a_choice_of_a_spec_is_true_or_false(name):
+    with pytest.raises(InvalidInput, match=f"^{name} is None; it must be True or False.$"):
+        AttentionSpec(scale=1.0, **{name: None})  # type: ignore[arg-type]

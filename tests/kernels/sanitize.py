@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case, with_dropout
@@ -64,9 +65,15 @@ def shapes() -> list[AttentionCase]:
 
 
 def backward_shapes() -> list[AttentionCase]:
-    """Returns the dense problems, and one for the Hopper kernel with keys that nobody sees."""
-    window = {**_long_sizes(128, 260), "query_lens": [300, 1, 0, 130]}
-    return [case for case in shapes() if not case.paged] + [dense_case(1, key_lens=[700, 60, 0, 130], **window)]
+    """Returns the dense problems, and those of each tile of the Hopper kernel: ragged ends, sinks, unseen keys."""
+    cases = [case for case in shapes() if not case.paged]
+    for head_size, value_head_size, window in ((64, 64, None), (128, 128, 260), (192, 128, None), (256, 256, 260)):
+        sizes = {**_long_sizes(head_size, window), "query_lens": [300, 1, 0, 130]}
+        sinks = np.linspace(-1, 1, sizes["num_heads"], dtype=np.float32) if head_size == value_head_size else None
+        more = {"value_head_size": value_head_size, **({} if sinks is None else {"sinks": sinks})}
+        case = dense_case(1, key_lens=[700, 60, 0, 130], **more, **sizes)
+        cases += [case, replace(case, limits={**case.limits, "max_query_len": 4096})]
+    return cases
 
 
 def dropout_shapes() -> list[AttentionCase]:
@@ -162,7 +169,9 @@ def _run(case: AttentionCase, *, differentiate: bool) -> None:
     if isinstance(case, LatentCase):
         ops.run(case.call("cuda", with_lse=True))
     elif differentiate:
-        ops.run(backward_call(case, ops.run, "cuda", with_d_lse=True))
+        call = backward_call(case, ops.run, "cuda", with_d_lse=True)
+        for deterministic in (True, False):
+            ops.run(replace(call, deterministic=deterministic))
     else:
         case.run(paged_attention_with_lse if case.paged else attention_with_lse, "cuda")
 

@@ -25,6 +25,16 @@ from torch_core.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 
+_HEAD_SIZES = [(64, 64), (128, 128), (192, 128), (256, 256)]
+
+
+def _sizes(head_sizes: tuple[int, int]) -> dict[str, Any]:
+    head_size, value_head_size = head_sizes
+    return {
+        "num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "value_head_size": value_head_size,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+
 
 def _call(case: AttentionCase, *, with_d_lse: bool = False) -> DenseBackwardCall[torch.Tensor]:
     call = backward_call(case, ops.run, "cuda", with_d_lse=with_d_lse)
@@ -68,9 +78,9 @@ def test_rows_that_see_or_are_seen_by_nobody_may_hold_nan(queries: int, keys: in
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_tiles_of_keys_add_in_order_so_that_bits_never_change(head_size: int) -> None:
-    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16"}
+@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
+def test_tiles_of_keys_add_in_order_so_that_bits_never_change(head_sizes: tuple[int, int]) -> None:
+    sizes = {**_sizes(head_sizes), "num_heads": 8}
     call = _call(dense_case(0, key_lens=[300, 5000, 3000], query_lens=[300, 5000, 3000], **sizes))
     first = ops.run(call)
     for _ in range(10):
@@ -78,7 +88,7 @@ def test_tiles_of_keys_add_in_order_so_that_bits_never_change(head_size: int) ->
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize("head_sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_of_queries_may_be_added_up_in_any_order(seed: int, head_sizes: tuple[int, int]) -> None:
     case = hopper_backward_case(seed, head_sizes)
@@ -95,9 +105,31 @@ def test_padding_gets_a_gradient_of_zero() -> None:
     assert not found["d_value"][207:].any()
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_the_gradient_in_jax_has_the_bits_of_torch(head_size: int) -> None:
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size, "dtype": "bfloat16", "padding_tokens": 3}
+@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
+def test_a_captured_graph_follows_new_lengths_and_values(head_sizes: tuple[int, int], seed: int) -> None:
+    case = dense_case(seed, key_lens=[700, 0, 130], query_lens=[300, 0, 130], **_sizes(head_sizes))
+    call = _call(case)
+    expected = ops.run(call)
+    captured = call.with_arrays({name: array.clone() for name, array in call.arrays().items()})
+    for name in ("query_start_loc", "key_start_loc", "query", "d_out"):
+        getattr(captured, name).zero_()
+    ops.run(captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.run(captured)
+    for name, array in call.arrays().items():
+        getattr(captured, name).copy_(array)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
+def test_the_gradient_in_jax_has_the_bits_of_torch(head_sizes: tuple[int, int], dtype: str) -> None:
+    sizes = {**_sizes(head_sizes), "dtype": dtype, "padding_tokens": 3}
     case = dense_case(1, key_lens=[300, 513], query_lens=[300, 513], **sizes)
     call = _call(case)
     expected = ops.run(call)

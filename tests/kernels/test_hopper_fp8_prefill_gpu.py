@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_case
-from tests.support.fp8_cases import assert_matches_fp8_weights
+from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_case
 from tests.support.triton_ops import paged_attention, paged_attention_with_lse
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
@@ -36,52 +36,14 @@ def _assert_same(first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.T
     assert torch.equal(first[1].view(torch.int32), second[1].view(torch.int32))
 
 
-def _random_case(seed: int, head_size: int | None = None) -> AttentionCase:
-    rng = np.random.default_rng([seed, 13])
-    head_size = head_size or int(rng.choice([64, 128, 256]))
-    group = int(rng.choice([1, 4, 8]))
-    num_seqs = int(rng.choice([1, 3, 40]))
-    longest = 700 if num_seqs < 9 else 200
-    # Short queries of a mixed batch go to another kernel, which rounds weights otherwise; here all are long or empty.
-    seq_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs - 1)] + [int(rng.integers(260, 900))]
-    query_lens = [min(n, int(rng.choice([0, 100, n]))) for n in seq_lens[:-1]] + [int(rng.integers(130, 260))]
-    causal = bool(rng.random() < 0.8)
-    spec = AttentionSpec(
-        scale=head_size**-0.5,
-        causal=causal,
-        window_left=int(rng.choice([0, 63, 64, 127, 300])) if rng.random() < 0.35 else None,
-        window_right=int(rng.choice([0, 70])) if not causal and rng.random() < 0.5 else None,
-    )
-    options: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        scales = {name: rng.uniform(0.5, 2, 1).astype(np.float32) for name in _SCALES}
-        options |= scales if seed % 2 else {name: float(scale[0]) for name, scale in scales.items()}
-    if rng.random() < 0.3:
-        options["sinks"] = rng.standard_normal(2 * group).astype(np.float32)
-    return paged_case(
-        seed,
-        seq_lens=seq_lens,
-        query_lens=query_lens,
-        num_heads=2 * group,
-        num_kv_heads=2,
-        head_size=head_size,
-        block_size=int(rng.choice([8, 16, 16, 32, 64, 128, 256])),
-        dtype="float8_e4m3fn",
-        spec=spec,
-        padding_tokens=int(rng.choice([0, 1, 40])),
-        values=str(rng.choice(["gaussian", "sparse"], p=[0.75, 0.25])),
-        **options,
-    )
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_problem_is_as_exact_as_torch_with_e4m3_weights(seed):
-    _check(_random_case(seed))
+    _check(random_fp8_case(seed))
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_taller_tile_of_long_queries_has_the_same_bits(seed):
-    case = _random_case(seed, head_size=64)
+    case = random_fp8_case(seed, head_size=64)
     _assert_same(_run(case), _run(case, max_query_len=2048))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -254,6 +255,27 @@ def test_a_traced_number_that_must_be_static_is_refused(name: str) -> None:
     assert str(error.value) == (
         f"{name} is a tracer; it must be a static float (mark it static, or multiply query by it)."
     )
+
+
+@pytest.mark.parametrize("name", ["causal", "use_alibi_sqrt"])
+def test_a_traced_choice_that_must_be_static_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        jax.jit(lambda choice: paged(**{name: choice}))(True)
+    assert str(error.value) == f"{name} is a tracer; it must be a static True or False (mark it static)."
+
+
+@pytest.mark.parametrize("name", ["causal", "use_alibi_sqrt", "deterministic"])
+@pytest.mark.parametrize("value", [None, "no", 1, jnp.bool_(True)], ids=str)
+def test_a_choice_that_is_neither_true_nor_false_is_refused(name: str, value: object) -> None:
+    with pytest.raises(
+        InvalidInput, match=rf"^{name} is {re.escape(repr(value))}; it must be (a static )?True or False"
+    ):
+        dense(**{name: value})
+
+
+def test_a_traced_order_of_sums_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"^deterministic is .*; it must be a static True or False\."):
+        jax.jit(lambda choice: dense(deterministic=choice))(True)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,22 @@
-"""What fp8 prefill may lose: its own rounding of the weights in plain torch, and tolerances made from it."""
+"""Problems of fp8 prefill, and what it may lose: its own rounding in plain torch, and tolerances made from it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 
-from tests.support.attention_cases import AttentionCase, assert_as_exact
+from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_case
 from torch_core.reference.masks import visible_keys
+from torch_core.specs import AttentionSpec
 
-__all__ = ["assert_matches_fp8_weights", "with_e4m3_weights"]
+__all__ = ["assert_matches_fp8_weights", "random_fp8_case", "with_e4m3_weights"]
 
 # As the kernel has them: keys of a tile, where weights begin, and the sums of 16 weights that move a reference.
 _TILE, _TOP, _FEW_TOP, _FEW_KEYS, _LIMIT = 128, 4.0, 0.0, 32, 448.0
+_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def with_e4m3_weights(case: AttentionCase) -> torch.Tensor:
@@ -82,3 +86,49 @@ def assert_matches_fp8_weights(case: AttentionCase, output: torch.Tensor, lse: t
     if lse is not None:
         _, same_lse = case.expected(torch.float32)
         assert_as_exact(lse, exact_lse, same_lse, torch.float16, f"lse of case {case.seed}")
+
+
+def random_fp8_case(seed: int, head_size: int | None = None, *, small: bool = False) -> AttentionCase:
+    """Draws a problem that the fp8 Hopper prefill kernel serves, of any head size unless `head_size` says it.
+
+    Args:
+        seed: of everything.
+        head_size: elements of a head.
+        small: few sequences and few heads.
+    """
+    rng = np.random.default_rng([seed, 13])
+    head_size = head_size or int(rng.choice([64, 128, 256]))
+    group = int(rng.choice([1, 2] if small else [1, 4, 8]))
+    num_seqs = int(rng.choice([1, 3] if small else [1, 3, 40]))
+    num_kv_heads = 1 if small else 2
+    longest = 700 if num_seqs < 9 else 200
+    # Short queries of a mixed batch go to another kernel, which rounds weights otherwise; here all are long or empty.
+    seq_lens = [int(rng.integers(0, longest)) for _ in range(num_seqs - 1)] + [int(rng.integers(260, 900))]
+    query_lens = [min(n, int(rng.choice([0, 100, n]))) for n in seq_lens[:-1]] + [int(rng.integers(130, 260))]
+    causal = bool(rng.random() < 0.8)
+    spec = AttentionSpec(
+        scale=head_size**-0.5,
+        causal=causal,
+        window_left=int(rng.choice([0, 63, 64, 127, 300])) if rng.random() < 0.35 else None,
+        window_right=int(rng.choice([0, 70])) if not causal and rng.random() < 0.5 else None,
+    )
+    options: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        scales = {name: rng.uniform(0.5, 2, 1).astype(np.float32) for name in _SCALES}
+        options |= scales if seed % 2 else {name: float(scale[0]) for name, scale in scales.items()}
+    if rng.random() < 0.3:
+        options["sinks"] = rng.standard_normal(num_kv_heads * group).astype(np.float32)
+    return paged_case(
+        seed,
+        seq_lens=seq_lens,
+        query_lens=query_lens,
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=int(rng.choice([8, 16, 16, 32, 64, 128, 256])),
+        dtype="float8_e4m3fn",
+        spec=spec,
+        padding_tokens=int(rng.choice([0, 1, 40])),
+        values=str(rng.choice(["gaussian", "sparse"], p=[0.75, 0.25])),
+        **options,
+    )

@@ -320,8 +320,10 @@ class DenseCall(AttentionCall[A]):
         return self.dropout_seeds is not None
 
     def check_statics(self) -> None:
-        """Checks that the bounds on the lengths are ints, and the rate of dropout a number."""
+        """Checks that the bounds on the lengths are ints, the rate of dropout a number, `deterministic` a bool."""
         super().check_statics()
+        if not isinstance(self.deterministic, bool):
+            raise InvalidInput(f"deterministic is {self.deterministic!r}; it must be a static True or False.")
         check_rate(self.dropout_rate)
         if self.max_key_len is not None:
             check_static("max_key_len", self.max_key_len)

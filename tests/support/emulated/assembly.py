@@ -10,9 +10,11 @@ from tests.support.emulated.values import DTYPES, Tensor
 
 __all__ = ["emulated_assembly"]
 
-# The rows of a warp, and the sums beyond which the Hopper softmax moves its reference.
 _WARP_ROWS = 16
-_LIMIT = np.float32(2**10)
+# The sums beyond which the Hopper softmax moves its reference, to where the largest weight is 2 to this power: of
+# 16-bit weights and of e4m3.
+_MOVES = {False: (2.0**10, 0.0), True: (448.0, 4.0)}
+_E4M3 = DTYPES["float8e4nv"].numpy
 
 
 def emulated_assembly(asm: str, args: list[np.ndarray]) -> Any:
@@ -30,13 +32,28 @@ def emulated_assembly(asm: str, args: list[np.ndarray]) -> Any:
             # A warp without a row that moved leaves its rows: all their factors are 1.
             return Tensor(args[0] * args[1])
         if "max.f32" in asm:
-            return _softmax_step(*args, first="settled" not in asm, dtype=dtype)
+            return _softmax_step(*args, first="settled" not in asm, dtype=_E4M3 if "e4m3x2" in asm else dtype)
+        if asm == "prmt.b32 $0, $1, 0, 0x1032;":
+            # Each word stands there four times, once for each of its bytes.
+            words = _bytes(args[0][..., ::4])
+            return Tensor(words[..., [2, 3, 0, 1]].reshape(args[0].shape).view(np.int8))
+        if asm.count("prmt.b32") == 8:
+            columns = np.stack([_bytes(x) for x in args], -1)
+            return tuple(Tensor(_words(columns[..., i, :])) for i in range(4))
         if "ex2.approx" in asm:
             return Tensor(_packed(np.stack([np.exp2(x) for x in args], -1), dtype))
         if "mul.f32" in asm:
             weights = _halves(args[0], dtype).astype(np.float32)
             return Tensor(_packed(weights * np.stack(args[1:], -1), dtype))
     raise NotImplementedError(f"inline assembly that the emulator does not know: {asm}")
+
+
+def _bytes(words: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+
+
+def _words(groups: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(groups).view(np.int32)[..., 0]
 
 
 def _halves(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -48,7 +65,11 @@ def _packed(pairs: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _softmax_step(scores: np.ndarray, state: np.ndarray, *, first: bool, dtype: np.dtype) -> tuple[Tensor, Tensor]:
-    """One step of `torch_core.attention.hopper.softmax`; a thread has the places [row, block of 8 columns, :, bit]."""
+    """One step of `torch_core.attention.hopper.softmax`, or of `hopper_fp8.softmax`.
+
+    A thread has the places [row, block of 8 columns, :, bit].
+    """
+    limit, height = (np.float32(x) for x in _MOVES[dtype == _E4M3])
     rows, columns = scores.shape
     # Axes: row, thread of the row, the thread's elements in the order of their columns.
     s, old = (x.reshape(rows, columns // 8, 4, 2).transpose(0, 2, 1, 3).reshape(rows, 4, -1) for x in (scores, state))
@@ -56,17 +77,18 @@ def _softmax_step(scores: np.ndarray, state: np.ndarray, *, first: bool, dtype: 
     top = s.max((1, 2), keepdims=True)[..., 0] * scale
     factor, moved = np.ones((rows, 4), np.float32), np.zeros((rows, 4), np.float32)
     if first:
-        reference = np.broadcast_to(top, (rows, 4))
+        # What the state holds there before the first tile is how high e4m3 weights begin.
+        reference = np.broadcast_to(top - (reference if dtype == _E4M3 else 0), (rows, 4))
         weights, sums = _weights(s, scale, reference)
         totals = sums
     else:
         weights, sums = _weights(s, scale, reference, first_seen=True)
         largest = sums.max((1, 2))
-        beyond = ~(largest <= _LIMIT)
+        beyond = ~(largest <= limit)
         warps = beyond.reshape(-1, _WARP_ROWS).any(1).repeat(_WARP_ROWS)[:, None]
         moves = (beyond[:, None] & warps).repeat(4, 1)
-        factor = np.where(moves & (reference > -np.inf), np.exp2(reference - top), 1).astype(np.float32)
-        reference = np.where(moves, top, reference)
+        factor = np.where(moves & (reference > -np.inf), np.exp2(reference - (top - height)), 1).astype(np.float32)
+        reference = np.where(moves, top - height, reference)
         again, sums_again = _weights(s, scale, reference)
         weights = np.where(warps[..., None], again, weights)
         sums = np.where(warps[..., None], sums_again, sums)
@@ -74,10 +96,15 @@ def _softmax_step(scores: np.ndarray, state: np.ndarray, *, first: bool, dtype: 
         totals = totals * factor[..., None] + sums
     new = np.full_like(old, np.nan)
     new[..., 0], new[..., 2], new[..., 3], new[..., 4:6], new[..., 6] = reference, factor, moved, totals, scale
-    # The pairs of two blocks of 8 columns lie in one, in the first half of the columns.
-    pairs = _packed(weights.reshape(rows, 4, -1, 2), dtype)
     places = np.full((rows, columns // 8, 4, 2), -1, np.int32)
-    places[:, : columns // 16] = pairs.reshape(rows, 4, -1, 2).transpose(0, 2, 1, 3)
+    if dtype == _E4M3:
+        # Four blocks' weights of one column are a word, the later two in its lower half.
+        quads = weights.reshape(rows, 4, -1, 4, 2).transpose(0, 2, 1, 4, 3)[..., [2, 3, 0, 1]]
+        places[:, : columns // 32] = _words(np.minimum(quads, 448).astype(dtype))
+    else:
+        # The pairs of two blocks of 8 columns lie in one, in the first half of the columns.
+        pairs = _packed(weights.reshape(rows, 4, -1, 2), dtype)
+        places[:, : columns // 16] = pairs.reshape(rows, 4, -1, 2).transpose(0, 2, 1, 3)
     after = new.reshape(rows, 4, -1, 2).transpose(0, 2, 1, 3).reshape(rows, columns)
     return Tensor(places.reshape(rows, columns)), Tensor(after.astype(np.float32))
 

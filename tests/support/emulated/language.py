@@ -55,7 +55,7 @@ class Language:
         return Tensor(np.int32(self._programs))
 
     def num_warps(self) -> int:
-        return self._num_warps
+        return self._machine.num_warps() or self._num_warps
 
     def to_tensor(self, value: Any) -> Any:
         return value if isinstance(value, Tensor) else Tensor(np.int32(value))

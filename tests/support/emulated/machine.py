@@ -101,6 +101,11 @@ class Machine:
             if threads:
                 raise AssertionError(f"the program ended with {threads} threads at hardware barrier {number}")
 
+    def num_warps(self) -> int:
+        """How many warps run the function of this thread; 0 before there are roles."""
+        warps = getattr(self._local, "warps", None)
+        return 0 if warps is None else warps.count
+
     def wait(self, condition: Callable[[], bool], reason: str) -> None:
         """Lets others run until the condition holds."""
         self._local.warps.pause(condition, reason)

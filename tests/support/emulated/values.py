@@ -202,7 +202,12 @@ class Shared:
         return Shared(self.array.reshape(shape))
 
     def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any = None) -> Shared:
-        """The same bytes as another type; where which byte lies is the layout's, so write before reading."""
+        """The same bytes as another type; where which byte lies is the layout's, so write before reading.
+
+        With a linear layout, bytes lie as the copy engine leaves them.
+        """
+        if hasattr(layout, "offset_bases"):
+            return SharedWords(self.array, _word_places(self.array.shape, shape, layout))
         return Shared(self.array.reshape(-1).view(dtype.numpy).reshape(shape))
 
     _reinterpret = reinterpret
@@ -216,6 +221,56 @@ class Shared:
         if value.array.shape != self.array.shape or value.array.dtype != self.array.dtype:
             raise TypeError(f"{value.array.dtype}{value.shape} does not fit {self.array.dtype}{self.shape}")
         self.array[...] = value.array
+
+
+class SharedWords(Shared):
+    """Shared memory as words in an order of their own: `places` are their bytes in `memory`, [..., word, 4]."""
+
+    def __init__(self, memory: np.ndarray, places: np.ndarray) -> None:
+        super().__init__(memory)
+        self._places = places
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return self._places.shape[:-1]
+
+    def index(self, i: Any) -> SharedWords:
+        """One element of the first axis."""
+        return SharedWords(self.array, self._places[int(i)])
+
+    def slice(self, start: Any, length: int, dim: int = 0) -> SharedWords:
+        """A part of the one axis."""
+        return SharedWords(self.array, self._places[int(start) : int(start) + length])
+
+    def load(self, layout: Any = None) -> Tensor:
+        """A copy of the words."""
+        return Tensor(self._bytes()[self._places].view(np.int32)[..., 0])
+
+    def store(self, value: Tensor) -> None:
+        """Writes all words."""
+        if value.array.shape != self.shape or value.array.dtype != np.int32:
+            raise TypeError(f"{value.array.dtype}{value.shape} does not fit words {self.shape}")
+        self._bytes()[self._places] = value.array[..., None].view(np.uint8)
+
+    def _bytes(self) -> np.ndarray:
+        return self.array.reshape(-1).view(np.uint8)
+
+
+def _word_places(tiles: Sequence[int], shape: Sequence[int], layout: Any) -> np.ndarray:
+    """Where the bytes of each word lie in tiles of bytes [tile, row, column], as `SharedWords` wants it."""
+    rows, columns = tiles[1:]
+    width = min(columns, 128)
+    row, column = np.indices((rows, columns))
+    # Tiles are side by side where they are wider than a swizzled row; pieces of 16 bytes trade places by the row.
+    address = row * width + column % width
+    address = column // width * rows * width + (address ^ ((address >> 7 & (width // 16 - 1)) << 4))
+    order = np.argsort(address.reshape(-1)).reshape(-1, 4)
+    everywhere = np.arange(tiles[0])[:, None, None] * (rows * columns) + order
+    coordinates = np.zeros(1, np.int64)
+    for (base,) in layout.offset_bases:
+        coordinates = np.concatenate([coordinates, coordinates ^ base])
+    return everywhere.reshape(*shape, 4)[:, np.argsort(coordinates)]
 
 
 def _divided(a: Any, b: Any) -> Any:

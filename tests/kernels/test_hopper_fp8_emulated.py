@@ -1,0 +1,72 @@
+"""The fp8 Hopper prefill kernel's own source without a GPU: pages, windows, scales, both tiles, poison, order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.attention_cases import AttentionCase, paged_case
+from tests.support.emulated.run import run_emulated_operation
+from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_case
+from torch_core.plan.plan import DeviceLimits
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.specs import AttentionSpec
+
+# Few programs, so that each has several work items.
+_FEW = DeviceLimits(num_sms=3)
+_SIZES: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "dtype": "float8_e4m3fn"}
+
+
+def _run(case: AttentionCase, seed: int, **changes: Any) -> dict[str, torch.Tensor]:
+    call = replace(case.call("cpu"), with_lse=True, **changes)
+    plan = plan_call(call.map(array_spec), _FEW)
+    assert plan.launches[0].name == "hopper_fp8_prefill_kernel"
+    return run_emulated_operation(plan, call.arrays(), seed)
+
+
+def _check(case: AttentionCase, seed: int, **changes: Any) -> None:
+    found = _run(case, seed, **changes)
+    assert_matches_fp8_weights(case, found["out"], found["lse"])
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_a_random_problem_is_as_exact_as_torch_with_e4m3_weights(head_size: int, seed: int) -> None:
+    _check(random_fp8_case(seed, head_size, small=True), seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("draw", range(40))
+def test_many_random_problems_are_as_exact_as_torch_with_e4m3_weights(head_size: int, draw: int, seed: int) -> None:
+    _check(random_fp8_case(seed, head_size, small=draw % 8 > 0), seed)
+
+
+def test_three_warpgroups_of_long_queries_give_the_bits_of_two(seed: int) -> None:
+    case = random_fp8_case(seed, 64, small=True)
+    two, three = (_run(case, seed, max_query_len=n) for n in (case.limits["max_query_len"], 2048))
+    assert all(torch.equal(two[name], three[name]) for name in two)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_a_row_that_sees_one_key_gives_its_value(head_size: int, seed: int) -> None:
+    """One weight, a power of two, for each row, at every place of a tile: a key out of place would show."""
+    spec = AttentionSpec(scale=1.0, window_left=0)
+    case = paged_case(seed, seq_lens=[300], query_lens=[300], head_size=head_size, spec=spec, block_size=16, **_SIZES)
+    exact, _ = case.expected()
+    assert torch.equal(_run(case, seed)["out"], exact.bfloat16())
+
+
+def test_what_lies_in_unused_slots_does_not_matter(seed: int) -> None:
+    sizes = {"seq_lens": [333, 129], "query_lens": [200, 129], "head_size": 128, "block_size": 32, **_SIZES}
+    clean, poisoned = (_run(paged_case(seed, poison=poison, **sizes), seed) for poison in (0.0, float("nan")))
+    assert all(torch.equal(poisoned[name], clean[name]) for name in clean)
+
+
+def test_the_order_in_which_warps_come_changes_no_bit(seed: int) -> None:
+    case = random_fp8_case(seed, 128, small=True)
+    first, second = (_run(case, seed + order) for order in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,72 @@
+"""What is run under compute-sanitizer: a problem for every tile that the Hopper kernels have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kernels import sanitize
+from torch_core.attention.backward_hopper.tiles import hopper_backward_tile
+from torch_core.attention.hopper.tiles import hopper_tile
+from torch_core.attention.hopper_fp8.tiles import hopper_fp8_tile
+from torch_core.calls import AttentionCall, DenseCall, backward_of
+from torch_core.plan.plan import DeviceLimits, LaunchPlan
+from torch_core.planner import plan_call
+from torch_core.run import array_spec
+from torch_core.specs import ArraySpec
+
+_TILES = {
+    "hopper_prefill_kernel": hopper_tile,
+    "hopper_fp8_prefill_kernel": hopper_fp8_tile,
+    "hopper_backward_kernel": hopper_backward_tile,
+}
+_LENGTHS = [1 << i for i in range(8, 18)]
+
+
+def _calls(kernel: str) -> Iterator[AttentionCall[ArraySpec]]:
+    backward = kernel == "hopper_backward_kernel"
+    for case in sanitize.backward_shapes() if backward else sanitize.shapes():
+        call: Any = case.call("cpu").map(array_spec)
+        yield _backward(call) if backward else replace(call, with_lse=True)
+
+
+def _backward(call: DenseCall[ArraySpec]) -> AttentionCall[ArraySpec]:
+    out = ArraySpec((*call.query.shape[:2], call.value_head_size), call.query.dtype)
+    lse = ArraySpec(call.query.shape[:2], "float32")
+    return backward_of(call, out=out, lse=lse, d_out=out, d_lse=lse)
+
+
+def _launches(kernel: str) -> list[tuple[AttentionCall[ArraySpec], LaunchPlan]]:
+    return [
+        (call, launch)
+        for call in _calls(kernel)
+        for launch in plan_call(call, DeviceLimits()).launches
+        if launch.name == kernel
+    ]
+
+
+@pytest.mark.parametrize("kernel", _TILES)
+def test_every_tile_has_a_problem(kernel: str) -> None:
+    tile_of = _TILES[kernel]
+    sizes = {size: {tile_of(head_size=size, max_query_len=n) for n in _LENGTHS} for size in (64, 128, 192, 256)}
+    tiles = {size: found - {None} for size, found in sizes.items() if found != {None}}
+
+    run = {
+        size: {
+            tile_of(head_size=size, max_query_len=call.max_query_len)
+            for call, _ in _launches(kernel)
+            if call.head_size == size
+        }
+        for size in tiles
+    }
+
+    assert run == tiles
+
+
+def test_backward_problems_of_hopper_have_sinks_and_windows() -> None:
+    calls = [call for call, _ in _launches("hopper_backward_kernel")]
+    assert any(call.sinks is not None for call in calls)
+    assert any(call.spec.window_left is not None for call in calls)
