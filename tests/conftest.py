@@ -42,6 +42,13 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture
+def on_cpu() -> None:
+    """For tests of what holds, or is chosen, on a CPU alone."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("about a CPU")
+
+
 #: Folders whose tests compare within a tolerance, or with what was compiled alike.
 _QUICKLY_COMPILED = {
     "bench",

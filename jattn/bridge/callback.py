@@ -54,8 +54,9 @@ def call_torch(
         The outputs, in order.
 
     Raises:
-        Exception: outside jit, what `function` raised. A jitted program raises jax.errors.JaxRuntimeError or
-            ValueError; run it inside `typed_errors` to get the function's own exception.
+        Exception: outside jit and on a CPU, what `function` raised. A jitted program, and any call on a GPU when
+            somebody waits for it, raises jax.errors.JaxRuntimeError or ValueError; run it, and wait, inside
+            `typed_errors` to get the function's own exception.
     """
     aliases = dict(aliases or {})
     own_outputs = tuple(index for index in range(len(outputs)) if index not in aliases.values())

@@ -361,6 +361,7 @@ def test_without_typed_errors_the_failure_still_names_type_and_text() -> None:
     assert re.search(r"KeyError: 'block' \[jattn-callback-error-\d+\]", str(untyped_failure(KeyError("block"))))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_outside_jit_the_functions_own_exception_comes_out() -> None:
     def fail(source: torch.Tensor, target: torch.Tensor) -> None:
         raise KeyError("block")
@@ -426,7 +427,7 @@ def test_the_thread_count_is_set_for_the_call_and_restored_after_it(fails: bool)
             raise KeyError("bad")
 
     call = callback_module._TorchCallback(function, (), 2)
-    array = jnp.ones(2)
+    array = jax.device_put(jnp.ones(2), jax.devices("cpu")[0])
     if fails:
         with pytest.raises(RuntimeError, match="KeyError"):
             call(None, [], array, array)

@@ -194,7 +194,7 @@ def test_no_tokens_need_no_call():
 
 @pytest.mark.parametrize("when", ["compiled", "at once"])
 def test_arrays_on_a_cpu_are_refused_by_name_where_kernels_would_be_launched(when):
-    out, lse = jnp.ones((3, 2, 8)), jnp.zeros((3, 2))
+    out, lse = jax.device_put((jnp.ones((3, 2, 8)), jnp.zeros((3, 2))), jax.devices("cpu")[0])
     merge = _merge if when == "at once" else jax.jit(_merge)
     with pytest.raises(Unsupported) as error:
         merge(out, lse, out, lse)

@@ -15,6 +15,7 @@ from jattn.engine.placement import Placement
 from jattn.engine.program import Bucket
 from jattn.engine.request import Request, RequestMetrics
 from jattn.engine.runner import ModelRunner, _buckets
+from jattn.engine.sampler import SamplingKind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
@@ -92,7 +93,7 @@ def test_every_step_finds_its_program_compiled(max_blocks, max_num_seqs, invaria
 
 @pytest.mark.parametrize(("ragged", "programs"), [(True, 24), (False, 60)])
 def test_there_are_few_programs(ragged, programs) -> None:
-    assert len(runner(ragged, False, 0)[1]) == programs
+    assert _without_greedy(runner(ragged, False, 0)[1]) == programs
 
 
 @pytest.mark.parametrize(
@@ -114,4 +115,9 @@ def test_no_program_is_for_longer_or_more_prompts_than_can_be(max_blocks, max_nu
 
     longest = {bucket.max_query_len for bucket in compiled if bucket.num_seqs > 1}
     assert max(longest) == min(300, 4 * max_blocks)
-    assert len(compiled) == programs
+    assert _without_greedy(compiled) == programs
+
+
+def _without_greedy(buckets: frozenset[Bucket]) -> int:
+    """Counts those that every device has: on a GPU greedy decoding has programs of its own beside them."""
+    return sum(bucket.sampler.kind is not SamplingKind.GREEDY for bucket in buckets)

@@ -8,7 +8,7 @@ import pytest
 
 from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
 from jattn.load import TextTokenizer
-from tests.engine.conftest import tiny_decoder
+from tests.engine.conftest import greedy_kind, tiny_decoder
 from tests.engine.test_engine import prompts_of
 from tests.support.tiny_models import byte_tokenizer
 
@@ -66,7 +66,7 @@ def test_requests_of_other_lengths_compile_nothing_more(several, seed) -> None:
 
     run(several, prompts_of(seed, 5), params_of(23))
 
-    assert "4 sequences, 4 tokens, queries up to 1, 4 steps, plain" in before
+    assert f"4 sequences, 4 tokens, queries up to 1, 4 steps, {greedy_kind()}" in before
     assert several.programs == before
 
 

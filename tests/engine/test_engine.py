@@ -13,7 +13,7 @@ import pytest
 
 from jattn.engine import Engine, EngineConfig, SamplingParams
 from jattn.models import Decoder
-from tests.engine.conftest import tiny_decoder
+from tests.engine.conftest import greedy_kind, tiny_decoder
 from torch_core.errors import InvalidInput, PoolLost, RequestTooLong
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -147,7 +147,7 @@ def test_a_batch_invariant_engine_compiles_one_prefill_and_one_decode_program(de
 
     assert other.programs[before:] == (
         "3 sequences, 64 tokens, queries up to 64, plain",
-        "3 sequences, 3 tokens, queries up to 1, plain",
+        f"3 sequences, 3 tokens, queries up to 1, {greedy_kind()}",
     )
 
 

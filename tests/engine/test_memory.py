@@ -70,9 +70,10 @@ def test_an_engine_that_raised_the_loss_of_its_pool_frees_it_when_dropped(seed, 
     engine = Engine(tiny_decoder(implementation="torch"), CONFIG)
     engine.add(prompts_of(seed, 5)[0], GREEDY)
     fail_callbacks(monkeypatch, count=2)
-    engine.step()
     try:
-        engine.step()
+        # A GPU's failures come when its results are read.
+        for _ in range(8):
+            engine.step()
     except PoolLost as error:
         assert "planted" in str(error)  # noqa: PT017 (what pytest.raises returns would keep the frames)
     else:

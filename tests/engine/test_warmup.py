@@ -13,7 +13,7 @@ from jattn.engine import Engine, EngineConfig, SamplingParams, StructuredOutputs
 from jattn.engine.progress import progress
 from jattn.load import TextTokenizer
 from jattn.models import Decoder
-from tests.engine.conftest import tiny_decoder
+from tests.engine.conftest import greedy_kind, tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 from tests.support.compilation_cache import programs_kept_in
 from tests.support.tiny_models import byte_tokenizer
@@ -80,11 +80,12 @@ def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(co
     serve_anything(engine, seed)
 
     assert (engine.num_compilations, compiled) == (before, [])
-    # Prefill, and decoding of 1 and of 4 sequences; two kinds of sampling each.
-    assert told == [(done, 6) for done in range(1, 7)]
-    assert before == len(engine.programs) == 6
+    # Prefill, and decoding of 1 and of 4 sequences; two kinds of sampling each, and a third of decoding on a GPU.
+    count = 6 if greedy_kind() == "plain" else 8
+    assert told == [(done, count) for done in range(1, count + 1)]
+    assert before == len(engine.programs) == count
     engine.warmup(lambda *news: told.append(news[:2]))
-    assert len(told) == 6
+    assert len(told) == count
     assert Engine(speaker(), EngineConfig(**SIZES)).num_compilations == 0
 
 
@@ -124,7 +125,7 @@ def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
     finally:
         jax.monitoring.unregister_event_listener(listen)
 
-    assert len(hits) >= engine.num_compilations == 4
+    assert len(hits) >= engine.num_compilations == (4 if greedy_kind() == "plain" else 5)
 
 
 def test_without_a_terminal_the_progress_is_silent(capsys) -> None:

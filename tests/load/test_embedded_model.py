@@ -19,7 +19,7 @@ PROBE = (
 
 @pytest.fixture(scope="module")
 def embedded():
-    return load_model(embedded_model_folder())
+    return load_model(embedded_model_folder(), dtype="float32")
 
 
 def test_its_files_take_at_most_four_megabytes():

@@ -47,6 +47,7 @@ def test_saving_twice_writes_the_same_bytes(tmp_path, seed):
     assert all((tmp_path / "first" / n).read_bytes() == (tmp_path / "second" / n).read_bytes() for n in names)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_a_bfloat16_file_is_computed_in_float32_on_a_cpu_by_default(tmp_path, seed):
     folder = write_tiny_model(tmp_path, seed, dtype="bfloat16")
     model, config, _ = load_model(folder)
@@ -158,7 +159,7 @@ def test_what_is_no_text_cannot_be_encoded(text, tmp_path):
 
 @pytest.mark.parametrize("token", [-1, 1 << 40])
 def test_an_impossible_token_id_cannot_be_decoded(token, tmp_path):
-    with pytest.raises(InvalidInput, match=r"^the tokenizer cannot decode the token ids: number too "):
+    with pytest.raises(InvalidInput, match=r"^the tokenizer cannot decode the token ids: "):
         load_tokenizer(written_tokenizer(tmp_path)).decode([token])
 
 

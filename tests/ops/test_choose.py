@@ -27,6 +27,7 @@ def on_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 CPU_DEFAULT = choose_module._CPU_DEFAULT
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_on_cpu_the_rule_takes_what_was_measured_to_be_faster() -> None:
     assert choose(None) == CPU_DEFAULT
     assert CPU_DEFAULT in ("torch", "xla")
@@ -51,6 +52,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     )
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_triton_is_refused_without_cuda_and_never_replaced() -> None:
     with pytest.raises(Unsupported) as error:
         choose("triton")
@@ -84,6 +86,7 @@ def test_torch_is_refused_on_cuda_when_torch_was_built_without_it(monkeypatch: p
     )
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_the_table_of_implementations_names_all_and_the_reasons() -> None:
     table = ops.available_implementations()
     assert tuple(table) == ops.IMPLEMENTATIONS == ("triton", "torch", "xla")
@@ -96,6 +99,7 @@ def test_changing_the_table_changes_nothing() -> None:
     assert ops.available_implementations()["xla"] is None
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
 def test_what_a_cpu_chose_is_not_exported_for_cuda(platforms: list[str]) -> None:
     def write(implementation: str | None) -> Any:
@@ -112,6 +116,7 @@ def test_what_a_cpu_chose_is_not_exported_for_cuda(platforms: list[str]) -> None
     assert write("xla").platforms == tuple(platforms)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_the_choice_of_a_cpu_can_be_exported_for_a_cpu_differentiated_and_mapped() -> None:
     one, lse = jnp.ones((3, 2, 8)), jnp.zeros((3, 2))
 

@@ -141,6 +141,7 @@ def test_the_order_of_the_batch_does_not_show(implementation: str, seed: int) ->
     assert_same_bits(run_numpy(selected(case, order), implementation), (output[order], lse[order]))
 
 
+@pytest.mark.usefixtures("on_cpu")
 @each_spec
 @pytest.mark.parametrize("sequences", [[0], [2], [4], [5, 1], [3, 2, 0]], ids=str)
 def test_with_torch_a_smaller_batch_gives_the_same_bits(spec: AttentionSpec, sequences: list[int]) -> None:

@@ -26,7 +26,7 @@ def pool(request: pytest.FixtureRequest) -> KVPool:
     first, *further = request.param
     pool = KVPool(first, num_layers=1, num_blocks=8, further=further)
     for layer, view in enumerate(pool.as_torch()):
-        view.add_(torch.arange(8).reshape(8, *(1,) * (view.ndim - 1)) + 100 * layer)
+        view.add_(torch.arange(8, device=view.device).reshape(8, *(1,) * (view.ndim - 1)) + 100 * layer)
     return pool
 
 

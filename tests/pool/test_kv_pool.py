@@ -56,12 +56,19 @@ def failing_step(error: BaseException, *, times: int = 1, after: int = 0) -> Cal
             raise problem
         add_in_place(cache, amount)
 
-    return donated(lambda caches, amount: (amount, [add(cache, amount, fail) for cache in caches]))
+    # Not the argument itself, which would be there before the step has run.
+    return donated(lambda caches, amount: (amount * 1, [add(cache, amount, fail) for cache in caches]))
+
+
+def waited(pool: KVPool, step: Callable[..., Any], *args: Any) -> Any:
+    """Runs a step and waits for it, as whoever wants to hear of a failure must: a GPU is still at work then."""
+    with pool.guard():
+        return jax.block_until_ready(pool.run(step, *args))
 
 
 def values(pool: KVPool) -> list[float]:
     """The one value that fills each layer; fails when a layer holds two."""
-    return [float(np.unique(view.numpy()).item()) for view in pool.as_torch()]
+    return [float(np.unique(view.cpu().numpy()).item()) for view in pool.as_torch()]
 
 
 def test_a_new_pool_is_zero_and_tells_its_sizes() -> None:
@@ -156,12 +163,16 @@ def test_a_slice_of_a_dropped_view_counts_as_a_view() -> None:
 def test_a_view_that_cannot_be_tracked_is_found_out_and_the_pool_stays_whole() -> None:
     pool = make_pool()
     untracked = pool.as_torch()[1].detach()
-    with pytest.raises(InvalidInput, match=r"^the step did not consume kv_caches\[1\].* what the step returned\.$"):
+    # A CPU copies what it cannot donate, a GPU refuses the step.
+    on_cpu = jax.default_backend() == "cpu"
+    found = r"^the step did not consume kv_caches\[1\]" if on_cpu else "^an array of kv_caches has a view that as_torch"
+    fate = "what the step returned" if on_cpu else "still holds what it held"
+    with pytest.raises(InvalidInput, match=rf"{found}.*drop every torch or numpy view .* {fate}\.$"):
         pool.run(add_step, 1.0)
     del untracked
-    assert values(pool) == [1, 1]
+    assert values(pool) == [on_cpu, on_cpu]
     pool.run(add_step, 1.0)
-    assert (values(pool), pool.generation) == ([2, 2], 1)
+    assert (values(pool), pool.generation) == ([on_cpu + 1, on_cpu + 1], 1)
 
 
 def test_what_torch_writes_through_a_view_is_what_the_next_step_reads() -> None:
@@ -241,7 +252,7 @@ def test_a_callback_that_fails_after_donation_loses_the_pool_and_says_so(steps: 
     for _ in range(steps):
         pool.run(step, 1.0)
     with pytest.raises(PoolLost) as lost:
-        pool.run(step, 1.0)
+        waited(pool, step, 1.0)
     assert str(lost.value) == (
         "a step failed after it had consumed the KV pool of generation 1 (KeyError: 'block 7'). The pool is now "
         "generation 2 and empty: compute every sequence again."
@@ -255,7 +266,7 @@ def test_after_a_loss_the_pool_is_empty_of_a_higher_generation_and_the_step_work
     pool.run(add_step, 5.0)
     step = failing_step(KeyError("block 7"))
     with pytest.raises(PoolLost):
-        pool.run(step, 1.0)
+        waited(pool, step, 1.0)
     assert (pool.generation, values(pool)) == (2, [0, 0])
     assert pool.run(step, 1.0) == 1
     assert values(pool) == [1, 1]
@@ -267,7 +278,7 @@ def test_every_loss_raises_the_generation_by_one() -> None:
     generations = []
     for _ in range(3):
         with pytest.raises(PoolLost) as lost:
-            pool.run(step, 1.0)
+            waited(pool, step, 1.0)
         generations.append(lost.value.generation)
     assert (generations, pool.generation) == ([1, 2, 3], 4)
 
@@ -279,7 +290,7 @@ def test_an_interrupt_inside_a_callback_stays_an_interrupt_and_the_pool_works_af
     for _ in range(steps):
         pool.run(step, 1.0)
     with pytest.raises(KeyboardInterrupt):
-        pool.run(step, 1.0)
+        waited(pool, step, 1.0)
     pool.run(add_step, 1.0)
     assert (pool.generation, values(pool)) == (2, [1, 1])
 
@@ -303,7 +314,11 @@ def test_a_failing_callback_in_a_step_without_donation_leaves_the_pool_alone() -
     def fail(cache: torch.Tensor, amount: torch.Tensor) -> None:
         raise KeyError("block 7")
 
-    with pytest.raises(KeyError, match="block 7"):
+    # A CPU has run the callback when the missing donation is noticed.
+    on_cpu = jax.default_backend() == "cpu"
+    with pytest.raises(
+        KeyError if on_cpu else InvalidInput, match="block 7" if on_cpu else "^the step did not consume"
+    ):
         pool.run(jax.jit(lambda caches: (0, [add(cache, jnp.float32(1), fail) for cache in caches])))
     assert (pool.generation, values(pool)) == (1, [1, 1])
 
@@ -311,7 +326,7 @@ def test_a_failing_callback_in_a_step_without_donation_leaves_the_pool_alone() -
 def test_a_guard_around_run_reports_the_loss_once() -> None:
     pool = make_pool()
     with pytest.raises(PoolLost, match="generation 1"), pool.guard():
-        pool.run(failing_step(KeyError("block 7")), 1.0)
+        jax.block_until_ready(pool.run(failing_step(KeyError("block 7")), 1.0))
     assert pool.generation == 2
 
 
@@ -332,7 +347,7 @@ def test_copy_blocks_copies_keys_and_values_in_every_layer() -> None:
     del views
     pool.copy_blocks([(1, 5), (2, 6), (1, 7)])
     for view, array in zip(pool.as_torch(), before, strict=True):
-        assert np.array_equal(view.numpy(), array[[0, 1, 2, 3, 4, 1, 2, 1]])
+        assert np.array_equal(view.cpu().numpy(), array[[0, 1, 2, 3, 4, 1, 2, 1]])
 
 
 def test_copy_blocks_reads_every_source_before_it_writes() -> None:
@@ -400,7 +415,9 @@ def test_a_foreign_view_of_an_array_is_refused_by_name_when_the_step_runs() -> N
         kept.extend(to_torch(cache) for cache in caches)
         return add_step(caches, 1.0)
 
-    with pytest.raises(InvalidInput, match=r"^the step did not consume kv_caches\[0\], so XLA copied it: "):
+    with pytest.raises(
+        InvalidInput, match=r"^(the step did not consume kv_caches\[0\], so XLA copied it|an array of kv_c)"
+    ):
         pool.run(leak)
     kept.clear()
     assert values(pool) == [0, 0]

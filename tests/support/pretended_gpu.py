@@ -17,7 +17,10 @@ from torch_core.calls import Call
 from torch_core.planner import plan_call
 from torch_core.specs import ArraySpec
 
-__all__ = ["pretended_gpu"]
+__all__ = ["ON_CUDA", "pretended_gpu"]
+
+#: What a refusal of "torch" ends with where JAX sees a CUDA device.
+ON_CUDA = " On CUDA 'torch' launches the kernels of 'triton'."
 
 
 @contextlib.contextmanager
