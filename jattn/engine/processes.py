@@ -13,7 +13,7 @@ import io
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 HEARTBEAT_SECONDS = 20
 # A message is deleted when so many others came after it. A step is a collective, so the others are never as far behind.
 _KEPT = 64
+# Of what processes agree on; a config has half as many.
+_MOST_PARTS = 128
 # The coordination service itself ends a process whose leader is gone; this long is waited for the next request at once.
 _POLL_MILLISECONDS = 5_000
 
@@ -74,21 +76,45 @@ def check_agreement(facts: dict[str, Any]) -> None:
         facts: by name what all must agree on; their text is compared. Versions of packages are added.
 
     Raises:
-        InvalidInput: this process differs from the first one; the names of what differs are given.
+        InvalidInput: a process differs from the first one; the names of what differs are given, and what it is here.
     """
     if jax.process_count() == 1:
         return
     facts = {**{name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}, **facts}
-    digests = np.array([_digest(value) for value in facts.values()], np.uint32)
-    every = np.asarray(multihost_utils.process_allgather(digests)).reshape(-1, len(facts))
+    found = _differing(list(facts.values()))
+    if found is not None:
+        process, differing = found
+        name, value = list(facts.items())[differing[0]]
+        # All processes come here together. What of it differs is looked for where all have as many parts.
+        parts = _parts(value)
+        closer = _differing([len(parts), *(each for _, each in parts), *[None] * (_MOST_PARTS - len(parts))])
+        if closer is not None and 0 not in closer[1]:
+            part, value = parts[closer[1][0] - 1]
+            name = f"{name} ({part})"
+        names = ", ".join([name, *(list(facts)[index] for index in differing[1:])])
+        raise InvalidInput(
+            f"process {process} differs from process 0 in {names}; here it is {shown(value)}. Start all with the same "
+            "versions, model and sizes."
+        )
+
+
+def _differing(values: list[Any]) -> tuple[int, list[int]] | None:
+    """Returns the first process whose values are not those of the first one, and the indices of what differs."""
+    digests = np.array([_digest(value) for value in values], np.uint32)
+    every = np.asarray(multihost_utils.process_allgather(digests)).reshape(-1, len(values))
     for process, found in enumerate(every):
-        differing = [name for name, own, first in zip(facts, found, every[0], strict=True) if own != first]
-        if differing:
-            here = f"; here {differing[0]} is {shown(facts[differing[0]])}"
-            raise InvalidInput(
-                f"process {process} differs from process 0 in {', '.join(differing)}{here}. Start all with the same "
-                "versions, model and sizes."
-            )
+        if (found != every[0]).any():
+            return process, np.flatnonzero(found != every[0]).tolist()
+    return None
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Returns the fields of records, by name, and everything else as it is."""
+    if isinstance(value, tuple):
+        return [part for each in value for part in _parts(each)]
+    if is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return [(type(value).__name__, value)]
 
 
 def check_together(check: Callable[[], Result]) -> Result:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def start(process: int, port: int, *arguments: str) -> subprocess.Popen[str]:
     """One of two processes that generate with one model, a CPU device each."""
-    command = ["jattn.cli", "generate", "--prompt", PROMPT, "--tensor-parallel-size", "2"]
+    command = ["jattn", "generate", "--prompt", PROMPT, "--tensor-parallel-size", "2"]
     command += ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(process)]
     return run(*command, *arguments)
 
@@ -75,7 +75,8 @@ def test_processes_that_were_started_differently_are_refused() -> None:
 
     for code, _, error in found:
         assert code == 2
-        assert "process 1 differs from process 0 in model" in error
+        assert "process 1 differs from process 0 in model (dtype); here it is '" in error
+    assert ["'float32'" in found[0][2], "'bfloat16'" in found[1][2]] == [True, True]
 
 
 @pytest.mark.nightly
