@@ -105,13 +105,23 @@ def dims_of(call: Call[Any], name: str) -> tuple[str, ...]:
     if name == "lse" and name not in fields:
         return dims_of(call, "out" if "out" in fields else "out_a")[:2]
     # A gradient has the axes of what it is the gradient of.
-    dims = fields[name if name in fields else name.removeprefix("d_")].dims
+    field = fields.get(name, fields.get(name.removeprefix("d_")))
+    if field is None:
+        shape, rows = call.outputs()[name].shape, _num_rows(call)
+        return tuple("num_tokens" if axis == 0 and size == rows else f"axis {axis}" for axis, size in enumerate(shape))
+    dims = field.dims
     if "..." not in dims:
         return dims
     # Blocks that are copied whole: heads are where all caches have them, and latents have none.
     ndim = len(call.arrays()[name].shape)
     heads = ndim - 2 if ndim > 3 else None
     return (dims[0], *("num_kv_heads" if axis == heads else f"axis {axis}" for axis in range(1, ndim)))
+
+
+def _num_rows(call: Call[Any]) -> int:
+    """Returns the tokens of a call, of which some have results that are no operand's twins."""
+    dims = {name: field.dims[0] for name, field in array_fields(type(call)).items()}
+    return next(array.shape[0] for name, array in call.arrays().items() if dims[name] == "num_tokens")
 
 
 def rows_of_a_sequence(call: Call[Any]) -> dict[str, int]:
@@ -224,6 +234,8 @@ def _rows_split(
     if not isinstance(call, AttentionCall):
         # Rows of their own, as many on every axis; a merge may know how many of them have two states.
         plain = len(set(counted.values())) == 1 and getattr(call, "num_tokens_a", None) is None
+        # What an indexer returns could not say that the rows are not as even as the shapes promise.
+        plain &= "query_start_loc" not in shapes
         even = set(counted) if plain else set()
     uneven = [f"{dim} = {size}" for dim, size in counted.items() if dim not in even or size % parts]
     if uneven:
