@@ -224,6 +224,11 @@ def _rows_split(
     if not rows and not isinstance(call, AttentionCall):
         # Each device takes what is for its blocks.
         return (), by_blocks
+    if "query_start_loc" in shapes and not isinstance(call, AttentionCall):
+        raise Unsupported(
+            f"{call.name}: sequences are split by mesh axes as follows: {given}; an indexer's are not cut, since its "
+            f"results could not say that they are less even than the shapes promise. {_UNDO}"
+        )
     counted = {
         dim: size
         for name in shapes
@@ -234,8 +239,6 @@ def _rows_split(
     if not isinstance(call, AttentionCall):
         # Rows of their own, as many on every axis; a merge may know how many of them have two states.
         plain = len(set(counted.values())) == 1 and getattr(call, "num_tokens_a", None) is None
-        # What an indexer returns could not say that the rows are not as even as the shapes promise.
-        plain &= "query_start_loc" not in shapes
         even = set(counted) if plain else set()
     uneven = [f"{dim} = {size}" for dim, size in counted.items() if dim not in even or size % parts]
     if uneven:
