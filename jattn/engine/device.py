@@ -193,7 +193,7 @@ def open_device(
         further=further,
     )
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    channel = shared_channel(mesh, config, {"model": (shape, spec, plan.num_blocks)})
+    channel = shared_channel(mesh, config, {"model": (shape, spec, plan.num_blocks), "implementation": sorted(chosen)})
     announce: Any = (lambda *_: None) if channel is None else channel.send
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.

@@ -80,6 +80,16 @@ def test_processes_that_were_started_differently_are_refused() -> None:
 
 
 @pytest.mark.nightly
+def test_processes_with_other_implementations_are_refused() -> None:
+    port = free_port()
+    found = outcomes([start(process, port, "--implementation", name) for process, name in enumerate(("xla", "torch"))])
+
+    for code, _, error in found:
+        assert code == 2
+        assert "process 1 differs from process 0 in implementation" in error
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_a_process_dies_the_other_ends_with_an_error_within_a_minute(victim: int) -> None:
     port = free_port()
