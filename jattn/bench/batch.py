@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -90,11 +91,13 @@ def random_batch(
     )
 
 
-def cold_batches(parts: Parts, *, cache_dtype: torch.dtype = torch.bfloat16) -> list[Batch]:
+def cold_batches(
+    parts: Parts, *, query_dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype = torch.bfloat16
+) -> list[Batch]:
     """Makes as many batches as it takes to find each one's cache cold when its turn comes; see `random_batch`."""
-    first = random_batch(parts, cache_dtype=cache_dtype)
-    others = range(1, measure.num_pools(first.kv_cache.nbytes))
-    return [first, *(random_batch(parts, cache_dtype=cache_dtype) for _ in others)]
+    make = functools.partial(random_batch, parts, query_dtype=query_dtype, cache_dtype=cache_dtype)
+    first = make()
+    return [first, *(make() for _ in range(1, measure.num_pools(first.kv_cache.nbytes)))]
 
 
 def packed(batch: Batch) -> list[torch.Tensor]:

@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from jattn.bench.batch import Batch, cold_batches, fa3, paged_call
 from jattn.bench.mixed import bound_us
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.attention.hopper.plan import hopper_launch
+from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.calls import PagedCall
-from torch_core.plan.plan import DeviceLimits, OperationPlan
+from torch_core.plan.plan import DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
 from torch_core.run.launch import run_operation
@@ -33,23 +36,26 @@ def run(
     *,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     contexts: Sequence[int] = CONTEXTS,
+    fp8: bool = False,
     peers_directory: Path | None = None,
 ) -> BenchReport:
     """Measures chunks by graph replay over cold caches: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
 
-    Shapes are (sequences, new tokens of each), contexts the tokens before them.
+    Shapes are (sequences, new tokens of each), contexts the tokens before them; with `fp8`, queries and cache are e4m3.
 
     Returns:
         A row for each shape and context, in microseconds; a column for each of `plans`, and FA3's.
     """
     session = Session("prefill", peers_directory)
+    element = torch.float8_e4m3fn if fp8 else torch.bfloat16
     for before in contexts:
         for seqs, new in shapes:
             parts = ((seqs, new, before),)
-            batches = cold_batches(parts)
-            row = Row(f"{seqs} x {new} on {before}", bound_us(parts, session.copy, session.matmul), {})
+            batches = cold_batches(parts, query_dtype=element, cache_dtype=element)
+            bound = bound_us(parts, session.copy, session.matmul, element_bytes=element.itemsize)
+            row = Row(f"{seqs} x {new} on {before}", bound, {})
             session.add(row, _columns(session.peers, batches[0]), batches, required=(OURS,))
-    return session.report("chunks, us")
+    return session.report(f"chunks, {'e4m3, ' if fp8 else ''}us")
 
 
 def plans(call: PagedCall[ArraySpec]) -> dict[str, OperationPlan]:
@@ -57,11 +63,16 @@ def plans(call: PagedCall[ArraySpec]) -> dict[str, OperationPlan]:
     base, limits = plan_call(call), DeviceLimits()
     launches = {
         f"{OURS} portable": rows_launch(call, min_query=1),
-        f"{OURS} Hopper packed": hopper_launch(call, limits, min_query=1, pack=call.group),
-        f"{OURS} Hopper unpacked": hopper_launch(call, limits, min_query=1, pack=1),
+        f"{OURS} Hopper packed": _hopper_launch(call, limits, pack=call.group),
+        f"{OURS} Hopper unpacked": _hopper_launch(call, limits, pack=1),
     }
     forced = {name: replace(base, launches=(launch,), scratch=()) for name, launch in launches.items() if launch}
     return {OURS: base, **forced}
+
+
+def _hopper_launch(call: PagedCall[ArraySpec], limits: DeviceLimits, *, pack: int) -> LaunchPlan | None:
+    options: dict[str, Any] = {"min_query": 1, "pack": pack}
+    return hopper_launch(call, limits, **options) or hopper_fp8_launch(call, limits, **options)
 
 
 def _columns(found: Any, batch: Batch) -> dict[str, Column]:

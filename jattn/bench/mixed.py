@@ -37,13 +37,20 @@ def run(*, peers_directory: Path | None = None) -> BenchReport:
     return session.report("mixed batch", values=values)
 
 
-def bound_us(parts: Parts, copy: float, matmul: float) -> float:
-    """Returns the microseconds that the device's ceilings allow for (sequences, new tokens, tokens before) parts."""
+def bound_us(parts: Parts, copy: float, matmul: float, *, element_bytes: int = 2) -> float:
+    """Returns the microseconds that the device's ceilings allow for (sequences, new tokens, tokens before) parts.
+
+    Args:
+        parts: of the batch.
+        copy: bytes per second.
+        matmul: operations per second.
+        element_bytes: bytes of an element of the cache.
+    """
     # Each part is held by its own ceiling; together they could overlap, which no implementation does.
     total = 0.0
     for seqs, new, before in parts:
         pairs = seqs * new * (before + (new + 1) / 2)
         operations = 4.0 * pairs * HEADS * _SIZE
-        moved = 4.0 * seqs * (before + new) * KV_HEADS * _SIZE
+        moved = 2.0 * element_bytes * seqs * (before + new) * KV_HEADS * _SIZE
         total += max(operations / matmul, moved / copy) * 1e6
     return total

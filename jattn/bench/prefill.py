@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens of a sequence")
     parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, help="elements of a head (128)")
+    parser.add_argument("--fp8", action="store_true", help="e4m3 queries over an e4m3 cache")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--fp8", action="store_true", help="e4m3 queries over an e4m3 cache")
     instead.add_argument("--mixed", action="store_true", help="a batch of prefill chunks and decode rows instead")
     instead.add_argument("--chunks", action="store_true", help="short and long chunks on earlier tokens instead")
     parser.add_argument("--no-jax", action="store_true", help="leave the JAX columns out")
@@ -92,11 +92,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if (options.mixed or options.chunks) and (options.lengths or options.head_size):
         parser.error("--mixed and --chunks have lengths of their own and heads of 128: no --lengths, no --head-size")
+    if options.mixed and options.fp8:
+        parser.error("--mixed is in bfloat16: no --fp8")
     check_places(json_path=options.json, png_path=options.png)
     if options.mixed:
         report = mixed.run(peers_directory=options.peers)
     elif options.chunks:
-        report = chunks.run(peers_directory=options.peers)
+        report = chunks.run(fp8=options.fp8, peers_directory=options.peers)
     else:
         report = run(
             lengths=options.lengths or LENGTHS,

@@ -18,12 +18,12 @@ from torch_core.plan.plan import OperationPlan
 from torch_core.specs import ArraySpec, AttentionSpec
 
 
-def _plans(seqs: int, new: int, before: int) -> dict[str, OperationPlan]:
+def _plans(seqs: int, new: int, before: int, dtype: str = "bfloat16") -> dict[str, OperationPlan]:
     blocks = math.ceil((before + new) / 16)
     return chunks.plans(
         PagedCall(
-            query=ArraySpec((seqs * new, 32, 128), "bfloat16"),
-            kv_cache=ArraySpec((seqs * blocks + 1, 2, 16, 8, 128), "bfloat16"),
+            query=ArraySpec((seqs * new, 32, 128), dtype),
+            kv_cache=ArraySpec((seqs * blocks + 1, 2, 16, 8, 128), dtype),
             block_tables=ArraySpec((seqs, blocks), "int32"),
             seq_lens=ArraySpec((seqs,), "int32"),
             query_start_loc=ArraySpec((seqs + 1,), "int32"),
@@ -38,15 +38,16 @@ def _kernel(plan: OperationPlan) -> tuple[str, Any]:
     return launch.name.removesuffix("_kernel"), dict(launch.constexprs)["PACK"]
 
 
+@pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "hopper"), ("float8_e4m3fn", "hopper_fp8")])
 @pytest.mark.parametrize("before", chunks.CONTEXTS)
 @pytest.mark.parametrize(("seqs", "new"), chunks.SHAPES)
-def test_each_column_forces_its_kernel_for_every_sequence(seqs, new, before):
-    plans = _plans(seqs, new, before)
+def test_each_column_forces_its_kernel_for_every_sequence(seqs, new, before, dtype, kernel):
+    plans = _plans(seqs, new, before, dtype)
     forced = {name.removeprefix("jattn "): plan for name, plan in plans.items() if name != "jattn"}
     assert {name: _kernel(plan) for name, plan in forced.items()} == {
         "portable": ("attention_rows", 4),
-        "Hopper packed": ("hopper_prefill", 4),
-        "Hopper unpacked": ("hopper_prefill", 1),
+        "Hopper packed": (f"{kernel}_prefill", 4),
+        "Hopper unpacked": (f"{kernel}_prefill", 1),
     }
     assert all(len(plan.launches) == 1 and not plan.scratch for plan in forced.values())
     assert {dict(plan.launches[0].constexprs)["MIN_QUERY"] for plan in forced.values()} == {1}

@@ -121,6 +121,7 @@ def _packed_shapes() -> list[AttentionCase]:
         cases.append(dense_case(1, key_lens=[2000, 60, 0, 130], **sizes))
         # Few tiles over many keys: these are split.
         cases.append(paged_case(1, seq_lens=[2100, 60, 0, 130], block_size=16, **sizes))
+        cases.append(paged_case(1, seq_lens=[2100, 60, 0, 130], block_size=16, **{**sizes, "dtype": "float8_e4m3fn"}))
     return cases
 
 

@@ -1,4 +1,4 @@
-"""The fp8 Hopper prefill kernel's own source without a GPU: pages, windows, scales, both tiles, poison, order."""
+"""The fp8 Hopper prefill kernel's own source without a GPU: pages, windows, scales, tiles, chunks, poison, order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, paged_case
 from tests.support.emulated.run import run_emulated_operation
-from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_case
+from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_case, random_fp8_chunk_case
+from torch_core.attention.hopper import plan as attention_hopper
+from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.plan.plan import DeviceLimits
 from torch_core.planner import plan_call
 from torch_core.run import array_spec
@@ -70,3 +72,41 @@ def test_the_order_in_which_warps_come_changes_no_bit(seed: int) -> None:
     case = random_fp8_case(seed, 128, small=True)
     first, second = (_run(case, seed + order) for order in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _check_chunks(case: AttentionCase, chunk: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_hopper, "hopper_chunk", lambda **_: chunk)
+    call = replace(case.call("cpu"), with_lse=True)
+    plan = plan_call.__wrapped__(call.map(array_spec), _FEW)
+    assert [launch.name for launch in plan.launches] == ["hopper_fp8_prefill_kernel", "attention_combine_kernel"]
+    found = run_emulated_operation(plan, call.arrays(), seed)
+    assert_matches_fp8_weights(case, found["out"], found["lse"])
+
+
+def test_few_tiles_over_many_keys_are_cut_into_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_chunks(*random_fp8_chunk_case(seed, small=True), seed, monkeypatch)
+
+
+def test_tiles_of_one_query_leave_their_chunks_beside_each_other(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = paged_case(seed, seq_lens=[300], query_lens=[150], head_size=64, block_size=16, **_SIZES)
+    _check_chunks(case, 256, seed, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("draw", range(60))
+def test_many_random_problems_are_cut_into_chunks(draw: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_chunks(*random_fp8_chunk_case(seed + draw, small=draw % 8 > 0), seed, monkeypatch)
+
+
+@pytest.mark.parametrize("group", [2, 8])
+def test_short_queries_may_have_the_heads_of_a_group_side_by_side(group: int, seed: int) -> None:
+    case = paged_case(
+        seed, seq_lens=[90, 300], query_lens=[0, 128 // group - 5], head_size=64, block_size=16,
+        **{**_SIZES, "num_heads": group},
+    )  # fmt: skip
+    call = replace(case.call("cpu"), with_lse=True)
+    plan = plan_call(call.map(array_spec), _FEW)
+    launch = hopper_fp8_launch(call.map(array_spec), _FEW, min_query=1, pack=group)
+    assert launch is not None
+    found = run_emulated_operation(replace(plan, launches=(launch,), scratch=()), call.arrays(), seed)
+    assert_matches_fp8_weights(case, found["out"], found["lse"])

@@ -48,6 +48,34 @@ def test_few_tiles_are_cut_so_that_chunks_fill_the_device(seqs, new, tokens, siz
     assert plan.launches[0].grid == (132,)
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize(("seqs", "new", "pack"), [(1, 64, 4), (1, 128, 1), (4, 32, 4), (1, 300, 1)])
+def test_few_tiles_of_e4m3_are_cut_as_those_of_16_bits(seqs, new, pack, head_size):
+    dtypes = {"bfloat16": "hopper_prefill_kernel", "float8_e4m3fn": "hopper_fp8_prefill_kernel"}
+    plans = [
+        _chunk(
+            seqs, new,
+            query=ArraySpec((seqs * new, 32, head_size), dtype),
+            kv_cache=ArraySpec((64, 2, 16, 8, head_size), dtype),
+        )
+        for dtype in dtypes
+    ]  # fmt: skip
+    assert [_names(plan) for plan in plans] == [[name, "attention_combine_kernel"] for name in dtypes.values()]
+    assert _size(plans[0]) == _size(plans[1]) > 0
+    assert plans[0].scratch == plans[1].scratch
+    assert [dict(plan.launches[0].constexprs)["PACK"] for plan in plans] == [pack, pack]
+
+
+def test_tiles_of_e4m3_that_fill_the_device_are_taken_whole():
+    cache = ArraySpec((64, 2, 16, 8, 128), "float8_e4m3fn")
+    long, short = (
+        _chunk(seqs, new, query=ArraySpec((1024, 32, 128), "float8_e4m3fn"), kv_cache=cache)
+        for seqs, new in ((8, 128), (16, 64))
+    )
+    assert _names(long) == ["hopper_fp8_prefill_kernel"]
+    assert "hopper_fp8_prefill_kernel" not in _names(short)
+
+
 @pytest.mark.parametrize(("seqs", "new"), [(8, 128), (16, 64), (32, 32), (8, 512), (1, 8192)])
 def test_tiles_that_fill_the_device_are_taken_whole(seqs, new):
     assert _size(_chunk(seqs, new)) == 0

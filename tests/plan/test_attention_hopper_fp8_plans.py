@@ -27,7 +27,8 @@ def _cache(block_size: int = 16, head_size: int = 128, dtype: str = _FP8, **more
 
 
 def _paged(**changes: Any) -> OperationPlan:
-    return paged_plan(**{"query": _query(), "kv_cache": _cache(), "max_query_len": 256, **changes})
+    whole = {"query": _query(), "kv_cache": _cache(), "max_query_len": 256, "kv_chunk_size": 1024}
+    return paged_plan(**{**whole, **changes})
 
 
 def _first(plan: OperationPlan) -> LaunchPlan:

@@ -12,7 +12,7 @@ from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_
 from torch_core.reference.masks import visible_keys
 from torch_core.specs import AttentionSpec
 
-__all__ = ["assert_matches_fp8_weights", "random_fp8_case", "with_e4m3_weights"]
+__all__ = ["assert_matches_fp8_weights", "random_fp8_case", "random_fp8_chunk_case", "with_e4m3_weights"]
 
 # As the kernel has them: keys of a tile, where weights begin, and the sums of 16 weights that move a reference.
 _TILE, _TOP, _FEW_TOP, _FEW_KEYS, _LIMIT = 128, 4.0, 0.0, 32, 448.0
@@ -132,3 +132,49 @@ def random_fp8_case(seed: int, head_size: int | None = None, *, small: bool = Fa
         values=str(rng.choice(["gaussian", "sparse"], p=[0.75, 0.25])),
         **options,
     )
+
+
+def random_fp8_chunk_case(seed: int, *, small: bool = False) -> tuple[AttentionCase, int]:
+    """Draws a problem for the fp8 Hopper prefill kernel over chunks of keys, and the keys of a chunk.
+
+    Args:
+        seed: of everything.
+        small: few sequences, heads and keys.
+    """
+    rng = np.random.default_rng([seed, 31])
+    head_size = int(rng.choice([64, 128, 256]))
+    group = int(rng.choice([1, 2, 4] if small else [1, 2, 3, 4, 8]))
+    num_seqs = int(rng.choice([1, 2] if small else [1, 3, 40]))
+    num_kv_heads, most_keys = (1, 500) if small else (2, 1500)
+    longest = int(rng.integers(65, 100 if small else 300))
+    seq_lens = [int(rng.integers(0, most_keys // 2)) for _ in range(num_seqs - 1)]
+    seq_lens.append(int(rng.integers(max(longest, 300), most_keys)))
+    query_lens = [min(n, int(rng.choice([0, 1, 3, longest // 2 + 1, longest]))) for n in seq_lens[:-1]] + [longest]
+    causal = bool(rng.random() < 0.8)
+    spec = AttentionSpec(
+        scale=head_size**-0.5,
+        causal=causal,
+        window_left=int(rng.choice([0, 15, 63, 64, 127, 300])) if rng.random() < 0.4 else None,
+        window_right=int(rng.choice([0, 70])) if not causal and rng.random() < 0.5 else None,
+    )
+    options: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        options |= {name: rng.uniform(0.5, 2, 1).astype(np.float32) for name in _SCALES}
+    if rng.random() < 0.4:
+        options["sinks"] = rng.standard_normal(num_kv_heads * group).astype(np.float32)
+    case = paged_case(
+        seed,
+        seq_lens=seq_lens,
+        query_lens=query_lens,
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=int(rng.choice([8, 16, 16, 64, 128, 256])),
+        dtype="float8_e4m3fn",
+        spec=spec,
+        padding_tokens=int(rng.choice([0, 1, 40])),
+        **options,
+    )
+    # One chunk of all keys would be no split.
+    width = case.operands["block_tables"].shape[1] * case.operands["kv_cache"].shape[2]
+    return case, int(rng.choice([chunk for chunk in (128, 256, 384) if chunk < width]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_core.attention.backward.plan import backward_plan
 from torch_core.attention.backward_hopper.plan import hopper_backward_plan
 from torch_core.attention.hopper.plan import hopper_launch, split_hopper_launches
-from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
+from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch, split_hopper_fp8_launches
 from torch_core.attention.operands import operation
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.attention.split.plan import short_query_len, split_launches
@@ -30,7 +30,7 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     """
     short = short_query_len(call) if isinstance(call, PagedCall) else 0
     if isinstance(call, PagedCall) and short < call.max_query_len:
-        in_chunks = split_hopper_launches(call, limits)
+        in_chunks = split_hopper_launches(call, limits) or split_hopper_fp8_launches(call, limits)
         if in_chunks is not None:
             return operation(call, *in_chunks)
         # A chunk size that is given asks for the bits that a short query has in any batch.

@@ -24,6 +24,7 @@ __all__ = [
     "copy_descriptor",
     "dense_matrix",
     "is_copied",
+    "query_descriptor",
 ]
 
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
@@ -213,6 +214,25 @@ def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int], dtype: st
     width = min(_SWIZZLE, box[1] * size)
     layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
     return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, layout)
+
+
+def query_descriptor(
+    call: AttentionCall[ArraySpec], query: Matrix, box: tuple[int, int], pack: int
+) -> Descriptor | None:
+    """Returns the descriptor of a call's query whose boxes of rows are tokens, or `pack` heads of fewer tokens each.
+
+    None where the copy engine cannot follow it: it wants the stride of each axis to be a multiple of the next one's.
+    """
+    dtype = call.query.dtype
+    if pack == 1:
+        return copy_descriptor("query", query, box, dtype)
+    if query.head_stride <= 0 or query.stride % query.head_stride:
+        return None
+    rows, width = box
+    bits = 8 * DTYPE_BYTES[dtype]
+    layout = NVMMASharedLayout(swizzle_byte_width=min(_SWIZZLE, width * bits // 8), element_bitwidth=bits, rank=3)
+    strides = (query.stride, query.head_stride, 1)
+    return Descriptor("query", call.query.shape, strides, (rows // pack, pack, width), layout)
 
 
 def _fits(stride: int, dtype: str) -> bool:

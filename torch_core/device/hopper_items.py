@@ -6,8 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.device.hopper_work import work_item
-from torch_core.device.work import chunk_span
+from torch_core.device.hopper_work import chunk_of_tile, work_item
 
 __all__ = ["ITEMS", "find_items", "item_count", "read_item", "words_of"]
 
@@ -39,15 +38,7 @@ def find_items(call, rings, SHAPE: gl.constexpr):
             seq_len = gl.load(batch.key_start_loc + seq + 1) - first_key
             num_keys = seq_len
         if call.split is not None:
-            split = call.split
-            first, chunks = chunk_span(
-                seq_len, query_len, batch.table_tokens, call.bounds, split.chunk, split.max_query
-            )
-            index = tile % chunks
-            tile = tile // chunks
-            first_key = (first + index) * split.chunk
-            num_keys = gl.minimum(num_keys, first_key + split.chunk)
-            row = (seq * split.max_query + tile * TOKENS) * split.max_chunks + index
+            tile, first_key, num_keys, row = chunk_of_tile(seq, tile, query_len, seq_len, num_keys, call, TOKENS)
         token = tile * TOKENS
         values = gl.where(fields == 0, start + token, gl.minimum(query_len - token, TOKENS))
         values = gl.where(fields == 2, seq_len - query_len + token, values)

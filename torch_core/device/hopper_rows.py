@@ -11,7 +11,7 @@ from torch_core.device.hopper_work import key_tiles
 from torch_core.device.mask import LOG2E, visible_keys
 from torch_core.device.softmax import LN2
 
-__all__ = ["Output", "Span", "finish_rows", "mask_scores", "own_tiles", "store_lse", "zero_padding"]
+__all__ = ["Output", "Span", "finish_rows", "mask_scores", "own_tiles", "store_lse", "store_partial", "zero_padding"]
 
 
 class Output(NamedTuple):
@@ -134,6 +134,22 @@ def store_lse(output, shift, total, empty, first_row, tokens, head, in_rows, OWN
         row_tokens = (first_row + rows // SHAPE.PACK).to(gl.int64)
         pointers = output.lse + row_tokens * SHAPE.NUM_HEADS + head + rows % SHAPE.PACK
         gl.store(pointers, row_lse, mask=rows < tokens * SHAPE.PACK)
+
+
+@gluon.jit
+def store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """Stores what a chunk of keys leaves of rows: the running softmax, in float32, as `attention_split_kernel` does."""
+    PACK: gl.constexpr = SHAPE.PACK
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    rows = OWN * 64 + gl.arange(0, 64, layout=row_sum.type.layout)
+    slots = (first + rows // PACK * split.max_chunks).to(gl.int64) * SHAPE.NUM_HEADS + head + rows % PACK
+    live = rows < tokens * PACK
+    gl.store(split.maximum + slots, row_max, mask=live)
+    gl.store(split.total + slots, row_sum, mask=live)
+    columns = gl.arange(0, SHAPE.HEAD_SIZE, layout=gl.SliceLayout(0, O_LAYOUT))
+    slots = gl.convert_layout(slots, gl.SliceLayout(1, O_LAYOUT))
+    live = gl.convert_layout(live, gl.SliceLayout(1, O_LAYOUT))
+    gl.store(split.out + slots[:, None] * SHAPE.HEAD_SIZE + columns[None, :], acc, mask=live[:, None])
 
 
 @gluon.jit

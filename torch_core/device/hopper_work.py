@@ -10,6 +10,7 @@ from torch_core.device.gluon_names import async_load
 from torch_core.device.work import chunk_span
 
 __all__ = [
+    "chunk_of_tile",
     "copy_tile",
     "count_items",
     "key_tiles",
@@ -109,6 +110,22 @@ def work_item(turn, call, SHAPE: gl.constexpr):
     else:
         lane, tile = level_by_level(rank, tiles, keys, lanes, TILE)
     return item, chunk + lane, tile, head
+
+
+@gluon.jit
+def chunk_of_tile(seq, tile, query_len, seq_len, num_keys, call, TOKENS: gl.constexpr):
+    """What a tile number of `work_item` stands for where keys are split.
+
+    Returns:
+        (tile of the sequence, first key of the chunk, end of its keys, its row of the scratch that chunks leave).
+    """
+    split = call.split
+    first, chunks = chunk_span(seq_len, query_len, call.batch.table_tokens, call.bounds, split.chunk, split.max_query)
+    index = tile % chunks
+    tile = tile // chunks
+    first_key = (first + index) * split.chunk
+    row = (seq * split.max_query + tile * TOKENS) * split.max_chunks + index
+    return tile, first_key, gl.minimum(num_keys, first_key + split.chunk), row
 
 
 @gluon.jit

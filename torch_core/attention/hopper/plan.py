@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from triton.experimental.gluon.language import NVMMASharedLayout
-
-from torch_core.attention.copies import Matrix, array_matrix, copied_launch, copy_descriptor, is_copied
+from torch_core.attention.copies import array_matrix, copied_launch, copy_descriptor, is_copied, query_descriptor
 from torch_core.attention.hopper.kernel import hopper_prefill_kernel
 from torch_core.attention.hopper.tiles import (
     REST_SIZES,
@@ -18,14 +16,13 @@ from torch_core.attention.operands import keys, output
 from torch_core.attention.split.partials import Chunks, combine_launch
 from torch_core.calls import AttentionCall, PagedCall
 from torch_core.plan.operands import ceil_div, power_of_two
-from torch_core.plan.plan import ABSENT, Descriptor, DeviceLimits, LaunchPlan
+from torch_core.plan.plan import ABSENT, DeviceLimits, LaunchPlan
 from torch_core.specs import ArraySpec
 
-__all__ = ["hopper_launch", "split_hopper_launches"]
+__all__ = ["few_tiles_chunks", "hopper_launch", "split_hopper_launches"]
 
 # Bytes that chunks may leave: servers leave little room beside their caches.
 _MAX_SCRATCH = 1 << 26
-_PACKED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
 def hopper_launch(
@@ -56,11 +53,12 @@ def hopper_launch(
     if pack is None:
         pack = _pack(call)
     rest_size = REST_SIZES.get(call.head_size, 0)
+    rest = (WARPGROUP_ROWS, rest_size)
     if tile is None or pack == 0 or (pack > 1 and rest_size) or not _is_served(call, limits, rest_size):
         return None
     query = array_matrix(call, "query", tile.block_n)
-    # The copy engine wants the stride of each axis of the query to be a multiple of the next one's.
-    if query is None or (pack > 1 and (query.head_stride <= 0 or query.stride % query.head_stride)):
+    boxes = None if query is None else query_descriptor(call, query, (WARPGROUP_ROWS, call.value_head_size), pack)
+    if query is None or boxes is None:
         return None
     query_stride = query.head_stride if pack == 1 else 0
     return copied_launch(
@@ -73,8 +71,8 @@ def hopper_launch(
         pack=pack,
         block_n=tile.block_n,
         kv_heads=tile.kv_heads if pack == 1 else call.num_kv_heads,
-        query=_query_descriptor(call, query, pack),
-        query_rest=_rows_descriptor(call, query, rest_size) if rest_size else ABSENT,
+        query=boxes,
+        query_rest=copy_descriptor("query", query, rest, call.query.dtype) if rest_size else ABSENT,
         min_query=min_query,
         chunks=chunks,
     )
@@ -94,22 +92,31 @@ def split_hopper_launches(
         return None
     # Where the portable kernel would be better at whole rows, a tile holds tokens of one head.
     pack = _pack(call) or 1
+    chunks = few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
+    if chunks is None:
+        return None
+    launch = hopper_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
+    if launch is None:
+        return None
+    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
+
+
+def few_tiles_chunks(call: PagedCall[ArraySpec], limits: DeviceLimits, *, rows: int, pack: int) -> Chunks | None:
+    """Returns the chunks of a call whose tiles of `rows` rows, with `pack` heads, leave multiprocessors idle.
+
+    None where its keys are not split.
+    """
     query_len, left = ceil_div(call.num_tokens, call.num_seqs), call.spec.window_left
     # A power of two: few variants of the merge for the query lengths of a server's steps.
     max_query = power_of_two(call.max_query_len)
     size = hopper_chunk(
-        tiles=call.num_seqs * ceil_div(query_len * pack, tile.rows) * (call.num_heads // pack),
+        tiles=call.num_seqs * ceil_div(query_len * pack, rows) * (call.num_heads // pack),
         keys=call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len),
         num_sms=limits.num_sms,
         max_chunks=_MAX_SCRATCH // (4 * call.num_seqs * max_query * call.num_heads * call.value_head_size),
     )
-    if size == 0:
-        return None
-    chunks = Chunks.of(call, size, max_query)
-    launch = hopper_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
-    if launch is None or chunks.number == 1:
-        return None
-    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
+    chunks = Chunks.of(call, size, max_query) if size else None
+    return None if chunks is None or chunks.number == 1 else chunks
 
 
 def _pack(call: AttentionCall[ArraySpec]) -> int:
@@ -123,14 +130,3 @@ def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits, rest_size: 
         and call.query.dtype in ("bfloat16", "float16")
         and keys(call).dtype == output(call).dtype == call.query.dtype
     )
-
-
-def _query_descriptor(call: AttentionCall[ArraySpec], query: Matrix, pack: int) -> Descriptor:
-    if pack == 1:
-        return _rows_descriptor(call, query, call.value_head_size)
-    box = (WARPGROUP_ROWS // pack, pack, call.head_size)
-    return Descriptor("query", call.query.shape, (query.stride, query.head_stride, 1), box, _PACKED_LAYOUT)
-
-
-def _rows_descriptor(call: AttentionCall[ArraySpec], query: Matrix, width: int) -> Descriptor:
-    return copy_descriptor("query", query, (WARPGROUP_ROWS, width), call.query.dtype)

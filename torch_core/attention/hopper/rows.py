@@ -20,7 +20,7 @@ from torch_core.attention.hopper.softmax import (
     unpack_weights,
 )
 from torch_core.device.hopper_items import item_count, read_item
-from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
+from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse, store_partial
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
 from torch_core.device.mask import LOG2E
 
@@ -105,7 +105,7 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         row_sum = gl.convert_layout(row_sums(state), ROWS)
         shift = row_references(state)
         if SPLIT:
-            _store_partial(
+            store_partial(
                 acc, row_sum, gl.convert_layout(shift, ROWS), call.split, partial_row, tokens, head, OWN, SHAPE
             )
         else:
@@ -139,22 +139,6 @@ def _scores(q, q_rest, rings, stage, zeros):
     if q_rest is not None:
         s = warpgroup_mma(q_rest, rings.key_rest.index(stage).permute((1, 0)), s, is_async=True)
     return s
-
-
-@gluon.jit
-def _store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Stores what a chunk of keys leaves of rows: the running softmax, in float32, as `attention_split_kernel` does."""
-    PACK: gl.constexpr = SHAPE.PACK
-    O_LAYOUT: gl.constexpr = acc.type.layout
-    rows = OWN * 64 + gl.arange(0, 64, layout=row_sum.type.layout)
-    slots = (first + rows // PACK * split.max_chunks).to(gl.int64) * SHAPE.NUM_HEADS + head + rows % PACK
-    live = rows < tokens * PACK
-    gl.store(split.maximum + slots, row_max, mask=live)
-    gl.store(split.total + slots, row_sum, mask=live)
-    columns = gl.arange(0, SHAPE.HEAD_SIZE, layout=gl.SliceLayout(0, O_LAYOUT))
-    slots = gl.convert_layout(slots, gl.SliceLayout(1, O_LAYOUT))
-    live = gl.convert_layout(live, gl.SliceLayout(1, O_LAYOUT))
-    gl.store(split.out + slots[:, None] * SHAPE.HEAD_SIZE + columns[None, :], acc, mask=live[:, None])
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from torch_core.attention.hopper_fp8.loads import load_fp8_keys, load_fp8_queries_and_values
 from torch_core.attention.hopper_fp8.rows import Scales, attend_fp8_rows
 from torch_core.attention.hopper_fp8.transpose import transpose_values
-from torch_core.device.hopper_call import Batch, Call, Shape
+from torch_core.device.hopper_call import Batch, Call, Shape, Split
 from torch_core.device.hopper_rows import Output, zero_padding
 from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_items
@@ -52,6 +52,9 @@ def hopper_fp8_prefill_kernel(
     v_scale,
     out,
     lse,
+    partial_out,
+    partial_max,
+    partial_sum,
     num_tokens,
     num_seqs,
     table_stride,
@@ -60,9 +63,13 @@ def hopper_fp8_prefill_kernel(
     out_factor,
     window_left,
     window_right,
+    chunk,
+    max_chunks,
+    max_query,
     NUM_HEADS: gl.constexpr,
     HEADS_TOGETHER: gl.constexpr,
     GROUP: gl.constexpr,
+    PACK: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -96,11 +103,11 @@ def hopper_fp8_prefill_kernel(
     `q_scale`, `k_scale` and `v_scale` are the scales that are arrays; `scale` and `out_factor` hold those that are
     numbers. The product of all that multiplies scores is positive: the maximum of a row is sought before it.
 
-    The copy engine sees arrays as matrices of bytes, as `hopper_prefill_kernel` says.
+    The copy engine sees arrays as matrices of bytes; PACK and `chunk` are as in `hopper_prefill_kernel`.
     """
     BLOCK_N: gl.constexpr = 128
     SHAPE: gl.constexpr = Shape(
-        NUM_HEADS, GROUP, 1, HEADS_TOGETHER, HEAD_SIZE, 0, WARPGROUPS, False, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
+        NUM_HEADS, GROUP, PACK, HEADS_TOGETHER, HEAD_SIZE, 0, WARPGROUPS, False, BLOCK_N, MIN_QUERY, True, BLOCK_SIZE,
         BLOCK_ROWS, BOX, QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE, VALUE_ROW, OUT_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
@@ -131,8 +138,11 @@ def hopper_fp8_prefill_kernel(
     batch = Batch(query_start_loc, seq_lens, None, num_seqs, block_tables, table_stride, table_tokens)
     output = Output(sinks, out, lse, out_factor)
     bounds = Bounds(window_left, window_right, None)
-    num_items = count_items(batch, bounds, None, SHAPE)
-    call = Call(query, key_cache, value_cache, None, None, scale, bounds, output, batch, num_items, None)
+    split = None
+    if chunk is not None:
+        split = Split(chunk, max_chunks, max_query, partial_out, partial_max, partial_sum)
+    num_items = count_items(batch, bounds, split, SHAPE)
+    call = Call(query, key_cache, value_cache, None, None, scale, bounds, output, batch, num_items, split)
     scales = Scales(q_scale, k_scale, v_scale)
     # The language has no sums of tuples that hold None, or the lists would be one.
     if WARPGROUPS == 2:

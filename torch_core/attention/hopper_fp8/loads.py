@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
-from torch_core.device.hopper_work import copy_tile, key_tiles, tile_blocks, tile_rows, work_item
+from torch_core.device.hopper_work import chunk_of_tile, copy_tile, key_tiles, tile_blocks, tile_rows, work_item
 from torch_core.device.mask import visible_keys
 
 __all__ = ["load_fp8_keys", "load_fp8_queries_and_values"]
@@ -17,14 +17,13 @@ __all__ = ["load_fp8_keys", "load_fp8_queries_and_values"]
 @gluon.jit
 def load_fp8_keys(call, rings, SHAPE: gl.constexpr):
     """One warp: copies the key tiles of each work item, last keys first."""
-    ROWS: gl.constexpr = 64 * SHAPE.WARPGROUPS
     programs = gl.num_programs(0)
     step = 0
     for turn in range((call.num_items + programs - 1) // programs):
         item, seq, tile, head = work_item(turn, call, SHAPE)
         if item < call.num_items:
-            _, _, _, num_keys, low, high, table = _sequence(seq, tile * ROWS, call, ROWS)
-            column = head // SHAPE.GROUP * SHAPE.KEY_STRIDE
+            _, _, _, num_keys, low, high, table, _, _ = _sequence(seq, tile, call, SHAPE)
+            column = head * SHAPE.PACK // SHAPE.GROUP * SHAPE.KEY_STRIDE
             step = _copy_tiles(call.key_cache, rings.key, step, None, table, low, high, num_keys, column, 0, SHAPE)
 
 
@@ -36,6 +35,7 @@ def load_fp8_queries_and_values(call, rings, SHAPE: gl.constexpr):
     Values are needed later than keys, so that it is the one to wait for the room of a query tile.
     """
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
+    PACK: gl.constexpr = SHAPE.PACK
     WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
     ROWS: gl.constexpr = 64 * WARPGROUPS
@@ -47,18 +47,30 @@ def load_fp8_queries_and_values(call, rings, SHAPE: gl.constexpr):
     for turn in range((call.num_items + programs - 1) // programs):
         item, seq, tile, head = work_item(turn, call, SHAPE)
         if item < call.num_items:
-            first_row, rows, first_pos, num_keys, low, high, table = _sequence(seq, tile * ROWS, call, ROWS)
+            first_row, tokens, first_pos, num_keys, low, high, table, first_key, partial_row = _sequence(
+                seq, tile, call, SHAPE
+            )
+            head *= PACK
             slot = turn % QUERY_STAGES
             mbarrier.wait(queries.empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
-            values = gl.where(fields == 0, first_row, gl.where(fields == 1, rows, first_pos))
+            values = gl.where(fields == 0, first_row, gl.where(fields == 1, tokens, first_pos))
             values = gl.where(fields == 3, num_keys, gl.where(fields == 4, head, values))
+            if call.split is not None:
+                values = gl.where(fields == 6, first_key, gl.where(fields == 7, partial_row, values))
             rings.told.index(slot).store(values)
             mbarrier.expect(queries.full.index(slot), ROWS * HEAD_SIZE)
             for i in gl.static_range(WARPGROUPS):
-                async_load(
-                    call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
-                    queries.tiles.index(slot * WARPGROUPS + i),
-                )  # fmt: skip
+                if PACK == 1:
+                    async_load(
+                        call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
+                        queries.tiles.index(slot * WARPGROUPS + i),
+                    )  # fmt: skip
+                else:
+                    # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
+                    async_load(
+                        call.query, [first_row + i * (64 // PACK), head, 0], queries.full.index(slot),
+                        queries.tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
+                    )  # fmt: skip
             column = head // SHAPE.GROUP * SHAPE.VALUE_STRIDE
             step = _copy_tiles(
                 call.value_cache, rings.raw, step, rings.raw_bounds, table, low, high, num_keys, column,
@@ -94,16 +106,29 @@ def _copy_tiles(array, ring, step, bounds, table, low, high, num_keys, column, B
 
 
 @gluon.jit
-def _sequence(seq, token, call, ROWS: gl.constexpr):
-    """Where a tile stands: (first query row, rows, first position, keys, low key, high key, row of the table)."""
+def _sequence(seq, tile, call, SHAPE: gl.constexpr):
+    """Where a tile stands.
+
+    Returns:
+        (first query row, query tokens, first position, end of its keys, low key, high key, row of the table, first key
+        of its chunk, row of the scratch); the last two where keys are split, else 0.
+    """
+    TOKENS: gl.constexpr = 64 * SHAPE.WARPGROUPS // SHAPE.PACK
     batch = call.batch
     start = gl.load(batch.query_start_loc + seq)
     query_len = gl.load(batch.query_start_loc + seq + 1) - start
     seq_len = gl.load(batch.seq_lens + seq)
     num_keys = gl.minimum(seq_len, batch.table_tokens)
-    rows = gl.minimum(query_len - token, ROWS)
+    first_key = 0
+    partial_row = 0
+    if call.split is not None:
+        tile, first_key, num_keys, partial_row = chunk_of_tile(seq, tile, query_len, seq_len, num_keys, call, TOKENS)
+    token = tile * TOKENS
+    tokens = gl.minimum(query_len - token, TOKENS)
     first_pos = seq_len - query_len + token
-    low, high = visible_keys(first_pos, first_pos + rows - 1, num_keys, call.bounds, 0)
+    low, high = visible_keys(first_pos, first_pos + tokens - 1, num_keys, call.bounds, 0)
+    if call.split is not None:
+        low = gl.maximum(low, first_key)
     first_row = start + token
     table = batch.block_tables + seq.to(gl.int64) * batch.table_stride
-    return first_row, rows, first_pos, num_keys, low, high, table
+    return first_row, tokens, first_pos, num_keys, low, high, table, first_key, partial_row

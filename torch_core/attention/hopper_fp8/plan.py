@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from torch_core.attention.copies import array_matrix, copied_launch, copy_descriptor, is_copied
+from torch_core.attention.copies import array_matrix, copied_launch, is_copied, query_descriptor
+from torch_core.attention.hopper.plan import few_tiles_chunks
+from torch_core.attention.hopper.tiles import hopper_pack
 from torch_core.attention.hopper_fp8.kernel import hopper_fp8_prefill_kernel
 from torch_core.attention.hopper_fp8.tiles import BLOCK_N, WARPGROUP_ROWS, HopperFp8Tile, hopper_fp8_tile
 from torch_core.attention.operands import keys, output
+from torch_core.attention.split.partials import Chunks, combine_launch
 from torch_core.calls import AttentionCall, PagedCall
 from torch_core.plan.plan import DeviceLimits, LaunchPlan
 from torch_core.specs import ArraySpec
 
-__all__ = ["hopper_fp8_launch"]
+__all__ = ["hopper_fp8_launch", "split_hopper_fp8_launches"]
 
 # Shorter queries leave most rows of a tile without work: the portable kernel puts heads side by side there.
 _MIN_QUERY_LEN = 128
@@ -19,7 +22,13 @@ _KV_HEADS = 2
 
 
 def hopper_fp8_launch(
-    call: AttentionCall[ArraySpec], limits: DeviceLimits, *, min_query: int, tile: HopperFp8Tile | None = None
+    call: AttentionCall[ArraySpec],
+    limits: DeviceLimits,
+    *,
+    min_query: int,
+    tile: HopperFp8Tile | None = None,
+    pack: int | None = None,
+    chunks: Chunks | None = None,
 ) -> LaunchPlan | None:
     """Plans hopper_fp8_prefill_kernel for a call's long queries and padding; None where other kernels serve them.
 
@@ -32,26 +41,50 @@ def hopper_fp8_launch(
         limits: the device.
         min_query: query rows from which on a sequence is served.
         tile: another tile than the table's, for measurements.
+        pack: heads side by side, a power of two up to 16 that divides the group; one, of long queries alone, if None.
+        chunks: chunks of keys that are work items of their own, for `combine_launch` to finish.
     """
     tile = tile or hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
-    if tile is None or not isinstance(call, PagedCall) or not _is_served(call, limits):
+    if pack is None:
+        pack = 1 if call.max_query_len >= _MIN_QUERY_LEN else 0
+    if tile is None or pack == 0 or not isinstance(call, PagedCall) or not _is_served(call, limits):
         return None
     query = array_matrix(call, "query", BLOCK_N)
-    if query is None:
+    boxes = None if query is None else query_descriptor(call, query, (WARPGROUP_ROWS, call.head_size), pack)
+    if query is None or boxes is None:
         return None
     return copied_launch(
         hopper_fp8_prefill_kernel,
         call,
         limits,
         tile,
-        {"QUERY_STRIDE": query.head_stride},
+        {"PACK": pack, "QUERY_STRIDE": query.head_stride if pack == 1 else 0},
         rows=tile.rows,
-        pack=1,
+        pack=pack,
         block_n=BLOCK_N,
-        kv_heads=_KV_HEADS,
-        query=copy_descriptor("query", query, (WARPGROUP_ROWS, call.head_size), call.query.dtype),
+        kv_heads=_KV_HEADS if pack == 1 else call.num_kv_heads,
+        query=boxes,
         min_query=min_query,
+        chunks=chunks,
     )
+
+
+def split_hopper_fp8_launches(
+    call: PagedCall[ArraySpec], limits: DeviceLimits
+) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
+    """Plans a call with few query tiles over many keys, in chunks; see `split_hopper_launches`."""
+    tile = hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    if tile is None or call.kv_chunk_size is not None or not _is_served(call, limits):
+        return None
+    width = call.table_tokens
+    pack = hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width) or 1
+    chunks = few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
+    if chunks is None:
+        return None
+    launch = hopper_fp8_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
+    if launch is None:
+        return None
+    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
 
 
 def _is_served(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:
@@ -59,5 +92,4 @@ def _is_served(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:
         is_copied(call, limits)
         and call.query.dtype == keys(call).dtype == "float8_e4m3fn"
         and output(call).dtype in ("bfloat16", "float16")
-        and call.max_query_len >= _MIN_QUERY_LEN
     )

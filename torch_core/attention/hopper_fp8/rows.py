@@ -18,7 +18,7 @@ from torch_core.attention.hopper_fp8.softmax import fp8_softmax_step, initial_fp
 from torch_core.attention.hopper_fp8.step import attend_fp8_tiles, weigh_tile
 from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
-from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse
+from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse, store_partial
 from torch_core.device.hopper_turns import ring_slot, skip_tile
 from torch_core.device.mask import LOG2E
 
@@ -45,6 +45,7 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
     INFO_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     LEFT: gl.constexpr = call.bounds.window_left is not None
+    SPLIT: gl.constexpr = call.split is not None
     keys = rings.key
     values = rings.value
     num_items = call.num_items
@@ -68,9 +69,12 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             slot = turn % QUERY_STAGES
             q = rings.query.tiles.index(slot * WARPGROUPS + OWN)
             mbarrier.wait(rings.query.full.index(slot), (turn // QUERY_STAGES) & 1)
-            first_row, rows, first_pos, num_keys, head, _, _, _ = words_of(rings.told.index(slot).load(INFO_LAYOUT))
+            told = rings.told.index(slot).load(INFO_LAYOUT)
+            first_row, tokens, first_pos, num_keys, head, _, first_key, partial_row = words_of(told)
 
-            span = own_tiles(first_pos, rows, None, num_keys, call.bounds, in_rows, OWN, SHAPE)
+            if not SPLIT:
+                first_key = None
+            span = own_tiles(first_pos, tokens, first_key, num_keys, call.bounds, in_rows, OWN, SHAPE)
             for _ in range(span.own_end, span.end):
                 skip_tile(keys, values, step, OWN, SHAPE)
                 step += 1
@@ -112,21 +116,26 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
                     step += 1
 
             row_sum = gl.convert_layout(row_sums(state), ROWS)
-            empty = row_sum == 0.0
-            shift = gl.where(empty, 0.0, gl.convert_layout(row_references(state), ROWS))
-            inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, SHAPE.PACK)
-            acc = acc * gl.convert_layout(inverse * out_factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
-            pointers = output.out + first_row.to(gl.int64) * SHAPE.OUT_STRIDES[0] + head * SHAPE.OUT_STRIDES[1]
-            _store_rows(acc, q, pointers, OWN * 64, rows, HEAD_SIZE, SHAPE.OUT_STRIDES[0])
-            store_lse(output, shift, total, empty, first_row, rows, head, in_rows, OWN, SHAPE)
-            fence_async_shared()
+            shift = gl.convert_layout(row_references(state), ROWS)
+            if SPLIT:
+                store_partial(acc, row_sum, shift, call.split, partial_row, tokens, head, OWN, SHAPE)
+            else:
+                empty = row_sum == 0.0
+                shift = gl.where(empty, 0.0, shift)
+                inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, SHAPE.PACK)
+                acc = acc * gl.convert_layout(inverse * out_factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                pointers = output.out + first_row.to(gl.int64) * SHAPE.OUT_STRIDES[0] + head * SHAPE.OUT_STRIDES[1]
+                _store_rows(acc, q, pointers, OWN * 64, tokens, SHAPE)
+                store_lse(output, shift, total, empty, first_row, tokens, head, in_rows, OWN, SHAPE)
+                fence_async_shared()
             mbarrier.arrive(rings.query.empty.index(slot), count=1)
 
 
 @gluon.jit
-def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, TOKEN_STRIDE: gl.constexpr):
+def _store_rows(acc, q, out, base, tokens, SHAPE: gl.constexpr):
     """Stores 64 rows; they pass through the query tile, done with and half as wide, to be stored 16 bytes at a time."""
-    HALF: gl.constexpr = HEAD_SIZE // 2
+    PACK: gl.constexpr = SHAPE.PACK
+    HALF: gl.constexpr = SHAPE.HEAD_SIZE // 2
     LANES: gl.constexpr = HALF // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(
@@ -136,7 +145,10 @@ def _store_rows(acc, q, out, base, rows, HEAD_SIZE: gl.constexpr, TOKEN_STRIDE: 
     halves = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
     out_rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    pointers = out + out_rows.to(gl.int64)[:, None] * TOKEN_STRIDE + columns[None, :]
+    places = (out_rows // PACK).to(gl.int64) * SHAPE.OUT_STRIDES[0]
+    if PACK > 1:
+        places += out_rows % PACK * SHAPE.OUT_STRIDES[1]
+    pointers = out + places[:, None] + columns[None, :]
     for i in gl.static_range(2):
         tile.store(halves[i].to(out.dtype.element_ty))
-        gl.store(pointers + i * HALF, tile.load(layout), mask=(out_rows < rows)[:, None])
+        gl.store(pointers + i * HALF, tile.load(layout), mask=(out_rows < tokens * PACK)[:, None])
