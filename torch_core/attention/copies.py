@@ -129,8 +129,8 @@ def copied_launch(
         arguments={
             **splitting,
             "query": query,
-            "key_cache": copy_descriptor(key_name, key, (box, size), key_dtype),
-            "value_cache": copy_descriptor(value_name, value, (box, size), values(call).dtype),
+            "key_cache": _box_descriptor(call, key_name, key, (box, size), key_dtype),
+            "value_cache": _box_descriptor(call, value_name, value, (box, size), values(call).dtype),
             "query_rest": query_rest,
             "key_rest": copy_descriptor(key_name, key, (box, rest_size), key_dtype) if rest_size else ABSENT,
         },
@@ -213,6 +213,25 @@ def copy_descriptor(buffer: str, matrix: Matrix, box: tuple[int, int], dtype: st
     width = min(_SWIZZLE, box[1] * size)
     layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=2)
     return Descriptor(buffer, matrix.shape, (matrix.stride, 1), box, layout)
+
+
+def _box_descriptor(
+    call: AttentionCall[ArraySpec], buffer: str, matrix: Matrix, box: tuple[int, int], dtype: str
+) -> Descriptor:
+    """Returns the descriptor of keys or values; one whose boxes are whole blocks, see `device.hopper_tiles`, if it may.
+
+    Rows of a box are then a multiple of 8 from the first one, and heads as many parts of 128 bytes.
+    """
+    rows, part = 8, _SWIZZLE // DTYPE_BYTES[dtype]
+    numbers = (*matrix.shape, matrix.block_rows, matrix.value_row, matrix.head_stride)
+    sides = (rows, part, rows, rows, part)
+    whole = box[1] == call.head_size > part and DTYPE_BYTES[dtype] == 2
+    if not isinstance(call, TableCall) or not whole or any(n % m for n, m in zip(numbers, sides, strict=True)):
+        return copy_descriptor(buffer, matrix, box, dtype)
+    layout = NVMMASharedLayout(swizzle_byte_width=_SWIZZLE, element_bitwidth=16, rank=4)
+    shape = (matrix.shape[0] // rows, matrix.shape[1] // part, rows, part)
+    strides = (rows * matrix.stride, part, matrix.stride, 1)
+    return Descriptor(buffer, shape, strides, (box[0] // rows, box[1] // part, rows, part), layout)
 
 
 def _fits(stride: int, dtype: str) -> bool:
