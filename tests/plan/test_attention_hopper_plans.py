@@ -160,9 +160,17 @@ def test_keys_and_values_of_a_cache_are_rows_of_one_matrix():
     descriptors = _descriptors(plan)
     constexprs = dict(_first(plan).constexprs)
     assert descriptors["key_cache"] == descriptors["value_cache"]
-    assert descriptors["key_cache"].shape == (64 * 2 * 16, 2 * 128)
-    assert descriptors["key_cache"].box == (16, 128)
+    # Eights of rows, parts of 64 columns, and these: a block is one box.
+    assert descriptors["key_cache"].shape == (64 * 2 * 2, 2 * 2, 8, 64)
+    assert descriptors["key_cache"].strides == (8 * 256, 64, 256, 1)
+    assert descriptors["key_cache"].box == (2, 2, 8, 64)
     assert (constexprs["BLOCK_ROWS"], constexprs["VALUE_ROW"]) == (32, 16)
+
+
+def test_heads_that_are_not_whole_parts_apart_keep_a_matrix_of_rows():
+    head, token = 136, 2 * 136
+    wide = ArraySpec((64, 2, 16, 2, 128), "bfloat16", (32 * token, 16 * token, token, head, 1))
+    assert _descriptors(_paged(kv_cache=wide))["key_cache"].box == (16, 128)
 
 
 def test_a_pair_of_caches_has_a_matrix_each():
@@ -170,8 +178,8 @@ def test_a_pair_of_caches_has_a_matrix_each():
     descriptors = _descriptors(plan)
     constexprs = dict(_first(plan).constexprs)
     assert [descriptors[name].buffer for name in ("key_cache", "value_cache")] == ["key_cache", "value_cache"]
-    assert descriptors["key_cache"].shape == (9 * 256, 2 * 128)
-    assert descriptors["key_cache"].box[0] < 256
+    assert descriptors["key_cache"].shape == (9 * 32, 2 * 2, 8, 64)
+    assert descriptors["key_cache"].box[0] < 32
     assert (constexprs["BLOCK_ROWS"], constexprs["VALUE_ROW"]) == (256, 0)
 
 

@@ -130,8 +130,8 @@ def copied_launch(
         arguments={
             **splitting,
             "query": query,
-            "key_cache": copy_descriptor(key_name, key, (box, size), key_dtype),
-            "value_cache": copy_descriptor(value_name, value, (box, size), values(call).dtype),
+            "key_cache": _box_descriptor(call, key_name, key, (box, size), key_dtype),
+            "value_cache": _box_descriptor(call, value_name, value, (box, size), values(call).dtype),
             "query_rest": query_rest,
             "key_rest": copy_descriptor(key_name, key, (box, rest_size), key_dtype) if rest_size else ABSENT,
         },
@@ -233,6 +233,25 @@ def query_descriptor(
     layout = NVMMASharedLayout(swizzle_byte_width=min(_SWIZZLE, width * bits // 8), element_bitwidth=bits, rank=3)
     strides = (query.stride, query.head_stride, 1)
     return Descriptor("query", call.query.shape, strides, (rows // pack, pack, width), layout)
+
+
+def _box_descriptor(
+    call: AttentionCall[ArraySpec], buffer: str, matrix: Matrix, box: tuple[int, int], dtype: str
+) -> Descriptor:
+    """Returns the descriptor of keys or values; one whose boxes are whole blocks, see `device.hopper_tiles`, if it may.
+
+    Rows of a box are then a multiple of 8 from the first one, and heads as many parts of 128 bytes.
+    """
+    rows, part = 8, _SWIZZLE // DTYPE_BYTES[dtype]
+    numbers = (*matrix.shape, matrix.block_rows, matrix.value_row, matrix.head_stride)
+    sides = (rows, part, rows, rows, part)
+    whole = box[1] == call.head_size > part and DTYPE_BYTES[dtype] == 2
+    if not isinstance(call, TableCall) or not whole or any(n % m for n, m in zip(numbers, sides, strict=True)):
+        return copy_descriptor(buffer, matrix, box, dtype)
+    layout = NVMMASharedLayout(swizzle_byte_width=_SWIZZLE, element_bitwidth=16, rank=4)
+    shape = (matrix.shape[0] // rows, matrix.shape[1] // part, rows, part)
+    strides = (rows * matrix.stride, part, matrix.stride, 1)
+    return Descriptor(buffer, shape, strides, (box[0] // rows, box[1] // part, rows, part), layout)
 
 
 def _fits(stride: int, dtype: str) -> bool:

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["async_load", "reinterpret", "thread_barrier"]
+__all__ = ["async_load", "reinterpret", "reinterpret_shape", "thread_barrier"]
 
 #: Starts a copy through a TMA descriptor into shared memory.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -24,3 +24,12 @@ def reinterpret(memory, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.con
         return memory.reinterpret(dtype, [ROWS, COLUMNS], layout)
     else:  # noqa: RET505 - each release compiles one branch
         return memory._reinterpret(dtype, [ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def reinterpret_shape(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same for a shape of any number of axes."""
+    if _IS_PUBLIC:
+        return memory.reinterpret(dtype, shape, layout)
+    else:  # noqa: RET505 - each release compiles one branch
+        return memory._reinterpret(dtype, shape, layout)

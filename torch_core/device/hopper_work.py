@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.device.gluon_names import async_load
+from torch_core.device.hopper_tiles import load_box
 from torch_core.device.work import chunk_span
 
 __all__ = [
@@ -217,10 +217,10 @@ def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr, re
     lanes = gl.arange(0, 32, layout=rows.type.layout)
     for i in gl.static_range(SHAPE.BLOCK_N // SHAPE.BOX):
         row = gl.sum(gl.where(lanes == i, rows, 0), 0)
-        async_load(array, [row, column], barrier, tiles.index(slot).slice(i * SHAPE.BOX, SHAPE.BOX))
+        load_box(array, row, column, barrier, tiles.index(slot), i * SHAPE.BOX, SHAPE.BOX)
         if rest is not None:
             column_rest = column + SHAPE.HEAD_SIZE
-            async_load(rest, [row, column_rest], barrier, rest_tiles.index(slot).slice(i * SHAPE.BOX, SHAPE.BOX))
+            load_box(rest, row, column_rest, barrier, rest_tiles.index(slot), i * SHAPE.BOX, SHAPE.BOX)
 
 
 @gluon.jit

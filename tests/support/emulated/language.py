@@ -25,6 +25,7 @@ class Language:
         for name, dtype in DTYPES.items():
             setattr(self, name, dtype)
         self.names = {
+            "as_boxes": _as_boxes,
             "async_load": self._async_load,
             "thread_barrier": self._thread_barrier,
             "fence_async_shared": lambda: None,
@@ -185,6 +186,12 @@ class Language:
             at = tuple(slice(i.start - start, i.start - start + size) for i, start, size in places)
             found[at] = part
         self._machine.copy(found, memory, barrier)
+
+
+def _as_boxes(tile: Shared, rows: int) -> Shared:
+    # Where which row lies is the layout's: here the rows of a tile are one after the other.
+    parts = tile.shape[1] // 64
+    return Shared(tile.array.reshape(-1, rows // 8, 8, parts, 64).transpose(0, 1, 3, 2, 4))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -13,6 +13,7 @@ from torch_core.attention.hopper.rows import attend_rows
 from torch_core.device.hopper_call import Batch, Call, Shape, Split
 from torch_core.device.hopper_items import ITEMS, find_items
 from torch_core.device.hopper_rows import Output, zero_padding
+from torch_core.device.hopper_tiles import tile_layout
 from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_items
 from torch_core.device.mask import Bounds
@@ -120,8 +121,10 @@ def hopper_prefill_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_tiles = gl.allocate_shared_memory(dtype, [QUERY_STAGES * WARPGROUPS, 64, HEAD_SIZE], layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], layout)
+    k_layout: gl.constexpr = tile_layout(len(key_cache.shape), BLOCK_N, HEAD_SIZE)
+    v_layout: gl.constexpr = tile_layout(len(value_cache.shape), BLOCK_N, HEAD_SIZE)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], k_layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], v_layout)
     q_rest = None
     k_rest = None
     if REST_SIZE > 0:
