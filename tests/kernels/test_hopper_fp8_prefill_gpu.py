@@ -44,7 +44,8 @@ def test_a_random_problem_is_as_exact_as_torch_with_e4m3_weights(seed):
 @pytest.mark.parametrize("seed", range(24))
 def test_the_taller_tile_of_long_queries_has_the_same_bits(seed):
     case = random_fp8_case(seed, head_size=64)
-    _assert_same(_run(case), _run(case, max_query_len=2048))
+    # A size that is given keeps keys whole, which a planner may cut in one of the two calls alone.
+    _assert_same(_run(case, kv_chunk_size=1024), _run(case, kv_chunk_size=1024, max_query_len=2048))
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])

@@ -105,3 +105,13 @@ def test_short_queries_may_have_the_heads_of_a_group_side_by_side(group: int, he
     launch = hopper_fp8_launch(call, device_limits(torch.device("cuda", 0)), min_query=1, pack=group)
     assert launch is not None
     assert_matches_fp8_weights(case, *_run(case, replace(plan, launches=(launch,), scratch=())))
+
+
+@pytest.mark.parametrize("query_len", [16, 40])
+def test_many_short_queries_are_packed_by_the_planner(query_len: int, seed: int) -> None:
+    sizes: dict[str, Any] = {**_SIZES, "num_heads": 32, "num_kv_heads": 8}
+    seq_lens = [900 - 13 * i for i in range(56)]
+    case = paged_case(seed, seq_lens=seq_lens, query_lens=[query_len] * 56, head_size=128, **sizes, **_SCALES)
+    plan = _plan(case)
+    assert [(launch.name, dict(launch.constexprs)["PACK"]) for launch in plan.launches] == [(_IN_CHUNKS[0], 4)]
+    assert_matches_fp8_weights(case, *_run(case, plan))

@@ -66,14 +66,12 @@ def test_few_tiles_of_e4m3_are_cut_as_those_of_16_bits(seqs, new, pack, head_siz
     assert [dict(plan.launches[0].constexprs)["PACK"] for plan in plans] == [pack, pack]
 
 
-def test_tiles_of_e4m3_that_fill_the_device_are_taken_whole():
+@pytest.mark.parametrize(("seqs", "new", "pack"), [(8, 128, 1), (16, 64, 4), (32, 32, 4), (64, 16, 4)])
+def test_tiles_of_e4m3_that_fill_the_device_are_taken_whole(seqs, new, pack):
     cache = ArraySpec((64, 2, 16, 8, 128), "float8_e4m3fn")
-    long, short = (
-        _chunk(seqs, new, query=ArraySpec((1024, 32, 128), "float8_e4m3fn"), kv_cache=cache)
-        for seqs, new in ((8, 128), (16, 64))
-    )
-    assert _names(long) == ["hopper_fp8_prefill_kernel"]
-    assert "hopper_fp8_prefill_kernel" not in _names(short)
+    plan = _chunk(seqs, new, query=ArraySpec((1024, 32, 128), "float8_e4m3fn"), kv_cache=cache)
+    assert _names(plan) == ["hopper_fp8_prefill_kernel"]
+    assert dict(plan.launches[0].constexprs)["PACK"] == pack
 
 
 @pytest.mark.parametrize(("seqs", "new"), [(8, 128), (16, 64), (32, 32), (8, 512), (1, 8192)])

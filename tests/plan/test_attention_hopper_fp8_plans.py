@@ -82,7 +82,7 @@ def test_a_scale_is_one_float32(scale):
     [
         {"limits": DeviceLimits(arch=89)},
         {"limits": DeviceLimits(arch=100)},
-        {"max_query_len": 100},
+        {"max_query_len": 100, "query": ArraySpec((1000, 6, 128), _FP8)},
         {"spec": AttentionSpec(scale=-0.1)},
         {"spec": AttentionSpec(scale=0.1, logits_soft_cap=30.0)},
         {"spec": AttentionSpec(scale=0.1, attention_chunk=64)},

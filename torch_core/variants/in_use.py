@@ -140,6 +140,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "prefill fp8 query scaled": _prefill(dtype=_FP8, q_scale=_SCALE, **_SCALED),
         "prefill fp8 query head 64": _prefill(dtype=_FP8, head_size=64),
         "prefill fp8 query head 64 short queries": _prefill(dtype=_FP8, head_size=64, max_query_len=512),
+        "prefill fp8 query chunks": _prefill(dtype=_FP8, max_query_len=64),
         "prefill fp8 query few chunks": _paged(128, 1, 8320, dtype=_FP8, max_query_len=128),
         "prefill fp8 query few short chunks": _paged(64, 1, 8256, dtype=_FP8, max_query_len=64, **_SCALED),
         "prefill fp8 query head 256": _prefill(dtype=_FP8, head_size=256, heads=(8, 4)),

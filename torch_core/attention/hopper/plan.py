@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch_core.attention.copies import array_matrix, copied_launch, copy_descriptor, is_copied, query_descriptor
 from torch_core.attention.hopper.kernel import hopper_prefill_kernel
 from torch_core.attention.hopper.tiles import (
+    MIN_PACKED_ROWS,
     REST_SIZES,
     WARPGROUP_ROWS,
     HopperTile,
@@ -19,7 +20,7 @@ from torch_core.plan.operands import ceil_div, power_of_two
 from torch_core.plan.plan import ABSENT, DeviceLimits, LaunchPlan
 from torch_core.specs import ArraySpec
 
-__all__ = ["few_tiles_chunks", "hopper_launch", "split_hopper_launches"]
+__all__ = ["few_tiles_chunks", "hopper_launch", "query_pack", "split_hopper_launches"]
 
 # Bytes that chunks may leave: servers leave little room beside their caches.
 _MAX_SCRATCH = 1 << 26
@@ -51,7 +52,7 @@ def hopper_launch(
     """
     tile = tile or hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if pack is None:
-        pack = _pack(call)
+        pack = query_pack(call, MIN_PACKED_ROWS)
     rest_size = REST_SIZES.get(call.head_size, 0)
     rest = (WARPGROUP_ROWS, rest_size)
     if tile is None or pack == 0 or (pack > 1 and rest_size) or not _is_served(call, limits, rest_size):
@@ -91,7 +92,7 @@ def split_hopper_launches(
     if tile is None or call.kv_chunk_size is not None:
         return None
     # Where the portable kernel would be better at whole rows, a tile holds tokens of one head.
-    pack = _pack(call) or 1
+    pack = query_pack(call, MIN_PACKED_ROWS) or 1
     chunks = few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
     if chunks is None:
         return None
@@ -119,9 +120,12 @@ def few_tiles_chunks(call: PagedCall[ArraySpec], limits: DeviceLimits, *, rows: 
     return None if chunks is None or chunks.number == 1 else chunks
 
 
-def _pack(call: AttentionCall[ArraySpec]) -> int:
+def query_pack(call: AttentionCall[ArraySpec], min_rows: int) -> int:
+    """Returns the query heads side by side in a tile of a call; 0 where other kernels are better, see `hopper_pack`."""
     width = call.table_tokens if isinstance(call, PagedCall) else keys(call).shape[0] // call.num_seqs
-    return hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width)
+    return hopper_pack(
+        group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width, min_rows=min_rows
+    )
 
 
 def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits, rest_size: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch_core.plan.operands import ceil_div
 
-__all__ = ["REST_SIZES", "WARPGROUP_ROWS", "HopperTile", "hopper_chunk", "hopper_pack", "hopper_tile"]
+__all__ = ["MIN_PACKED_ROWS", "REST_SIZES", "WARPGROUP_ROWS", "HopperTile", "hopper_chunk", "hopper_pack", "hopper_tile"]
 
 #: Query rows of one product, and so of a warpgroup.
 WARPGROUP_ROWS = 64
@@ -18,7 +18,7 @@ _LONG_QUERY_LEN = 128
 _MAX_PACK = 16
 # What short queries must bring, see `hopper_pack`. Above these bounds Hopper took 0.5 to 0.9 of the portable kernel's
 # time in every row of `jattn bench prefill --chunks` on an H200; the bounds themselves are worked out, not measured.
-_MIN_PACKED_ROWS = 65
+MIN_PACKED_ROWS = 65
 _MIN_PACKED_KEYS = 512
 _MAX_PACKED_SEQS = 256
 # Chunks of keys, in keys: a step of their sizes and the smallest one; what it takes to start a work item; what it takes
@@ -97,7 +97,9 @@ def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
     return tiles[-1] if tiles else None
 
 
-def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> int:
+def hopper_pack(
+    *, group: int, max_query_len: int, num_seqs: int, keys: int, min_rows: int = MIN_PACKED_ROWS
+) -> int:
     """Returns the query heads that lie side by side in a tile; 0 where the portable kernel serves the call better.
 
     Long queries fill tiles head by head. Short ones do with all heads of a group side by side, if the group is a power
@@ -117,7 +119,7 @@ def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int) -> 
     if max_query_len >= _LONG_QUERY_LEN:
         return 1
     pack = min(group, _MAX_PACK)
-    worth = max_query_len * pack >= _MIN_PACKED_ROWS and keys >= _MIN_PACKED_KEYS and num_seqs <= _MAX_PACKED_SEQS
+    worth = max_query_len * pack >= min_rows and keys >= _MIN_PACKED_KEYS and num_seqs <= _MAX_PACKED_SEQS
     return pack if pack > 1 and group & (group - 1) == 0 and worth else 0
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from torch_core.attention.copies import array_matrix, copied_launch, is_copied, query_descriptor
-from torch_core.attention.hopper.plan import few_tiles_chunks
-from torch_core.attention.hopper.tiles import hopper_pack
+from torch_core.attention.hopper.plan import few_tiles_chunks, query_pack
 from torch_core.attention.hopper_fp8.kernel import hopper_fp8_prefill_kernel
-from torch_core.attention.hopper_fp8.tiles import BLOCK_N, WARPGROUP_ROWS, HopperFp8Tile, hopper_fp8_tile
+from torch_core.attention.hopper_fp8.tiles import (
+    BLOCK_N,
+    MIN_PACKED_ROWS,
+    WARPGROUP_ROWS,
+    HopperFp8Tile,
+    hopper_fp8_tile,
+)
 from torch_core.attention.operands import keys, output
 from torch_core.attention.split.partials import Chunks, combine_launch
 from torch_core.calls import AttentionCall, PagedCall
@@ -15,8 +20,6 @@ from torch_core.specs import ArraySpec
 
 __all__ = ["hopper_fp8_launch", "split_hopper_fp8_launches"]
 
-# Shorter queries leave most rows of a tile without work: the portable kernel puts heads side by side there.
-_MIN_QUERY_LEN = 128
 # Key/value heads worked on side by side: their keys and values stay in the L2 cache.
 _KV_HEADS = 2
 
@@ -41,12 +44,13 @@ def hopper_fp8_launch(
         limits: the device.
         min_query: query rows from which on a sequence is served.
         tile: another tile than the table's, for measurements.
-        pack: heads side by side, a power of two up to 16 that divides the group; one, of long queries alone, if None.
+        pack: another number of heads side by side than `hopper_pack` says, for measurements; a power of two up to 16
+            that divides the group.
         chunks: chunks of keys that are work items of their own, for `combine_launch` to finish.
     """
     tile = tile or hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if pack is None:
-        pack = 1 if call.max_query_len >= _MIN_QUERY_LEN else 0
+        pack = query_pack(call, MIN_PACKED_ROWS)
     if tile is None or pack == 0 or not isinstance(call, PagedCall) or not _is_served(call, limits):
         return None
     query = array_matrix(call, "query", BLOCK_N)
@@ -76,8 +80,7 @@ def split_hopper_fp8_launches(
     tile = hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if tile is None or call.kv_chunk_size is not None or not _is_served(call, limits):
         return None
-    width = call.table_tokens
-    pack = hopper_pack(group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width) or 1
+    pack = query_pack(call, MIN_PACKED_ROWS) or 1
     chunks = few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
     if chunks is None:
         return None
