@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # ends the process at a flag that it does not know, and knows this one up to jaxlib 0.11.0.
 if tuple(map(int, metadata.version("jaxlib").split(".")[:3])) <= (0, 11, 0):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+# A GPU would round float32 products to TF32, and what tests may differ by is float32's.
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import jax
 import pytest
