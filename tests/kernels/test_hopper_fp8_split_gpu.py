@@ -107,7 +107,7 @@ def test_short_queries_may_have_the_heads_of_a_group_side_by_side(group: int, he
     assert_matches_fp8_weights(case, *_run(case, replace(plan, launches=(launch,), scratch=())))
 
 
-@pytest.mark.parametrize("query_len", [16, 40])
+@pytest.mark.parametrize("query_len", [8, 16, 40])
 def test_many_short_queries_are_packed_by_the_planner(query_len: int, seed: int) -> None:
     sizes: dict[str, Any] = {**_SIZES, "num_heads": 32, "num_kv_heads": 8}
     seq_lens = [900 - 13 * i for i in range(56)]

@@ -27,6 +27,13 @@ def _chunk(seqs: int, new: int, tokens: int = 8192, **changes: Any) -> Operation
     return paged_plan(**arguments)
 
 
+def _e4m3(
+    seqs: int, new: int, *, num_heads: int = 32, num_tokens: int | None = None, tokens: int = 8192, **changes: Any
+) -> OperationPlan:
+    query = ArraySpec((num_tokens or seqs * new, num_heads, 128), "float8_e4m3fn")
+    return _chunk(seqs, new, tokens, query=query, kv_cache=ArraySpec((64, 2, 16, 8, 128), query.dtype), **changes)
+
+
 def _names(plan: OperationPlan) -> list[str]:
     return [launch.name for launch in plan.launches]
 
@@ -66,12 +73,41 @@ def test_few_tiles_of_e4m3_are_cut_as_those_of_16_bits(seqs, new, pack, head_siz
     assert [dict(plan.launches[0].constexprs)["PACK"] for plan in plans] == [pack, pack]
 
 
-@pytest.mark.parametrize(("seqs", "new", "pack"), [(8, 128, 1), (16, 64, 4), (32, 32, 4), (64, 16, 4)])
+@pytest.mark.parametrize(
+    ("seqs", "new", "pack"), [(8, 128, 1), (16, 64, 4), (32, 32, 4), (64, 16, 4), (128, 8, 4), (64, 8, 4), (16, 16, 4)]
+)
 def test_tiles_of_e4m3_that_fill_the_device_are_taken_whole(seqs, new, pack):
-    cache = ArraySpec((64, 2, 16, 8, 128), "float8_e4m3fn")
-    plan = _chunk(seqs, new, query=ArraySpec((1024, 32, 128), "float8_e4m3fn"), kv_cache=cache)
+    plan = _e4m3(seqs, new)
     assert _names(plan) == ["hopper_fp8_prefill_kernel"]
     assert dict(plan.launches[0].constexprs)["PACK"] == pack
+
+
+@pytest.mark.parametrize(("seqs", "new"), [(8, 16), (4, 16), (1, 8)])
+def test_few_short_queries_of_e4m3_are_packed_and_cut(seqs, new):
+    plan = _e4m3(seqs, new)
+    assert _names(plan) == ["hopper_fp8_prefill_kernel", "attention_combine_kernel"]
+    assert dict(plan.launches[0].constexprs)["PACK"] == 4
+
+
+@pytest.mark.parametrize(
+    ("seqs", "new", "changes"),
+    [
+        (64, 4, {}),
+        (64, 1, {}),
+        (64, 16, {"kv_chunk_size": 1024}),
+        (64, 16, {"limits": DeviceLimits(arch=100)}),
+        (64, 16, {"tokens": 256}),
+        (64, 8, {"num_heads": 6 * 8}),
+        (64, 2, {"num_heads": 32 * 8}),
+    ],
+)
+def test_other_short_queries_of_e4m3_stay_on_the_split_kernel(seqs, new, changes):
+    assert _names(_e4m3(seqs, new, **changes))[0] == "attention_split_kernel"
+
+
+def test_the_short_queries_beside_long_ones_of_e4m3_stay_on_the_split_kernel():
+    names = _names(_e4m3(64, 200, num_tokens=1000))
+    assert names[:2] == ["hopper_fp8_prefill_kernel", "attention_split_kernel"]
 
 
 @pytest.mark.parametrize(("seqs", "new"), [(8, 128), (16, 64), (32, 32), (8, 512), (1, 8192)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_core.attention.backward.plan import backward_plan
 from torch_core.attention.backward_hopper.plan import hopper_backward_plan
 from torch_core.attention.hopper.plan import hopper_launch, split_hopper_launches
-from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch, split_hopper_fp8_launches
+from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch, packs_short_fp8, split_hopper_fp8_launches
 from torch_core.attention.operands import operation
 from torch_core.attention.rows.plan import rows_launch
 from torch_core.attention.split.plan import short_query_len, split_launches
@@ -20,15 +20,18 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     """Plans a checked call that is not empty; the semantics are those of `torch_core.reference`.
 
     Short queries of a paged call (decode, speculative rows) go to the split kernel, long ones to a kernel of query
-    tiles: a Hopper one where it serves the call, else the portable one, which alone drops weights. A batch that may
-    hold both runs both, and each skips the other's sequences; where tiles are few, the Hopper kernel takes all of them
-    over keys in chunks. Where there are so many tokens that every query may be the longest one, it takes the short ones
-    too: launches that find nothing to do cost 1 to 3% of such a batch. The choice, and the size of chunks, follow from
-    shapes and max_query_len alone: within one plan a sequence's bits do not depend on its neighbours.
+    tiles: a Hopper one where it serves the call, else the portable one, which alone drops weights. Of e4m3 queries that
+    are all short, Hopper's takes those that fill a quarter of a tile. A batch that may hold both runs both, and each
+    skips the other's sequences; where tiles are few, the Hopper kernel takes all of them over keys in chunks. Where
+    there are so many tokens that every query may be the longest one, it takes the short ones too: launches that find
+    nothing to do cost 1 to 3% of such a batch. The choice, and the size of chunks, follow from shapes and max_query_len
+    alone: within one plan a sequence's bits do not depend on its neighbours.
 
     Buffers are named as the fields of the call. Outputs: out, and lse with `with_lse`.
     """
     short = short_query_len(call) if isinstance(call, PagedCall) else 0
+    if isinstance(call, PagedCall) and short == call.max_query_len and packs_short_fp8(call, limits):
+        short = 0
     if isinstance(call, PagedCall) and short < call.max_query_len:
         in_chunks = split_hopper_launches(call, limits) or split_hopper_fp8_launches(call, limits)
         if in_chunks is not None:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from torch_core.plan.operands import ceil_div
 
-__all__ = ["MIN_PACKED_ROWS", "REST_SIZES", "WARPGROUP_ROWS", "HopperTile", "hopper_chunk", "hopper_pack", "hopper_tile"]
+__all__ = [
+    "MIN_PACKED_ROWS",
+    "REST_SIZES",
+    "WARPGROUP_ROWS",
+    "HopperTile",
+    "hopper_chunk",
+    "hopper_pack",
+    "hopper_tile",
+]
 
 #: Query rows of one product, and so of a warpgroup.
 WARPGROUP_ROWS = 64
@@ -97,9 +105,7 @@ def hopper_tile(*, head_size: int, max_query_len: int) -> HopperTile | None:
     return tiles[-1] if tiles else None
 
 
-def hopper_pack(
-    *, group: int, max_query_len: int, num_seqs: int, keys: int, min_rows: int = MIN_PACKED_ROWS
-) -> int:
+def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int, min_rows: int = MIN_PACKED_ROWS) -> int:
     """Returns the query heads that lie side by side in a tile; 0 where the portable kernel serves the call better.
 
     Long queries fill tiles head by head. Short ones do with all heads of a group side by side, if the group is a power

@@ -18,7 +18,7 @@ from torch_core.calls import AttentionCall, PagedCall
 from torch_core.plan.plan import DeviceLimits, LaunchPlan
 from torch_core.specs import ArraySpec
 
-__all__ = ["hopper_fp8_launch", "split_hopper_fp8_launches"]
+__all__ = ["hopper_fp8_launch", "packs_short_fp8", "split_hopper_fp8_launches"]
 
 # Key/value heads worked on side by side: their keys and values stay in the L2 cache.
 _KV_HEADS = 2
@@ -88,6 +88,16 @@ def split_hopper_fp8_launches(
     if launch is None:
         return None
     return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
+
+
+def packs_short_fp8(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:
+    """Whether short queries alone, which the split kernel could take, are better with their heads in tiles here.
+
+    That kernel is slow where e4m3 queries have many rows.
+    """
+    # Heads of a larger group are in several tiles, which would read the same keys.
+    pack = query_pack(call, MIN_PACKED_ROWS)
+    return call.kv_chunk_size is None and pack == call.group > 1 and _is_served(call, limits)
 
 
 def _is_served(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:

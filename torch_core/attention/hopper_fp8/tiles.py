@@ -9,9 +9,10 @@ __all__ = ["BLOCK_N", "MIN_PACKED_ROWS", "WARPGROUP_ROWS", "HopperFp8Tile", "hop
 #: Query rows of one product, and keys of one step.
 WARPGROUP_ROWS = 64
 BLOCK_N = 128
-#: Rows that the heads of a short query must bring, see `hopper_pack`: 64 x 16 tokens over 8k took 267 us on an H200,
-#: 506 in the portable kernel.
-MIN_PACKED_ROWS = 64
+#: Rows that the heads of a short query must bring, see `hopper_pack`. With 32 and 64 of them whole rows took 0.32 to
+#: 0.98 of the split kernel's time on an H200 (4 to 128 sequences over 512 to 8k keys; 1.14 with 4 over 8k, which are
+#: cut now), with 16 0.93 to 1.25.
+MIN_PACKED_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)

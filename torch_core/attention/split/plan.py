@@ -101,7 +101,7 @@ def _fills_device(call: PagedCall[ArraySpec]) -> bool:
         call.kv_chunk_size is None
         and call.max_query_len * _pack(call) > _TALL_ROWS
         and call.num_seqs * _head_programs(call) >= _MANY_PROGRAMS
-        and DTYPE_BYTES[keys(call).dtype] == min(2, DTYPE_BYTES[call.query.dtype])
+        and DTYPE_BYTES[keys(call).dtype] == 2
         and _chunk_size(call) < call.table_tokens <= _WHOLE_KEYS
     )
 
