@@ -153,6 +153,7 @@ class Owner:
             ended = work.advance()
         except PoolLost as error:
             self._failed_steps += 1
+            device.runner.programs.doubt_last()
             event(logging.WARNING, "pool_lost", failed_steps=self._failed_steps, reason=str(error))
             # Other processes wait in the step that failed here, and will not begin another.
             if self._failed_steps > 1 or device.channel is not None:

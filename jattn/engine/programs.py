@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -65,6 +66,8 @@ class Programs:
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
+        # As many as steps can be in flight.
+        self._last: deque[Bucket] = deque(maxlen=2)
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
@@ -94,10 +97,23 @@ class Programs:
         return tuple(map(str, self._compiled))
 
     def __call__(self, bucket: Bucket) -> Callable[..., Any]:
-        """Returns the program of a bucket; compiles it if it must."""
+        """Returns the program of a bucket, which is run next; compiles it if it must."""
+        self._last.append(bucket)
         if bucket not in self._compiled:
             self._timed(lambda: self._keep(bucket, self._compile(self._traced(bucket).lower(), bucket)))
         return self._compiled[bucket]
+
+    def doubt_last(self) -> None:
+        """Forgets the programs that were run last, of which one failed: they are compiled anew.
+
+        XLA keeps for a GPU what it has recorded of a program (jaxlib 0.11.2), and a program that fails meanwhile fails
+        for ever: "Command buffer has to be finalized first before it can be updated".
+        """
+        for bucket in self._last:
+            self._compiled.pop(bucket, None)
+        # Compiled once more from what JAX keeps of a trace, it would be the same executable.
+        self._step.clear_cache()
+        self._last.clear()
 
     def compile(self, buckets: Iterable[Bucket], report: Callable[[int, int, str], None]) -> None:
         """Compiles what is missing of some buckets, several at once.

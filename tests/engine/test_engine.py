@@ -404,6 +404,24 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
     assert [request.output_token_ids] == run(engine, prompts)
 
 
+def test_the_program_of_a_failed_step_is_compiled_anew(decoder, seed) -> None:
+    """XLA fails a program for ever that failed on a GPU while it was recorded."""
+    other = Engine(decoder, EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32))
+    programs = other._owner.device.runner.programs
+    run(other, prompts_of(seed, 7, 3, 5, 2))
+    run(other, prompts_of(seed, 7))
+    before = dict(programs._compiled)
+    failed = set(programs._last)
+    _FailingSteps(other, failures={2})
+
+    run(other, prompts_of(seed, 7))
+
+    anew = {bucket for bucket, program in before.items() if programs._compiled.get(bucket) is not program}
+    assert failed <= anew < before.keys()
+    executables = [each[bucket].runtime_executable() for each in (before, programs._compiled) for bucket in failed]
+    assert len(set(map(id, executables))) == 2 * len(failed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
