@@ -120,6 +120,7 @@ class Placement:
                 f"model is cut with context_size {found.context_size}; decode_context_parallel_size is {context_size}. "
                 f"Cut it for the engine: TensorParallel(size={size}, context_size={context_size})."
             )
+        model = _along(model, mesh)
         _check_places(model, mesh)
         return cls(mesh, found.parts("heads") > 1), model
 
@@ -166,6 +167,31 @@ def _without_empty_constants(function: Callable[..., Any]) -> Callable[..., Any]
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return run
+
+
+def _along(model: PagedModel, mesh: Mesh) -> PagedModel:
+    """Returns a model whose arrays lie along the engine's axes, where they lie so already under axes of other kinds.
+
+    The kind that `jax.make_mesh` gives is Explicit; an engine's are Auto, and a replica's are "tp" alone.
+    """
+
+    def moved(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or _devices_of(sharding) != _devices_of(
+            NamedSharding(mesh, PartitionSpec())
+        ):
+            return leaf
+        there = NamedSharding(mesh, sharding.spec) if set(_names(sharding.spec)) <= {"tp"} else sharding
+        # Nothing is copied: the same parts are on the same devices.
+        return jax.device_put(leaf, there) if there.is_equivalent_to(sharding, leaf.ndim) else leaf
+
+    graph, state = nnx.split(cast(nnx.Module, model))
+    along: Any = nnx.merge(graph, jax.tree.map(moved, state))
+    return along
+
+
+def _names(spec: PartitionSpec) -> list[Any]:
+    return [name for axes in spec if axes is not None for name in (axes if isinstance(axes, tuple) else (axes,))]
 
 
 def _check_places(model: PagedModel, mesh: Mesh) -> None:

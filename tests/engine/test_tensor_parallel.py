@@ -238,6 +238,25 @@ def test_a_model_that_is_cut_otherwise_than_the_engine_is_refused() -> None:
     assert run(Engine(cut, EngineConfig(**SIZES, mesh=over)), [[1, 2, 3]])
 
 
+@pytest.mark.parametrize(
+    ("kind", "axes"), [("explicit", {"tp": 4}), ("auto", {"dp": 1, "tp": 4}), ("explicit", {"dp": 1, "tp": 4})]
+)
+@on_four_devices
+def test_a_model_that_is_cut_over_a_mesh_of_any_kind_stays_where_it_is(kind: str, axes: dict[str, int]) -> None:
+    model, prompts, over = large_decoder(), prompts_of(6, 3), mesh(kind, **axes)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    cut = shard_model(model, over)
+
+    engine = Engine(cut, EngineConfig(**SIZES, mesh=over))
+
+    assert run(engine, prompts, greedy) == run(Engine(model, EngineConfig(**SIZES)), prompts, greedy)
+    places = [
+        [part.data.unsafe_buffer_pointer() for leaf in leaves for part in leaf.addressable_shards]
+        for leaves in (jax.tree.leaves(nnx.state(cut)), engine._owner.device.runner.weights.leaves)
+    ]
+    assert places[0] == places[1]
+
+
 @on_four_devices
 def test_a_module_that_nobody_can_cut_is_refused() -> None:
     class Own(nnx.Module):
