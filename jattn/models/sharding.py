@@ -17,11 +17,12 @@ from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.encoder_decoder import build_model
 from jattn.models.logical_axes import logical_axes
+from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear
 from jattn.models.shapes import ParameterPath, parameter_shapes
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn.kv_scales import paged_layers
 from torch_core.checks import shown
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["ParameterShards", "decoder_of", "parameter_shards", "put_whole", "shard_model", "tensor_parallel_of"]
 
@@ -171,9 +172,16 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
     Raises:
         InvalidInput: the mesh lacks the axis or has it in another size, sizes that do not divide, or a model that is
             cut already.
+        Unsupported: weights that stay quantised.
     """
     if model.parallel is not None:
         raise InvalidInput(f"model is cut already, over {model.parallel.size} devices; give the whole one.")
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, QuantizedLinear | QuantizedExpertLinear):
+            raise Unsupported(
+                f"{'.'.join(map(str, path))} has weights that stay quantised, which are not cut over devices. Load the "
+                "model without quantization, or run it on one device."
+            )
     parallel = tensor_parallel_of(mesh, parallel)
     shards = parameter_shards(model.config, parallel)
     whole = _arrays(model)

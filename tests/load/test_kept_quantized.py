@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from flax import nnx
 from jattn.engine import LLM, EngineConfig, SamplingParams
 from jattn.load import load_model, save_model
 from jattn.models import Decoder
+from tests.support.devices import on_four_devices
 from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import reference_bound, write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.errors import InvalidInput, Unsupported
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9)))
 BLOCKWISE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -159,6 +161,15 @@ def test_kept_weights_are_saved_as_their_numbers(tmp_path, seed) -> None:
     kept, plain = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("kept", "plain"))
 
     assert kept == plain
+
+
+@on_four_devices
+def test_a_model_with_kept_weights_is_not_cut_over_devices() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kept, _ = loaded(in_fp8(write_tiny_model(Path(folder), 0), BY_OUTPUT, by_output))
+    message = r"^layers\.0\.mlp\.down_proj has weights that stay quantised, which are not cut over devices\. Load"
+    with pytest.raises(Unsupported, match=message):
+        LLM(kept, config=EngineConfig(block_size=4, max_num_seqs=1, max_num_batched_tokens=8, tensor_parallel_size=2))
 
 
 def test_another_quantization_is_refused(tmp_path, seed) -> None:
