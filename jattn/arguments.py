@@ -19,7 +19,11 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `loading_options` reads."""
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
     add_implementation(parser)
-    parser.add_argument("--quantization", choices=("keep",), help="keep FP8 and MXFP4 weights as they are stored")
+    parser.add_argument(
+        "--quantization",
+        choices=("keep", "fp8"),
+        help="keep FP8 and MXFP4 weights as they are stored, or have linear layers multiply in FP8",
+    )
     parser.add_argument(
         "--hf-overrides", metavar="JSON", help='in the place of config.json\'s values: {"some_key": null}'
     )

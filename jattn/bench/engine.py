@@ -23,7 +23,7 @@ from flax import nnx
 from jattn.bench.kernels import profiled
 from jattn.engine import EngineConfig, SamplingParams, open_engine
 from jattn.engine.replicas import AnyEngine
-from jattn.models import Decoder, ModelConfig
+from jattn.models import Decoder, ModelConfig, quantize_fp8
 from jattn.table import aligned
 
 __all__ = ["SHAPES", "main", "random_decoder"]
@@ -99,10 +99,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--settings", nargs="*", default=[""], help="of EngineConfig, as in steps_in_flight=1,scrub_on_free=true"
     )
+    parser.add_argument("--fp8-weights", action="store_true", help="linear layers that multiply in fp8")
     parser.add_argument("--profile", type=Path, help="a folder for traces; time by kernel behind each decode row")
     options = parser.parse_args(argv)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, random weights", flush=True)
-    bench = _Bench(SHAPES[options.shape], options.batched_tokens, options.new_tokens, options.rounds, options.profile)
+    model = random_decoder(SHAPES[options.shape])
+    if options.fp8_weights:
+        quantize_fp8(model)
+    bench = _Bench(model, options.batched_tokens, options.new_tokens, options.rounds, options.profile)
     for number, settings in enumerate(options.settings):
         chosen = {
             name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.split(",") if each)
@@ -133,10 +137,8 @@ def random_decoder(config: ModelConfig) -> Decoder:
 
 
 class _Bench:
-    def __init__(
-        self, config: ModelConfig, batched_tokens: int, new_tokens: int, rounds: int, profile: Path | None
-    ) -> None:
-        self._model, self._vocab = random_decoder(config), config.vocab_size
+    def __init__(self, model: Decoder, batched_tokens: int, new_tokens: int, rounds: int, profile: Path | None) -> None:
+        self._model, self._vocab = model, model.config.vocab_size
         self._batched_tokens, self._new_tokens, self._rounds = batched_tokens, new_tokens, rounds
         self._profile = profile
 

@@ -47,7 +47,8 @@ class LLM(contextlib.AbstractContextManager):
         skip_tokenizer_init: read no tokenizer of a folder, which may have none; as in vLLM.
         dtype: see `jattn.load.load_model`; not for a module.
         implementation: of the attention ops, None for the fastest that runs here; not for a module.
-        quantization: "keep" for weights that stay in FP8 or MXFP4; see `jattn.load.load_model`; not for a module.
+        quantization: "keep" for weights that stay in FP8 or MXFP4, "fp8" for linear layers that multiply in FP8; see
+            `jattn.load.load_model`; not for a module.
         hf_overrides: values in the place of config.json's; see there; not for a module.
         config: the engine's sizes; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens a step.
         use_generation_config: take what a folder's generation_config.json says of sampling for requests without

@@ -46,6 +46,7 @@ class Programs:
         peers: what the devices sum small arrays with; see `jattn.parallel.Peers`.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
+        multiplies_fp8: there are linear layers of `jattn.models.Fp8Linear`.
 
     Attributes:
         num_compilations: programs that were compiled here.
@@ -63,6 +64,7 @@ class Programs:
         *,
         max_num_seqs: int,
         max_blocks: int,
+        multiplies_fp8: bool = False,
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
@@ -84,10 +86,11 @@ class Programs:
         )
         operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs))))
         # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
-        is_wide = all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
+        is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
         self._has_cublas = is_wide and any(
             device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
         )
+        self._multiplies_fp8 = multiplies_fp8
         cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
         self._step, self._compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
 
@@ -144,7 +147,10 @@ class Programs:
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
         # In front of cuBLAS the output product of one row has its weights widened to float32 first: 1.25 ms for 0.24.
-        prefers_cublas = self._has_cublas and bucket.num_inputs in _CUBLAS_ROWS and bucket.num_seqs > 1
+        prefers_cublas = bucket.num_inputs in _CUBLAS_ROWS and bucket.num_seqs > 1
+        # To try Triton's products of E4M3 for 2,048 rows XLA took minutes (jaxlib 0.11.2 on an H200).
+        prefers_cublas |= self._multiplies_fp8 and bucket.num_inputs >= _CUBLAS_ROWS.start
+        prefers_cublas &= self._has_cublas
         return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if prefers_cublas else None)
 
     def _keep(self, bucket: Bucket, compiled: Any) -> None:

@@ -22,7 +22,7 @@ from jattn.engine.sampler import Sampler, SamplingKind
 from jattn.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.engine.tables import SamplerState, Slots, SlotTables
 from jattn.engine.weights import Weights
-from jattn.models import PagedModel
+from jattn.models import Fp8Linear, PagedModel
 from jattn.pool import KVPool
 from torch_core.cache import LayerGroups
 from torch_core.metadata import (
@@ -130,6 +130,9 @@ class ModelRunner:
             self._peers_table,
             max_num_seqs=config.max_num_seqs,
             max_blocks=max_blocks,
+            multiplies_fp8=any(
+                isinstance(module, Fp8Linear) for _, module in nnx.iter_modules(cast(nnx.Module, model))
+            ),
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jattn.engine.draft import WithDraft
 from jattn.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
+from jattn.models.fp8 import kernel_sharding, round_to_fp8
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -60,7 +61,8 @@ class Weights:
 
         Args:
             state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there. Of a
-                decoder that is cut here, the whole parameters, or a module that is cut alike.
+                decoder that is cut here, the whole parameters, or a module that is cut alike. A kernel of numbers in
+                the place of a linear layer's that multiplies in FP8 is rounded.
 
         Raises:
             InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named. Or
@@ -79,11 +81,16 @@ class Weights:
                 f"state has keys of several types on one level ({error}); name layers by int and all else by str."
             ) from None
         given = {_name(path): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
+        found: Arrivals = {}
+        rounded = {name: parts for name in given.keys() - self._places.keys() if (parts := self._fp8_parts(name))}
+        for name, (weight, scale) in rounded.items():
+            bring = self._rounding(name, given.pop(name), weight, shards.get(name))
+            found[self._places[weight]] = lambda bring=bring: bring()[0]
+            found[self._places[scale]] = lambda bring=bring: bring()[1]
         if unknown := given.keys() - self._places.keys():
             raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")
-        if missing := self._needed - given.keys():
+        if missing := self._needed - given.keys() - {name for parts in rounded.values() for name in parts}:
             raise InvalidInput(f"state lacks {min(missing)}; {len(missing)} of {len(self._needed)} parameters do.")
-        found: Arrivals = {}
         for name, leaf in given.items():
             old = self.leaves[self._places[name]]
             if name in shards:
@@ -94,6 +101,29 @@ class Weights:
                 bring = functools.partial(put_whole, leaf, old.sharding)
             found[self._places[name]] = bring
         return found
+
+    def _fp8_parts(self, name: str) -> tuple[str, str] | None:
+        """Returns the names of what a kernel is rounded to here; None of what is none, or stays as it is."""
+        stem, _, last = name.rpartition(".")
+        parts = f"{stem}.weight", f"{stem}.scale"
+        return parts if last == "kernel" and all(part in self._places for part in parts) else None
+
+    def _rounding(
+        self, name: str, kernel: Any, weight_name: str, shards: ParameterShards | None
+    ) -> Callable[[], tuple[jax.Array, jax.Array]]:
+        weight = self.leaves[self._places[weight_name]]
+        shape = weight.shape[::-1] if shards is None else shards.shape
+        dtype = getattr(kernel, "dtype", None)
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+        _check(name, kernel, jax.ShapeDtypeStruct(shape, dtype if is_float else jnp.bfloat16))
+        sharding = kernel_sharding(weight)
+
+        @functools.cache
+        def rounded() -> tuple[jax.Array, jax.Array]:
+            there = put_whole(kernel, sharding) if shards is None else shards.placed(kernel, sharding.mesh)
+            return round_to_fp8(there)
+
+        return rounded
 
     def checked_scales(self, scales: Mapping[str, jax.Array]) -> Arrivals:
         """Returns the same of other scales of an 8-bit cache, by path.

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
@@ -38,8 +37,8 @@ from jattn.load.weights import (
     with_tied_head,
 )
 from jattn.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
-from jattn.models.encoder_decoder import build_model
-from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear
+from jattn.models.fp8 import Fp8Kernel, round_to_fp8
+from jattn.models.quantized import dequantize, may_be_quantized
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import QUERY_DTYPES
@@ -48,8 +47,6 @@ __all__ = ["embedded_model_folder", "load_model"]
 
 #: Tensors beside those of a language model.
 _NOT_LANGUAGE = r"(?!language_model\.|model\.language_model\.|lm_head\.).+"
-#: Modules whose kernels may stay in fewer bits.
-_QUANTIZED_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 
 
 def embedded_model_folder() -> Path:
@@ -95,7 +92,9 @@ def load_model(
         progress: show a bar on stderr.
         quantization: "keep" leaves the weights of linear layers and experts that are stored in FP8 or MXFP4 so on the
             device, and they become numbers of `dtype` in each product: less memory, and in FP8 less to read in
-            decoding. None makes them numbers of `dtype` now. Latent attention's are made numbers always.
+            decoding. "fp8" has linear layers multiply E4M3 numbers, whatever they are stored in: weights with a scale
+            for each output, and rows of inputs, which it rounds; see `jattn.models.Fp8Linear`; experts as by "keep".
+            None makes all numbers of `dtype` now. Latent attention's are made numbers always.
         hf_overrides: values that stand in the place of config.json's, by key, as in vLLM; None for a key that is
             unknown here and does not change what the model computes.
 
@@ -111,10 +110,10 @@ def load_model(
         >>> tokenizer.decode(tokenizer.encode("A list")), config.dtype
         ('A list', 'float32')
     """
-    if quantization is not None and mesh is not None:
+    if quantization == "keep" and mesh is not None:
         raise Unsupported(
-            f"quantization is {shown(quantization)} and there is a mesh; weights that stay quantised are not cut. "
-            "Leave quantization away, or load onto one device."
+            "quantization is 'keep' and there is a mesh; weights that stay as they are stored are not cut. Take "
+            "quantization='fp8', leave it away, or load onto one device."
         )
     path = check_folder(folder)
     raw = _overridden(read_object(path, "config.json"), hf_overrides)
@@ -127,8 +126,8 @@ def load_model(
             config = dataclasses.replace(config, max_position_embeddings=max_model_len)
     if dtype is not None and dtype not in QUERY_DTYPES:
         raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
-    if quantization not in (None, "keep"):
-        raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep' or None.")
+    if quantization not in (None, "keep", "fp8"):
+        raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep', 'fp8' or None.")
     tensors = find_weights(path)
     family = family_of(config)
     check_count(tensors, fewest_tensors(config))
@@ -158,16 +157,13 @@ def load_model(
     values: dict[Any, Any] = {}
     # Of a model that is cut no more is read than the devices here need.
     in_memory = read_ahead([ranges_of(tensors, parameter) for parameter in plan]) if mesh is None else plan
+    options = {"to_fp8": quantization == "fp8", "is_cut": mesh is not None, "on_host": on_host}
+    quantized = _reader_of_quantized(tensors, read, **options)
     bar = {"total": len(plan), "console": Console(stderr=True), "disable": not progress}
     for parameter, _ in track(zip(plan, in_memory, strict=False), "Loading", **bar):
-        if quantization == "keep" and _stays_quantized(config, parameter) and is_quantized(tensors, parameter):
-            values[parameter.path] = read_quantized(tensors, parameter, on_host=on_host)
-        else:
-            values[parameter.path] = read(parameter)
-    if mesh is not None:
-        model = decoder_of(config, values, implementation, parallel)
-    else:
-        model = _build(config, values, implementation)
+        in_fewer_bits = quantization is not None and may_be_quantized(config, parameter.path)
+        values[parameter.path] = (quantized if in_fewer_bits else read)(parameter)
+    model = decoder_of(config, values, implementation, None if mesh is None else parallel)
     for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
         model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
     return model, config, tokenizer
@@ -208,31 +204,24 @@ def _reader_of_parts(
     return read
 
 
-def _stays_quantized(config: ModelConfig, parameter: ParameterPlan) -> bool:
-    # Latent attention reads kernels itself.
-    is_latent = config.latent is not None and "self_attn" in parameter.path
-    return parameter.path[-1] == "kernel" and parameter.path[-2] in _QUANTIZED_MODULES and not is_latent
+def _reader_of_quantized(
+    tensors: dict[str, SafetensorsFile],
+    read: Callable[[ParameterPlan], jax.Array],
+    *,
+    to_fp8: bool,
+    is_cut: bool,
+    on_host: bool,
+) -> Callable[[ParameterPlan], Any]:
+    def as_fp8(kernel: jax.Array, scale: jax.Array) -> Fp8Kernel:
+        if kernel.dtype == jnp.float8_e4m3fn and scale.shape[0] == 1:
+            return Fp8Kernel(kernel.T, scale[0])
+        return round_to_fp8(dequantize(kernel, scale))
 
+    def quantized(parameter: ParameterPlan) -> Any:
+        is_stored = not is_cut and is_quantized(tensors, parameter)
+        stored = read_quantized(tensors, parameter, on_host=on_host) if is_stored else None
+        if to_fp8 and len(parameter.shape) == 2:
+            return round_to_fp8(read(parameter)) if stored is None else as_fp8(*stored)
+        return read(parameter) if stored is None else stored
 
-def _build(config: ModelConfig, values: dict[Any, Any], implementation: str | None) -> Decoder:
-    """Makes the model around the given parameters, without ever initialising random ones.
-
-    A parameter of two values, a quantised kernel and its scale, makes a quantised module of its own.
-    """
-    abstract = nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0), implementation=implementation))
-    for path in [path for path, value in values.items() if isinstance(value, tuple)]:
-        *front, name, _ = path
-        parent: Any = abstract
-        for key in front:
-            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
-        old, (kernel, scale) = getattr(parent, name), values.pop(path)
-        bias = values.get((*front, name, "bias"))
-        if isinstance(old, nnx.Linear):
-            new = QuantizedLinear(kernel, scale, bias, old.preferred_element_type)
-        else:
-            new = QuantizedExpertLinear(kernel, scale, bias)
-        setattr(parent, name, new)
-        values |= {(*front, name, "kernel"): kernel, (*front, name, "scale"): scale}
-    graph, state = nnx.split(abstract)
-    filled = [(path, variable.replace(values[path])) for path, variable in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    return quantized

@@ -20,6 +20,7 @@ from jattn.load.plan import ParameterPlan, TensorPlan, plan_parameters
 from jattn.load.safetensors_file import STORED_DTYPES
 from jattn.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
 from jattn.models import Decoder, ModelConfig, ParameterShards, parameter_shards
+from jattn.models.fp8 import widened_from_fp8
 from jattn.models.quantized import dequantize
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
@@ -131,6 +132,10 @@ def _write_weights(
 
 def _value(values: dict[Any, Any], parameter: ParameterPlan, shards: ParameterShards | None) -> Any:
     """Returns a parameter as numpy sees it on a host, or as it lies on a device; a quantised kernel as its worth."""
+    weight = values.get((*parameter.path[:-1], "weight")) if parameter.path[-1] == "kernel" else None
+    if weight is not None:
+        value = widened_from_fp8(weight[...], values[*parameter.path[:-1], "scale"][...])
+        return value if shards is None else shards.whole(value)
     value = values[parameter.path][...]
     if shards is not None:
         return shards.whole(value)

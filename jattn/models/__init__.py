@@ -5,9 +5,11 @@ from __future__ import annotations
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.encoder_decoder import EncoderDecoder
+from jattn.models.fp8 import Fp8Linear
 from jattn.models.logical_axes import DEFAULT_RULES, logical_axes, partition_specs
 from jattn.models.paged_model import EncoderModel, PagedModel, PagedSpec
 from jattn.models.parts import LatentConfig, MoEConfig, last_of_each_window
+from jattn.models.quantized import quantize_fp8
 from jattn.models.rope_scaling import RopeScaling
 from jattn.models.sharding import (
     ParameterShards,
@@ -24,6 +26,7 @@ __all__ = [
     "Decoder",
     "EncoderDecoder",
     "EncoderModel",
+    "Fp8Linear",
     "LatentConfig",
     "MoEConfig",
     "ModelConfig",
@@ -38,6 +41,7 @@ __all__ = [
     "parameter_shards",
     "partition_specs",
     "put_whole",
+    "quantize_fp8",
     "shard_model",
     "tensor_parallel_of",
 ]

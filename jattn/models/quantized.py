@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-__all__ = ["QuantizedExpertLinear", "QuantizedLinear", "dequantize"]
+from jattn.models.config import ModelConfig
+from jattn.models.fp8 import Fp8Kernel, Fp8Linear, round_to_fp8
+from torch_core.errors import InvalidInput
+
+__all__ = [
+    "QuantizedExpertLinear",
+    "QuantizedLinear",
+    "dequantize",
+    "may_be_quantized",
+    "quantize_fp8",
+    "quantized_linear",
+]
+
+#: Modules whose kernels may be in fewer bits.
+_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 
 #: What the four bits of an MXFP4 number mean (OCP Microscaling Formats 1.0, E2M1), the sign in the highest.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -85,6 +100,51 @@ class QuantizedLinear(nnx.Module):
         else:
             out = jnp.matmul(x, dequantize(kernel, scale).astype(x.dtype), preferred_element_type=dtype)
         return out if self.bias is None else out + self.bias[...]
+
+
+def quantize_fp8(model: Any) -> None:
+    """Rounds the linear layers of a decoder's attention and feed-forward parts to E4M3, in place; see `Fp8Linear`.
+
+    As `load_model(quantization="fp8")` does, for a model that is in memory already. Embeddings, heads, experts, routers
+    and latent attention stay what they are.
+
+    Args:
+        model: of `jattn.models`, whole or cut over devices.
+
+    Raises:
+        InvalidInput: another module.
+    """
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        raise InvalidInput(f"model is a {type(model).__name__}; it must be a decoder of jattn.models.")
+    for path, module in list(nnx.iter_modules(model)):
+        for name in _MODULES:
+            old = getattr(module, name, None)
+            if type(old) is nnx.Linear and may_be_quantized(model.config, (*path, name, "kernel")):
+                bias = None if old.bias is None else old.bias[...]
+                setattr(module, name, Fp8Linear(*round_to_fp8(old.kernel[...]), bias, old.preferred_element_type))
+
+
+def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) -> tuple[nnx.Module, tuple[str, str]]:
+    """Returns the module in the place of a linear one, or of one for each expert, and the names of its two arrays.
+
+    Args:
+        old: what it replaces.
+        parts: an `Fp8Kernel`, or a kernel and its scale as in `dequantize`.
+        bias: of the old one, or None.
+    """
+    kernel, scale = parts
+    if isinstance(parts, Fp8Kernel):
+        return Fp8Linear(kernel, scale, bias, old.preferred_element_type), ("weight", "scale")
+    if isinstance(old, nnx.Linear):
+        return QuantizedLinear(kernel, scale, bias, old.preferred_element_type), ("kernel", "scale")
+    return QuantizedExpertLinear(kernel, scale, bias), ("kernel", "scale")
+
+
+def may_be_quantized(config: ModelConfig, path: Sequence[Any]) -> bool:
+    """Returns whether the parameter at a path of a model is a kernel that may be in fewer bits."""
+    # Latent attention reads kernels itself.
+    is_latent = config.latent is not None and "self_attn" in path
+    return path[-1] == "kernel" and path[-2] in _MODULES and not is_latent
 
 
 class QuantizedExpertLinear(nnx.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder
 from jattn.models.encoder_decoder import build_model
+from jattn.models.fp8 import Fp8Kernel
 from jattn.models.logical_axes import logical_axes
-from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear
+from jattn.models.quantized import QuantizedExpertLinear, QuantizedLinear, quantized_linear
 from jattn.models.shapes import ParameterPath, parameter_shapes
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.nn.kv_scales import paged_layers
@@ -172,20 +173,20 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
     Raises:
         InvalidInput: the mesh lacks the axis or has it in another size, sizes that do not divide, or a model that is
             cut already.
-        Unsupported: weights that stay quantised.
+        Unsupported: weights that stay as they are stored.
     """
     if model.parallel is not None:
         raise InvalidInput(f"model is cut already, over {model.parallel.size} devices; give the whole one.")
     for path, module in nnx.iter_modules(model):
         if isinstance(module, QuantizedLinear | QuantizedExpertLinear):
             raise Unsupported(
-                f"{'.'.join(map(str, path))} has weights that stay quantised, which are not cut over devices. Load the "
-                "model without quantization, or run it on one device."
+                f"{'.'.join(map(str, path))} has weights that stay as they are stored, which are not cut over devices. "
+                "Load the model with quantization='fp8', or without, or run it on one device."
             )
     parallel = tensor_parallel_of(mesh, parallel)
     shards = parameter_shards(model.config, parallel)
     whole = _arrays(model)
-    values = {path: each.placed(whole[path], mesh) for path, each in shards.items()}
+    values = {path: _placed(path, each, whole, mesh) for path, each in shards.items()}
     cut = decoder_of(model.config, values, model.implementation, parallel)
     carried = {path: layer.kv_scales for path, layer in paged_layers(model)}
     for path, layer in paged_layers(cut):
@@ -196,14 +197,27 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
 
 def decoder_of(
     config: ModelConfig,
-    values: Mapping[ParameterPath, jax.Array],
+    values: Mapping[ParameterPath, jax.Array | tuple[jax.Array, jax.Array]],
     implementation: str | None,
     parallel: TensorParallel | None = None,
 ) -> Decoder:
-    """Makes the model of a config around the given parameters, without ever initialising random ones."""
+    """Makes the model of a config around the given parameters, without ever initialising random ones.
+
+    A parameter of two arrays, of a quantised kernel, makes a quantised module of its own; see `quantized_linear`.
+    """
     options: dict[str, Any] = {"implementation": implementation}
     make = build_model if parallel is None else functools.partial(Decoder, parallel=parallel)
-    graph, state = nnx.split(nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0), **options)))
+    abstract = nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0), **options))
+    values = dict(values)
+    for path in [path for path, value in values.items() if isinstance(value, tuple)]:
+        (*front, name, _), parent = path, cast(Any, abstract)
+        for key in front:
+            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+        name, parts = str(name), cast(Any, values.pop(path))
+        module, names = quantized_linear(getattr(parent, name), parts, values.get((*front, name, "bias")))
+        setattr(parent, name, module)
+        values |= {(*front, name, part): array for part, array in zip(names, parts, strict=True)}
+    graph, state = nnx.split(abstract)
     flat: Any = nnx.to_flat_state(state)
     filled = [(path, variable.replace(values[path])) for path, variable in flat]
     return nnx.merge(graph, nnx.from_flat_state(filled))
@@ -212,6 +226,20 @@ def decoder_of(
 def _moves(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
     """Whether `device_put` is for it: from the host, or from one process to several, it compares all their values."""
     return isinstance(array, jax.Array) and array.is_fully_addressable == sharding.is_fully_addressable
+
+
+def _placed(
+    path: ParameterPath, shards: ParameterShards, whole: Mapping[ParameterPath, jax.Array], mesh: Mesh
+) -> jax.Array | Fp8Kernel:
+    """Returns the parts of a parameter of a whole model, or of the kernel of an `Fp8Linear`."""
+    if path in whole:
+        return shards.placed(whole[path], mesh)
+    weight, scale = (whole[*path[:-1], name] for name in Fp8Kernel._fields)
+    (_, outputs), axis = shards.shape, shards.axis
+    turned = replace(shards, shape=shards.shape[::-1], axis=None if axis is None else 1 - axis)
+    order = np.tile(np.arange(outputs), mesh.shape[shards.mesh_axis]) if axis == 0 else shards.order
+    scales = ParameterShards((outputs,), None if axis is None else 0, order, shards.mesh_axis)
+    return Fp8Kernel(turned.placed(weight, mesh), scales.placed(scale, mesh))
 
 
 def _arrays(model: Decoder) -> dict[ParameterPath, jax.Array]:

@@ -167,7 +167,9 @@ def test_kept_weights_are_saved_as_their_numbers(tmp_path, seed) -> None:
 def test_a_model_with_kept_weights_is_not_cut_over_devices() -> None:
     with tempfile.TemporaryDirectory() as folder:
         kept, _ = loaded(in_fp8(write_tiny_model(Path(folder), 0), BY_OUTPUT, by_output))
-    message = r"^layers\.0\.mlp\.down_proj has weights that stay quantised, which are not cut over devices\. Load"
+    message = (
+        r"^layers\.0\.mlp\.down_proj has weights that stay as they are stored, which are not cut over devices\. Load"
+    )
     with pytest.raises(Unsupported, match=message):
         LLM(kept, config=EngineConfig(block_size=4, max_num_seqs=1, max_num_batched_tokens=8, tensor_parallel_size=2))
 
@@ -175,5 +177,5 @@ def test_a_model_with_kept_weights_is_not_cut_over_devices() -> None:
 def test_another_quantization_is_refused(tmp_path, seed) -> None:
     folder = write_tiny_model(tmp_path, seed)
 
-    with pytest.raises(InvalidInput, match=r"^quantization is 'int4'; it must be 'keep' or None\.$"):
+    with pytest.raises(InvalidInput, match=r"^quantization is 'int4'; it must be 'keep', 'fp8' or None\.$"):
         load_model(folder, quantization="int4")
