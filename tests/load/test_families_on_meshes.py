@@ -1,0 +1,59 @@
+"""Nightly: every family on four devices, along a trainer's axes and cut for an engine."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jattn.engine import LLM, EngineConfig, SamplingParams
+from jattn.load import load_model
+from jattn.models import Decoder, partition_specs
+from tests.support.devices import mesh, on_four_devices
+from tests.support.family_models import CASES, write_checkpoint
+
+pytestmark = pytest.mark.nightly
+
+
+def model_of(architecture: str) -> Decoder:
+    with tempfile.TemporaryDirectory() as folder:
+        # Training axes cut the vocabulary into equal parts.
+        write_checkpoint(Path(folder), architecture, 0, 3, vocab_size=100)
+        return load_model(Path(folder), dtype="float32", with_tokenizer=False)[0]
+
+
+@pytest.mark.parametrize("architecture", list(CASES))
+@on_four_devices
+def test_a_family_has_the_same_logits_with_its_parameters_on_a_training_mesh(architecture: str) -> None:
+    model, over = model_of(architecture), mesh("auto", fsdp=2, tp=2)
+    graph, state = nnx.split(model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 100, (2, 8)))
+    expected = np.asarray(model.forward_dense(tokens))
+
+    with jax.set_mesh(over):
+        specs = partition_specs(model)
+        placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(over, spec)), state, specs)
+        found = np.asarray(jax.jit(lambda state: nnx.merge(graph, state).forward_dense(tokens))(placed))
+
+    # The same sums in another order.
+    assert np.abs(found - expected).max() <= 64 * 2.0**-23 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("architecture", list(CASES))
+@on_four_devices
+def test_a_family_says_the_same_on_two_devices(architecture: str) -> None:
+    model, sizes = model_of(architecture), {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+    def said(**options: Any) -> list[tuple[int, ...]]:
+        with LLM(model, config=EngineConfig(**sizes, max_model_len=32, **options)) as llm:
+            return [tuple(each.outputs[0].token_ids) for each in llm.generate([[5, 9, 2, 7], [3]], params)]
+
+    assert said(tensor_parallel_size=2) == said()
