@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypedDict, TypeVar
@@ -250,6 +251,9 @@ def operation(
     attend.__name__ = attend.__qualname__ = name
     returns = "tuple[jax.Array, jax.Array]" if with_lse else "jax.Array"
     attend.__annotations__ = {**attend.__annotations__, "return": returns}
+    # help() and editors would go on to the function behind, which returns a request.
+    signature = inspect.signature(request).replace(return_annotation=returns)
+    attend.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     return attend
 
 

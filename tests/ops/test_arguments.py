@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import jattn
 from jattn import ops
 from tests.ops.runner import IMPLEMENTATIONS
 from tests.support.pretended_gpu import ON_CUDA
@@ -350,3 +352,9 @@ def test_outside_jit_values_are_checked_too_before_anything_runs(
 def test_a_missing_argument_is_missed_under_the_name_that_was_called():
     with pytest.raises(TypeError, match=r"^paged_attention_with_lse\(\) missing .*: 'kv_cache', 'block_tables', "):
         ops.paged_attention_with_lse(jnp.ones((3, 4, 8)))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["attention", "paged_attention", "mla_attention", "sparse_mla_attention"])
+def test_help_says_what_an_operation_returns(name: str) -> None:
+    found = [inspect.signature(getattr(jattn, each)).return_annotation for each in (name, f"{name}_with_lse")]
+    assert found == ["jax.Array", "tuple[jax.Array, jax.Array]"]
