@@ -134,6 +134,6 @@ def _rounded(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Arra
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     if axis is not None:
         largest = jax.lax.pmax(largest, axis)
-    # Of zeros any unit is right but 0. What is not finite stays so: an infinity makes its whole row NaN.
-    unit = jnp.where(largest == 0, 1, largest / _FP8_MAX)
+    # Not 0, for zeros and what is hardly more. What is not finite stays so: an infinity makes its whole row NaN.
+    unit = jnp.maximum(largest / _FP8_MAX, jnp.finfo(jnp.float32).tiny)
     return (wide / unit).astype(jnp.float8_e4m3fn), unit

@@ -55,11 +55,13 @@ def test_each_row_has_a_scale_of_its_own(seed: int) -> None:
     assert np.array_equal(linear(jnp.asarray(x * factors)), np.asarray(linear(jnp.asarray(x))) * factors)
 
 
-def test_rows_of_zeros_give_the_bias(seed: int) -> None:
+@pytest.mark.parametrize("largest", [0.0, 1e-44, 1e-38, 1e-36])
+def test_rows_of_next_to_nothing_give_the_bias(largest: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     kernel, bias = random.standard_normal((32, 24)).astype(np.float32), random.standard_normal(24).astype(np.float32)
     kernel[:, 3] = 0
-    assert np.array_equal(fp8_linear(kernel, bias)(jnp.zeros((3, 32))), np.broadcast_to(bias, (3, 24)))
+    out = fp8_linear(kernel, bias)(jnp.full((3, 32), largest, jnp.float32))
+    assert np.array_equal(out, np.broadcast_to(bias, (3, 24)))
 
 
 def test_what_is_not_finite_shows_in_its_row_alone() -> None:
