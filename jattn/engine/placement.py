@@ -177,21 +177,15 @@ def _along(model: PagedModel, mesh: Mesh) -> PagedModel:
 
     def moved(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or _devices_of(sharding) != _devices_of(
-            NamedSharding(mesh, PartitionSpec())
-        ):
+        if not isinstance(sharding, NamedSharding) or not set(jax.tree.leaves(tuple(sharding.spec))) <= {"tp"}:
             return leaf
-        there = NamedSharding(mesh, sharding.spec) if set(_names(sharding.spec)) <= {"tp"} else sharding
+        there = NamedSharding(mesh, sharding.spec)
         # Nothing is copied: the same parts are on the same devices.
         return jax.device_put(leaf, there) if there.is_equivalent_to(sharding, leaf.ndim) else leaf
 
     graph, state = nnx.split(cast(nnx.Module, model))
     along: Any = nnx.merge(graph, jax.tree.map(moved, state))
     return along
-
-
-def _names(spec: PartitionSpec) -> list[Any]:
-    return [name for axes in spec if axes is not None for name in (axes if isinstance(axes, tuple) else (axes,))]
 
 
 def _check_places(model: PagedModel, mesh: Mesh) -> None:

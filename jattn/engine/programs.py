@@ -64,7 +64,7 @@ class Programs:
         *,
         max_num_seqs: int,
         max_blocks: int,
-        multiplies_fp8: bool = False,
+        multiplies_fp8: bool,
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0

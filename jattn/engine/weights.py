@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jattn.engine.draft import WithDraft
 from jattn.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
-from jattn.models.fp8 import kernel_sharding, round_to_fp8
+from jattn.models.fp8 import Fp8Kernel, kernel_sharding, round_to_fp8
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput
 
@@ -83,10 +83,10 @@ class Weights:
         given = {_name(path): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
         found: Arrivals = {}
         rounded = {name: parts for name in given.keys() - self._places.keys() if (parts := self._fp8_parts(name))}
-        for name, (weight, scale) in rounded.items():
-            bring = self._rounding(name, given.pop(name), weight, shards.get(name))
-            found[self._places[weight]] = lambda bring=bring: bring()[0]
-            found[self._places[scale]] = lambda bring=bring: bring()[1]
+        for name, parts in rounded.items():
+            bring = self._rounding(name, given.pop(name), parts[0], shards.get(name))
+            for index, part in enumerate(parts):
+                found[self._places[part]] = lambda bring=bring, index=index: bring()[index]
         if unknown := given.keys() - self._places.keys():
             raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")
         if missing := self._needed - given.keys() - {name for parts in rounded.values() for name in parts}:
@@ -102,15 +102,15 @@ class Weights:
             found[self._places[name]] = bring
         return found
 
-    def _fp8_parts(self, name: str) -> tuple[str, str] | None:
+    def _fp8_parts(self, name: str) -> tuple[str, ...] | None:
         """Returns the names of what a kernel is rounded to here; None of what is none, or stays as it is."""
         stem, _, last = name.rpartition(".")
-        parts = f"{stem}.weight", f"{stem}.scale"
+        parts = tuple(f"{stem}.{part}" for part in Fp8Kernel._fields)
         return parts if last == "kernel" and all(part in self._places for part in parts) else None
 
     def _rounding(
         self, name: str, kernel: Any, weight_name: str, shards: ParameterShards | None
-    ) -> Callable[[], tuple[jax.Array, jax.Array]]:
+    ) -> Callable[[], Fp8Kernel]:
         weight = self.leaves[self._places[weight_name]]
         shape = weight.shape[::-1] if shards is None else shards.shape
         dtype = getattr(kernel, "dtype", None)
@@ -119,7 +119,7 @@ class Weights:
         sharding = kernel_sharding(weight)
 
         @functools.cache
-        def rounded() -> tuple[jax.Array, jax.Array]:
+        def rounded() -> Fp8Kernel:
             there = put_whole(kernel, sharding) if shards is None else shards.placed(kernel, sharding.mesh)
             return round_to_fp8(there)
 

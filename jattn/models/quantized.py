@@ -124,7 +124,7 @@ def quantize_fp8(model: Any) -> None:
                 setattr(module, name, Fp8Linear(*round_to_fp8(old.kernel[...]), bias, old.preferred_element_type))
 
 
-def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) -> tuple[nnx.Module, tuple[str, str]]:
+def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) -> tuple[nnx.Module, tuple[str, ...]]:
     """Returns the module in the place of a linear one, or of one for each expert, and the names of its two arrays.
 
     Args:
@@ -134,7 +134,7 @@ def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) ->
     """
     kernel, scale = parts
     if isinstance(parts, Fp8Kernel):
-        return Fp8Linear(kernel, scale, bias, old.preferred_element_type), ("weight", "scale")
+        return Fp8Linear(kernel, scale, bias, old.preferred_element_type), Fp8Kernel._fields
     if isinstance(old, nnx.Linear):
         return QuantizedLinear(kernel, scale, bias, old.preferred_element_type), ("kernel", "scale")
     return QuantizedExpertLinear(kernel, scale, bias), ("kernel", "scale")

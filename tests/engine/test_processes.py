@@ -69,24 +69,23 @@ def test_two_processes_say_what_one_says() -> None:
 
 
 @pytest.mark.nightly
-def test_processes_that_were_started_differently_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("option", "values", "differing", "here"),
+    [
+        ("--dtype", ("float32", "bfloat16"), "model (dtype); here it is '", ("'float32'", "'bfloat16'")),
+        ("--implementation", ("xla", "torch"), "implementation", ("", "")),
+    ],
+)
+def test_processes_that_were_started_differently_are_refused(
+    option: str, values: tuple[str, str], differing: str, here: tuple[str, str]
+) -> None:
     port = free_port()
-    found = outcomes([start(process, port, "--dtype", dtype) for process, dtype in enumerate(("float32", "bfloat16"))])
+    found = outcomes([start(process, port, option, value) for process, value in enumerate(values)])
 
-    for code, _, error in found:
+    for (code, _, error), own in zip(found, here, strict=True):
         assert code == 2
-        assert "process 1 differs from process 0 in model (dtype); here it is '" in error
-    assert ["'float32'" in found[0][2], "'bfloat16'" in found[1][2]] == [True, True]
-
-
-@pytest.mark.nightly
-def test_processes_with_other_implementations_are_refused() -> None:
-    port = free_port()
-    found = outcomes([start(process, port, "--implementation", name) for process, name in enumerate(("xla", "torch"))])
-
-    for code, _, error in found:
-        assert code == 2
-        assert "process 1 differs from process 0 in implementation" in error
+        assert f"process 1 differs from process 0 in {differing}" in error
+        assert own in error
 
 
 @pytest.mark.nightly
