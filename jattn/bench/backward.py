@@ -106,10 +106,7 @@ def main(argv: Sequence[str]) -> int:
         others=options.peers,
         dropout=options.dropout,
     )
-    print(report.table())
-    for peer in report.columns:
-        if not peer.startswith(OURS):
-            print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
+    print("\n".join([report.table(), *report.comparisons(report.peers)]))
     report.write(json_path=options.json, png_path=options.png)
     return 0
 

@@ -72,9 +72,7 @@ def main(argv: Sequence[str]) -> int:
             peers_directory=options.peers,
             jax_columns=not options.no_jax,
         )
-    print(report.table())
-    for peer in () if options.cascade else report.columns[1:]:
-        print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
+    print("\n".join([report.table(), *report.comparisons(() if options.cascade else report.columns[1:])]))
     report.write(json_path=options.json, png_path=options.png)
     return 0
 

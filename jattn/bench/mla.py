@@ -99,9 +99,7 @@ def main(argv: Sequence[str]) -> int:
         report = mla_prefill.run(**common)
     else:
         report = run(heads=options.heads or HEADS, cache=options.cache or "bfloat16", **common)
-    print(report.table())
-    for peer in report.columns[1:]:
-        print(f"{peer} takes {report.ratio(peer):.2f} x the time of {OURS} (geometric mean)")
+    print("\n".join([report.table(), *report.comparisons(report.columns[1:])]))
     report.write(json_path=options.json, png_path=options.png)
     return 0
 

@@ -107,11 +107,12 @@ def main(argv: Sequence[str]) -> int:
             peers_directory=options.peers,
             jax_columns=not options.no_jax,
         )
-    print(report.table())
-    for peer in () if options.mixed or options.chunks else report.columns:
-        ours = f"{OURS} paged" if options.fp8 or "paged" in peer or "block" in peer else f"{OURS} dense"
-        if not peer.startswith(OURS):
-            print(f"{peer} takes {report.ratio(peer, ours):.2f} x the time of {ours} (geometric mean)")
+
+    def beside(peer: str) -> str:
+        return f"{OURS} paged" if options.fp8 or "paged" in peer or "block" in peer else f"{OURS} dense"
+
+    compared = () if options.mixed or options.chunks else report.peers
+    print("\n".join([report.table(), *report.comparisons(compared, beside)]))
     report.write(json_path=options.json, png_path=options.png)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,11 @@ class BenchReport:
         """Every implementation that a row has, in order of first appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.us))
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The columns that are not ours."""
+        return tuple(name for name in self.columns if not name.startswith(OURS))
+
     def ratio(self, peer: str, ours: str = OURS) -> float:
         """Geometric mean over the rows that have both of the peer's time over ours; NaN without such a row."""
         logs = [
@@ -80,6 +86,20 @@ class BenchReport:
             if math.isfinite(row.us.get(peer, math.nan)) and math.isfinite(row.us.get(ours, math.nan))
         ]
         return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+    def comparisons(self, peers: Iterable[str], ours: Callable[[str], str] = lambda _: OURS) -> list[str]:
+        """A sentence for each peer that was measured beside ours: `ratio`.
+
+        Args:
+            peers: columns.
+            ours: which of our columns a peer stands beside.
+        """
+        ratios = [(peer, ours(peer), self.ratio(peer, ours(peer))) for peer in peers]
+        return [
+            f"{peer} takes {ratio:.2f} x the time of {own} (geometric mean)"
+            for peer, own, ratio in ratios
+            if math.isfinite(ratio)
+        ]
 
     def table(self) -> str:
         """The rows as text, each number with the fraction of the ceiling that it reaches."""
