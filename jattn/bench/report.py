@@ -94,11 +94,10 @@ class BenchReport:
             peers: columns.
             ours: which of our columns a peer stands beside.
         """
-        ratios = [(peer, ours(peer), self.ratio(peer, ours(peer))) for peer in peers]
         return [
-            f"{peer} takes {ratio:.2f} x the time of {own} (geometric mean)"
-            for peer, own, ratio in ratios
-            if math.isfinite(ratio)
+            f"{peer} takes {ratio:.2f} x the time of {ours(peer)} (geometric mean)"
+            for peer in peers
+            if math.isfinite(ratio := self.ratio(peer, ours(peer)))
         ]
 
     def table(self) -> str:

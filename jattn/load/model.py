@@ -157,8 +157,9 @@ def load_model(
     values: dict[Any, Any] = {}
     # Of a model that is cut no more is read than the devices here need.
     in_memory = read_ahead([ranges_of(tensors, parameter) for parameter in plan]) if mesh is None else plan
-    options = {"to_fp8": quantization == "fp8", "is_cut": mesh is not None, "on_host": on_host}
-    quantized = _reader_of_quantized(tensors, read, **options)
+    quantized = _reader_of_quantized(
+        tensors, read, to_fp8=quantization == "fp8", is_cut=mesh is not None, on_host=on_host
+    )
     bar = {"total": len(plan), "console": Console(stderr=True), "disable": not progress}
     for parameter, _ in track(zip(plan, in_memory, strict=False), "Loading", **bar):
         in_fewer_bits = quantization is not None and may_be_quantized(config, parameter.path)

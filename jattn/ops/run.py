@@ -11,7 +11,15 @@ from jattn import bridge
 from jattn.ops import transforms
 from jattn.ops.choose import choose, for_this_platform, runtime_of
 from jattn.ops.leaks import refuse_leaked
-from torch_core.calls import AttentionCall, Call, DenseBackwardCall, check_values, dtype_name, refuse_unserved
+from torch_core.calls import (
+    BIAS_FIELDS,
+    AttentionCall,
+    Call,
+    DenseBackwardCall,
+    check_values,
+    dtype_name,
+    refuse_unserved,
+)
 from torch_core.calls.call import array_fields
 from torch_core.errors import InvalidInput
 
@@ -74,12 +82,9 @@ def _with_narrow_scores(call: Call[jax.Array]) -> Call[jax.Array]:
     if dtype_name(call.query) == "float64":
         return call
     # Scores are float32 then, and tiles of float64 biases need more memory than a kernel has.
-    given = {name: array for name, array in call.arrays().items() if name in _SCORES}
+    given = {name: array for name, array in call.arrays().items() if name in (*BIAS_FIELDS, "sinks")}
     wide = {name: array for name, array in given.items() if dtype_name(array) == "float64"}
     return call.with_arrays({name: jnp.asarray(array).astype(jnp.float32) for name, array in wide.items()})
-
-
-_SCORES = ("alibi_slopes", "relative_bias", "qq_bias", "sinks")
 
 
 def _with_float32_scales(call: Call[jax.Array]) -> tuple[Call[jax.Array], dict[str, jax.Array]]:

@@ -5,7 +5,15 @@ array: the public functions make calls of tensors or JAX arrays, planners take `
 implementation takes the call whole, so that nothing is lost on the way and a new option is no argument of anybody's.
 """
 
-from torch_core.calls.attention import SCORE_FIELDS, AttentionCall, DenseCall, PagedCall, TableCall, cache_fields
+from torch_core.calls.attention import (
+    BIAS_FIELDS,
+    SCORE_FIELDS,
+    AttentionCall,
+    DenseCall,
+    PagedCall,
+    TableCall,
+    cache_fields,
+)
 from torch_core.calls.backward import DenseBackwardCall, backward_of, forward_of
 from torch_core.calls.cache import CopyCall, WriteCall
 from torch_core.calls.call import Call, dtype_name
@@ -22,6 +30,7 @@ from torch_core.calls.values import check_values
 
 __all__ = [
     "ACTIVATIONS",
+    "BIAS_FIELDS",
     "IMPLEMENTATIONS",
     "SCORE_FIELDS",
     "SCORING_FUNCS",

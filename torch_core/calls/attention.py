@@ -12,10 +12,12 @@ from torch_core.calls.dropout import check_rate
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 
-__all__ = ["SCORE_FIELDS", "AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
+__all__ = ["BIAS_FIELDS", "SCORE_FIELDS", "AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
 
+#: Arrays that add to a score.
+BIAS_FIELDS = ("alibi_slopes", "relative_bias", "qq_bias")
 #: Arrays that do more to a score than to hide it by bounds which all rows share.
-SCORE_FIELDS = ("alibi_slopes", "relative_bias", "qq_bias", "mm_prefix_range")
+SCORE_FIELDS = (*BIAS_FIELDS, "mm_prefix_range")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_core.calls import AttentionCall
+from torch_core.calls import BIAS_FIELDS, AttentionCall
 from torch_core.specs import AttentionSpec
 
 __all__ = ["biases", "score_bias", "visible_keys"]
@@ -62,7 +62,7 @@ def visible_keys(
 
 def biases(call: AttentionCall[Tensor]) -> dict[str, Tensor | None]:
     """Returns the arguments of `score_bias` that are arrays of a call."""
-    return {"alibi_slopes": call.alibi_slopes, "relative_bias": call.relative_bias, "qq_bias": call.qq_bias}
+    return {name: getattr(call, name) for name in BIAS_FIELDS}
 
 
 def score_bias(
