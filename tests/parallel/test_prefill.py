@@ -82,6 +82,28 @@ def test_split_sequences_have_the_result_and_gradients_of_whole_ones(name: str) 
         assert_near(mine, theirs, 2e-6)
 
 
+@pytest.mark.parametrize("method", ["ring", "all-gather"])
+@on_four_devices
+def test_a_shard_map_that_checks_what_differs_by_device_has_the_same_gradients(method: str) -> None:
+    given, sinks = arrays(), jnp.linspace(-1, 1, 4)
+    # A ring has no sinks.
+    shared = {} if method == "ring" else {"sinks": sinks}
+    exact = jax.grad(lambda given, shared: loss(lambda *x: whole(*x, **shared))(*given), (0, 1))(given, shared)
+    attend = {"ring": parallel.ring_attention, "all-gather": parallel.all_gather_attention}[method]
+    mapped = jax.shard_map(
+        lambda arrays, shared: attend(*arrays, "cp", implementation="torch", **shared),
+        mesh=mesh("auto", cp=4),
+        in_specs=(TOKENS, PartitionSpec()),
+        out_specs=TOKENS,
+    )
+    found = jax.jit(
+        jax.grad(lambda given, shared: loss(lambda *x: mapped(tuple(y[:, ORDER] for y in x), shared))(*given), (0, 1))
+    )(given, shared)
+
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert_near(mine, theirs, 2e-6)
+
+
 @on_four_devices
 def test_in_bfloat16_the_ring_rounds_as_one_device_does() -> None:
     given = arrays("bfloat16")
