@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "device_settings",
     "join_processes",
     "loading_options",
+    "tell_processes",
 ]
 
 
@@ -77,9 +79,19 @@ def join_processes(arguments: argparse.Namespace) -> None:
     if all(value is None for value in found.values()):
         return
     # Here, so that a command's help does not wait for jax.
-    from jattn.engine.processes import join
+    from jattn.engine.processes import check_agreement, join
 
     join(**({} if arguments.coordinator == "auto" else found))
+    # A process with a model of its own would not even ask.
+    check_agreement(device_settings(arguments))
+
+
+def tell_processes(error: Exception) -> None:
+    """Tells the others, if there are any, that this process ends with an error."""
+    if "jattn.engine.processes" in sys.modules:
+        from jattn.engine.processes import tell_failure
+
+        tell_failure(str(error) or type(error).__name__)
 
 
 def device_settings(arguments: argparse.Namespace) -> dict[str, Any]:

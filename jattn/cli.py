@@ -21,6 +21,7 @@ from jattn.arguments import (
     device_settings,
     join_processes,
     loading_options,
+    tell_processes,
 )
 from torch_core.errors import InvalidInput, JattnError, Unsupported
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments, rest)
     except JattnError as error:
         print(f"jattn: {error}", file=sys.stderr)
+        tell_processes(error)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -61,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (as in `jattn generate | head`); there is nobody to tell, at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        tell_processes(error)
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from torch_core.calls import (
 from torch_core.calls.call import array_fields
 from torch_core.specs import ArraySpec
 
-__all__ = ["Runtime", "array_spec", "empty_outputs", "run"]
+__all__ = ["Runtime", "array_spec", "empty_outputs", "run", "varying"]
 
 #: Puts a call into the program that is being traced, or runs it when nothing is: returns its outputs and the new values
 #: of what it writes, by name. `jattn.bridge.native.run_native` and `jattn.bridge.torch_runtime.run_torch` are two.
@@ -46,6 +46,22 @@ def run(call: Call[jax.Array], runtime: Runtime) -> dict[str, jax.Array]:
         return runtime(call)
     arrays = call.arrays()
     return {**empty_outputs(call), **{name: arrays[name] for name in call.written}}
+
+
+def varying(arrays: Sequence[jax.Array], beside: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns arrays that differ from device to device as far as those beside them do, which they follow from.
+
+    Inside a `jax.shard_map` that checks this (`check_vma`, its default) JAX cannot see it through a custom call.
+    """
+    axes = frozenset().union(*map(_varies_over, beside))
+    missing = [tuple(sorted(axes - _varies_over(array))) for array in arrays]
+    return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+
+
+def _varies_over(array: jax.Array) -> frozenset[str]:
+    kind = jax.typeof(array)
+    # JAX renamed it; without either nothing is checked.
+    return getattr(getattr(kind, "manual_axis_type", None), "varying", None) or getattr(kind, "vma", frozenset())
 
 
 def empty_outputs(call: Call[jax.Array]) -> dict[str, jax.Array]:

@@ -150,12 +150,17 @@ def _rule(parts: _Parts, mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
         rows_in = {"num_values": parts.call.value, "num_slots": parts.call.slot_mapping}
         factors |= {dim: "num_tokens" for dim, x in rows_in.items() if x.shape[0] == parts.call.key.shape[0]}
 
-    def mapping(name: str) -> str:
+    def mapping(name: str) -> list[str]:
         # What is no plain name, as num_seqs+1, is a factor of its own.
         dims = [dim if dim.isidentifier() else f"{name}_{axis}" for axis, dim in enumerate(dims_of(parts.call, name))]
-        return " ".join(factors.get(dim, dim) for dim in dims)
+        return [factors.get(dim, dim) for dim in dims]
 
-    return " -> ".join(", ".join(map(mapping, names)) for names in (parts.operands, parts.results)), sizes
+    sides = [[mapping(name) for name in names] for names in (parts.operands, parts.results)]
+    found = {factor for side in sides for each in side for factor in each}
+    # JAX asks for the size of what no axis is alone: dense sequences have no array with a row for each.
+    if "num_seqs" not in found and any(factor.startswith("(num_seqs ") for factor in found):
+        sizes["num_seqs"] = num_seqs
+    return " -> ".join(", ".join(map(" ".join, side)) for side in sides), sizes
 
 
 _run_auto.def_partition(_partition, sharding_rule=_rule)

@@ -17,7 +17,7 @@ from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.no_mesh import no_mesh
 from jattn.engine.placement import Placement
-from jattn.engine.processes import Channel, shared_channel
+from jattn.engine.processes import Channel, model_facts, shared_channel
 from jattn.engine.runner import ModelRunner
 from jattn.engine.sampler import check_processors
 from jattn.engine.speculation import SpeculationCounts
@@ -193,7 +193,12 @@ def open_device(
         further=further,
     )
     host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
-    channel = shared_channel(mesh, config, {"model": (shape, spec, plan.num_blocks), "implementation": sorted(chosen)})
+
+    def facts() -> dict[str, Any]:
+        described = model_facts(cast(nnx.Module, model))
+        return {"model": (shape, spec, plan.num_blocks, *described), "implementation": sorted(chosen)}
+
+    channel = shared_channel(mesh, config, facts)
     announce: Any = (lambda *_: None) if channel is None else channel.send
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.

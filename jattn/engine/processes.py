@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import secrets
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -26,7 +29,17 @@ from jattn.engine.config import EngineConfig
 from torch_core.checks import check_int, shown
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["HEARTBEAT_SECONDS", "Announce", "Channel", "check_agreement", "check_together", "join", "shared_channel"]
+__all__ = [
+    "HEARTBEAT_SECONDS",
+    "Announce",
+    "Channel",
+    "check_agreement",
+    "check_together",
+    "join",
+    "model_facts",
+    "shared_channel",
+    "tell_failure",
+]
 
 Result = TypeVar("Result")
 
@@ -34,8 +47,8 @@ Result = TypeVar("Result")
 HEARTBEAT_SECONDS = 20
 # A message is deleted when so many others came after it. A step is a collective, so the others are never as far behind.
 _KEPT = 64
-# Of what processes agree on; a config has half as many.
-_MOST_PARTS = 128
+# Of weights that every process has, norms and biases, those up to this size are compared.
+_SMALL_BYTES = 1 << 16
 # The coordination service itself ends a process whose leader is gone; this long is waited for the next request at once.
 _POLL_MILLISECONDS = 5_000
 
@@ -69,6 +82,15 @@ def join(coordinator: str | None = None, num_processes: int | None = None, proce
         ) from None
 
 
+def tell_failure(text: str) -> None:
+    """Answers what the others will ask next with why this process is not there; it may be alone.
+
+    They would wait for its answer, and this process at its end, as JAX has it, for them.
+    """
+    if _joined() is not None:
+        _answer(text)
+
+
 def check_agreement(facts: dict[str, Any]) -> None:
     """Refuses processes that would run different programs; nothing happens in a single one.
 
@@ -80,15 +102,15 @@ def check_agreement(facts: dict[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    facts = {**{name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}, **facts}
+    facts = {**{name: version(name) for name in ("jattn", "jax", "jaxlib", "flax", "numpy")}, **facts}
     found = _differing(list(facts.values()))
     if found is not None:
         process, differing = found
         name, value = list(facts.items())[differing[0]]
         # All processes come here together. What of it differs is looked for where all have as many parts.
         parts = _parts(value)
-        closer = _differing([len(parts), *(each for _, each in parts), *[None] * (_MOST_PARTS - len(parts))])
-        if closer is not None and 0 not in closer[1]:
+        closer = _differing([len(parts), *(each for _, each in parts)])
+        if len(parts) > 1 and closer is not None and 0 not in closer[1]:
             part, value = parts[closer[1][0] - 1]
             name = f"{name} ({part})"
         names = ", ".join([name, *(list(facts)[index] for index in differing[1:])])
@@ -98,20 +120,64 @@ def check_agreement(facts: dict[str, Any]) -> None:
         )
 
 
+def model_facts(model: nnx.Module) -> tuple[Any, ...]:
+    """Returns what processes must agree on of a model beyond its `PagedSpec`: all that decides its programs.
+
+    Of weights nobody has another's part to compare; the small ones that all have tell most checkpoints apart.
+    """
+    served = [module for _, module in nnx.iter_modules(model) if hasattr(module, "paged_spec")]
+    configs = [config for each in served if is_dataclass(config := getattr(each, "config", None))]
+    flat = nnx.to_flat_state(nnx.state(model))
+    leaves: list[Any] = [nnx.as_pure(leaf) for leaf in flat.leaves]
+    numbers: Counter[str] = Counter()
+    weights = hashlib.sha256()
+    for leaf in leaves:
+        numbers[str(leaf.dtype)] += leaf.size
+        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated and leaf.nbytes <= _SMALL_BYTES:
+            weights.update(np.asarray(leaf.addressable_data(0)).tobytes())
+    shapes = [(*map(str, path), str(leaf.dtype), *leaf.shape) for path, leaf in zip(flat.paths, leaves, strict=True)]
+    return *configs, {"parameters": dict(numbers), "shapes": shapes, "weights": weights.hexdigest()}
+
+
 def _differing(values: list[Any]) -> tuple[int, list[int]] | None:
     """Returns the first process whose values are not those of the first one, and the indices of what differs."""
-    digests = np.array([_digest(value) for value in values], np.uint32)
-    every = np.asarray(multihost_utils.process_allgather(digests)).reshape(-1, len(values))
+    every = _of_all([_digest(value) for value in values])
     for process, found in enumerate(every):
-        if (found != every[0]).any():
-            return process, np.flatnonzero(found != every[0]).tolist()
+        if found != every[0]:
+            pairs = itertools.zip_longest(found, every[0])
+            return process, [index for index, (one, other) in enumerate(pairs) if one != other]
     return None
 
 
+def _of_all(numbers: list[int]) -> list[list[int]]:
+    """Returns what each process gave, in their order.
+
+    Not by a collective: where processes have run different programs until here, it would wait for ever.
+    """
+    turn, every = _answer(numbers), []
+    for process in range(jax.process_count()):
+        answer = json.loads(_awaited(_client(), f"jattn/turn/{turn}/{process}"))
+        if isinstance(answer, str):
+            raise InvalidInput(f"process {process} ended before the start: {answer}")
+        every.append(answer)
+    return every
+
+
+def _answer(answer: list[int] | str) -> int:
+    """Answers the next question, whose number is returned."""
+    client, own = _client(), jax.process_index()
+    # The service counts, so that no answer is one to an earlier question.
+    turn = client.key_value_increment(f"jattn/turn/{own}", 1)
+    client.key_value_set_bytes(f"jattn/turn/{turn}/{own}", json.dumps(answer).encode())
+    return turn
+
+
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Returns the fields of records, by name, and everything else as it is."""
+    """Returns the fields of records and the entries of mappings, by name, and everything else as it is."""
     if isinstance(value, tuple):
         return [part for each in value for part in _parts(each)]
+    if isinstance(value, Mapping):
+        return list(value.items())
     if is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
     return [(type(value).__name__, value)]
@@ -148,13 +214,7 @@ class Channel:
     """
 
     def __init__(self, name: str) -> None:
-        # JAX has no public name for its key-value store; multihost_utils uses this one, too.
-        from jax._src import distributed
-
-        client = distributed.global_state.client
-        if client is None:
-            raise Unsupported("this process was not joined to others; call jattn.engine.join first.")
-        self._client, self._name, self._count = client, name, 0
+        self._client, self._name, self._count = _client(), name, 0
 
     def send(self, what: str, *arguments: Any) -> None:
         """Says something to all other processes; does not wait for them. Only the first one speaks."""
@@ -171,27 +231,46 @@ class Channel:
         Raises:
             RuntimeError: the first process is gone; JAX's error.
         """
-        while True:
-            try:
-                data = self._client.blocking_key_value_get_bytes(self._key(self._count), _POLL_MILLISECONDS)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" in str(error):
-                    continue
-                raise
-            self._count += 1
-            return _unpacked(data)
+        data = _awaited(self._client, self._key(self._count))
+        self._count += 1
+        return _unpacked(data)
 
     def _key(self, index: int) -> str:
         return f"jattn/{self._name}/{index}"
 
 
-def shared_channel(mesh: Mesh | None, config: EngineConfig, facts: dict[str, Any]) -> Channel | None:
+def _joined() -> Any:
+    """Returns JAX's key-value store, for which it has no public name; None in a process that was not joined."""
+    from jax._src import distributed
+
+    # multihost_utils uses this one, too.
+    return distributed.global_state.client
+
+
+def _client() -> Any:
+    client = _joined()
+    if client is None:
+        raise Unsupported("this process was not joined to others; call jattn.engine.join first.")
+    return client
+
+
+def _awaited(client: Any, key: str) -> bytes:
+    """Returns what a key stands for, however long that takes to come."""
+    while True:
+        try:
+            return client.blocking_key_value_get_bytes(key, _POLL_MILLISECONDS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def shared_channel(mesh: Mesh | None, config: EngineConfig, facts: Callable[[], dict[str, Any]]) -> Channel | None:
     """Returns the channel of an engine whose mesh has devices of several processes; None for one of its own.
 
     Args:
         mesh: of the engine.
         config: of the engine.
-        facts: what all processes must agree on, besides the config and versions.
+        facts: returns what all processes must agree on, besides the config and versions.
 
     Raises:
         InvalidInput: they do not agree.
@@ -209,7 +288,7 @@ def shared_channel(mesh: Mesh | None, config: EngineConfig, facts: dict[str, Any
             f"num_host_blocks is {config.num_host_blocks}; over several processes blocks stay on the devices: 0."
         )
     processors = sorted(config.logits_processors or ())
-    check_agreement({"config": (replace(config, mesh=None, logits_processors=None), processors), **facts})
+    check_agreement({"config": (replace(config, mesh=None, logits_processors=None), processors), **facts()})
     name = multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32))
     return Channel(f"engine-{int(name)}")
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jattn import bridge
+from jattn.bridge.calls import varying
 from jattn.ops import transforms
 from jattn.ops.choose import choose, for_this_platform, runtime_of
 from jattn.ops.leaks import refuse_leaked
@@ -63,7 +64,8 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     # Arrays one by one, not the call: JAX looks at every place of a pytree each time that it is passed on.
     way = transforms.Way(runtime, chosen, served_by, implementation is None)
     arrays = call.arrays()
-    return transforms.transformable(call.map(lambda _: None), tuple(arrays), way)(*map(jnp.asarray, arrays.values()))
+    operands = list(map(jnp.asarray, arrays.values()))
+    return transforms.transformable(call.map(lambda _: None), tuple(arrays), way)(*varying(operands, operands))
 
 
 # Several devices run one program; outside jit this is it.

@@ -22,7 +22,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jattn import bridge
-from jattn.bridge.calls import Runtime
+from jattn.bridge.calls import Runtime, varying
 from jattn.ops import batch, xla
 from jattn.ops.gathered import gathered, gathered_with_pullback
 from jattn.ops.linear import Arrays, linear_map
@@ -90,7 +90,8 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
 def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
     @custom_vmap
     def mapped(*operands: jax.Array) -> dict[str, jax.Array]:
-        return bridge.run(_filled(call, names, operands), way.runtime)
+        found = bridge.run(_filled(call, names, operands), way.runtime)
+        return dict(zip(found, varying(list(found.values()), operands), strict=True))
 
     @mapped.def_vmap
     def _map(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[Any, Any]:

@@ -17,9 +17,15 @@ import numpy as np
 from jattn import ops
 from jattn.ops.arguments import attention_spec
 from torch_core.calls import DenseCall, backward_of
+from torch_core.checks import check_int
 from torch_core.context_parallel import merge_parts
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
+
+#: Options that count the rows or the keys of a whole sequence.
+_OF_WHOLE_SEQUENCES = ("mm_prefix_range", "qq_bias", "seq_causal")
+#: Those that ask how far a key is from the query; plain ALiBi tells keys apart by their own places.
+_DISTANCES = ("sliding_window", "attention_chunk", "relative_bias", "use_alibi_sqrt")
 
 __all__ = ["all_gather_attention", "ring_attention", "zigzag_order"]
 
@@ -30,12 +36,14 @@ def zigzag_order(num_tokens: int, num_devices: int) -> np.ndarray:
     `x[:, order]` is a batch to be split along its tokens, and `np.argsort(order)` undoes it.
 
     Raises:
-        InvalidInput: the tokens do not fall into two equal chunks for each device.
+        InvalidInput: a size out of range, or tokens that do not fall into two equal chunks for each device.
 
     Example:
         >>> zigzag_order(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
+    check_int("num_tokens", num_tokens, 0)
+    check_int("num_devices", num_devices, 1)
     if num_tokens % (2 * num_devices):
         raise InvalidInput(
             f"num_tokens is {num_tokens}; it must be a multiple of {2 * num_devices}, two chunks for each device. Pad."
@@ -80,15 +88,11 @@ def ring_attention(
         InvalidInput: shapes do not fit, or tokens are no two chunks.
         Unsupported: a window.
     """
+    _check_chunks(query, key, value)
     if sliding_window is not None:
         raise Unsupported(
             f"sliding_window is {sliding_window}; in a ring most steps would carry keys that nobody sees. Use "
             "all_gather_attention."
-        )
-    if query.shape[1] % 2 or query.shape[:2] != key.shape[:2]:
-        raise InvalidInput(
-            f"query has shape {list(query.shape)} and key {list(key.shape)}; both are two chunks of equal length, of "
-            "one batch (zigzag_order)."
         )
     options: dict[str, Any] = dict.fromkeys(ops.MASK_OPTIONS)
     options |= {"scale": scale, "causal": causal, "logits_soft_cap": logits_soft_cap, "use_alibi_sqrt": False}
@@ -108,7 +112,7 @@ def all_gather_attention(
     """Attends to all devices' keys and values, gathered first; runs inside `jax.shard_map`.
 
     One all-gather of keys and one of values; reduce-scatters of their gradients. The device holds all keys for a
-    while, and every mask and bias that is told by position is served.
+    while, and every mask and bias that is told by a query's distance to a key is served.
 
     Args:
         query, key, value, axis_name, causal: as in `ring_attention`.
@@ -119,12 +123,18 @@ def all_gather_attention(
 
     Raises:
         InvalidInput: shapes do not fit, or tokens are no two chunks.
-        Unsupported: windows and chunks without the causal mask.
+        Unsupported: what counts a sequence's own rows (`qq_bias`, `mm_prefix_range`, `seq_causal`), and without the
+            causal mask windows, chunks and what else asks for distances.
     """
+    _check_chunks(query, key, value)
     batch, tokens = query.shape[:2]
     world, rank, chunk = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name), tokens // 2
     natural = np.argsort(zigzag_order(tokens * world, world))
-    near = [name for name in ("sliding_window", "attention_chunk") if options.get(name) is not None]
+    # What is computed as one sequence is a chunk of it, or without the causal mask two that are no neighbours.
+    clash = [name for name in _OF_WHOLE_SEQUENCES if options.get(name) is not None]
+    if clash:
+        raise Unsupported(f"{' and '.join(clash)} is not served where tokens are split. Keep such sequences whole.")
+    near = [name for name in _DISTANCES if options.get(name) is not None and options[name] is not False]
     if not causal and near:
         raise Unsupported(f"{' and '.join(near)} without the causal mask is not served where tokens are split.")
     if causal:
@@ -135,23 +145,34 @@ def all_gather_attention(
         key_lens = jnp.tile(ends, batch)
     else:
         rows, key_lens = jnp.arange(2 * world * chunk), jnp.full(batch, 2 * world * chunk)
+    max_query_len = chunk if causal else tokens
     every_key, every_value = (
         jax.lax.all_gather(x, axis_name, axis=1, tiled=True)[:, natural][:, rows].reshape(-1, *x.shape[2:])
         for x in (key, value)
     )
-    num_seqs = key_lens.shape[0]
     out = ops.attention(
         query.reshape(-1, *query.shape[2:]),
         every_key,
         every_value,
-        jnp.arange(num_seqs + 1, dtype=jnp.int32) * (batch * tokens // num_seqs),
+        jnp.arange(key_lens.shape[0] + 1, dtype=jnp.int32) * max_query_len,
         jnp.pad(jnp.cumsum(key_lens), (1, 0)).astype(jnp.int32),
-        max_query_len=batch * tokens // num_seqs,
+        max_query_len=max_query_len,
         max_key_len=2 * world * chunk,
         causal=causal,
         **options,
     )
     return out.reshape(batch, tokens, *out.shape[1:])
+
+
+def _check_chunks(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    shapes = {name: tuple(x.shape) for name, x in (("query", query), ("key", key), ("value", value))}
+    each = shapes.values()
+    if any(len(shape) != 4 for shape in each) or len({shape[:2] for shape in each}) > 1 or query.shape[1] % 2:
+        found = [f"{name} has shape {list(shape)}" for name, shape in shapes.items()]
+        raise InvalidInput(
+            f"{', '.join(found)}; they are [batch, tokens, heads, size], of one batch and two chunks of equal length "
+            "(zigzag_order)."
+        )
 
 
 class _Ring(NamedTuple):

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from torch_core.checks import shown
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["DROP_VIEWS", "check_donation", "checked_split", "refuse_foreign_views"]
+__all__ = ["DROP_VIEWS", "check_donation", "check_place", "checked_split", "refuse_foreign_views"]
 
 #: What helps where an array has a view that the pool did not give.
 DROP_VIEWS = "drop every torch or numpy view of the arrays first"
@@ -47,6 +48,20 @@ def refuse_foreign_views(error: Exception) -> None:
             f"an array of kv_caches has a view that as_torch() did not give, so XLA cannot update it in place: "
             f"{DROP_VIEWS}. The pool still holds what it held."
         ) from error
+
+
+def check_place(device: object) -> None:
+    """Refuses what is no place for arrays.
+
+    Raises:
+        InvalidInput: it is neither a device nor a sharding.
+    """
+    is_place = device is None or isinstance(device, jax.sharding.Sharding) or hasattr(device, "memory_stats")
+    if not is_place:
+        raise InvalidInput(
+            f"device is {shown(device)}; it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, "
+            "None, None, 'tp')) for a mesh, or None."
+        )
 
 
 def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import bridge
 from jattn.pool import programs
-from jattn.pool.checks import DROP_VIEWS, check_donation, checked_split, refuse_foreign_views
+from jattn.pool.checks import DROP_VIEWS, check_donation, check_place, checked_split, refuse_foreign_views
 from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
@@ -88,6 +88,7 @@ class KVPool:
     ) -> None:
         check_int("num_layers", num_layers, 1)
         check_int("num_blocks", num_blocks, 2)
+        check_place(device)
         self._specs = (*[spec] * num_layers, *further)
         for index, each in enumerate(further):
             if each.block_size != spec.block_size:
@@ -448,7 +449,7 @@ class KVPool:
 
     def _check_blocks(self, name: str, blocks: np.ndarray) -> None:
         outside = (blocks < 0) | (blocks >= self._num_blocks)
-        bad = np.flatnonzero(outside.reshape(len(blocks), -1).any(1))
+        bad = np.flatnonzero(outside.any(tuple(range(1, outside.ndim))))
         if bad.size:
             found = blocks[bad[0]].tolist()
             raise InvalidInput(

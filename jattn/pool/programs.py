@@ -95,7 +95,7 @@ def on_parts(program: Callable[..., Any], sharding: NamedSharding) -> Callable[.
 @functools.partial(jax.jit, donate_argnums=0)
 def copy_blocks(kv_caches: _Caches, pairs: jax.Array) -> tuple[None, _Caches]:
     """Copies blocks in plain jnp; every source is read before any target is written."""
-    return None, tuple(_stored(cache, pairs[:, 1], cache[pairs[:, 0]]) for cache in kv_caches)
+    return None, tuple(_stored(cache, pairs[:, 1], _found(cache, pairs[:, 0])) for cache in kv_caches)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -122,7 +122,14 @@ def write_blocks(kv_caches: _Caches, blocks: jax.Array, contents: list[jax.Array
 @jax.jit
 def read_blocks(kv_caches: _Caches, blocks: jax.Array) -> list[jax.Array]:
     """Gathers blocks of each layer."""
-    return [cache[blocks] for cache in kv_caches]
+    return [_found(cache, blocks) for cache in kv_caches]
+
+
+def _found(cache: jax.Array, blocks: jax.Array) -> jax.Array:
+    # Along Explicit axes JAX wants to be told where blocks go of an axis that one device has alone.
+    sharding = jax.typeof(cache).sharding
+    explicit = sharding.update(spec=PartitionSpec(None, *sharding.spec[1:])) if sharding.mesh.explicit_axes else None
+    return cache.at[blocks].get(out_sharding=explicit)
 
 
 def _stored(cache: jax.Array, blocks: jax.Array, new: jax.Array | int) -> jax.Array:

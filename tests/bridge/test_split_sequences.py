@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jattn import ops
 from jattn.bridge import native, partitioned, typed_errors
 from jattn.bridge.kernel_cache import KernelCache
-from tests.bridge.test_partition import WAYS, assert_close, each_kind, opaque, run_opaque
-from tests.support.devices import addresses, collectives, mesh, on_four_devices, place
-from torch_core.calls import CopyCall, DenseCall, PagedCall, WriteCall
+from jattn.ops import xla
+from tests.bridge.test_partition import WAYS, assert_close, each_kind, gradients, opaque, run_opaque
+from tests.support.devices import WHOLE, addresses, collectives, mesh, on_four_devices, place
+from torch_core.calls import CopyCall, DenseCall, PagedCall, WriteCall, backward_of
 from torch_core.errors import Unsupported
 from torch_core.plan.plan import DeviceLimits
 from torch_core.specs import AttentionSpec
@@ -193,6 +194,28 @@ def test_training_on_a_split_batch_sums_only_what_all_sequences_share(name: str)
     assert set(collectives(program, placed, name)) <= {"all-reduce"}
     for key, x in expected.items():
         assert_close(found[key], x)
+
+
+@pytest.mark.parametrize("spec", [WHOLE, ROWS], ids=["whole", "split"])
+@each_kind
+@on_four_devices
+def test_even_sequences_without_a_cache_split_with_their_gradients(kind: str, spec: PartitionSpec, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=(8, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    forward: Any = DenseCall(
+        query=query, key=key, value=value, query_start_loc=starts_of(2), key_start_loc=starts_of(2), spec=SPEC,
+        max_query_len=2, max_key_len=2, with_lse=True,
+    )  # fmt: skip
+    backward = backward_of(forward, **xla.run(forward), d_out=query * 2)
+    on = mesh(kind, dp=2, tp=2)
+
+    for call, runtime in cast(Any, ((forward, xla.run), (backward, gradients))):
+        expected, run = runtime(call), jax.jit(partitioned(runtime))
+        specs = {name: PartitionSpec(*spec[: x.ndim]) for name, x in call.arrays().items() if x.ndim > 1}
+        placed = call.with_arrays({name: place(x, on, specs.get(name, WHOLE)) for name, x in call.arrays().items()})
+        assert collectives(run, placed) == []
+        for name, found in run(placed).items():
+            assert_close(found, expected[name])
 
 
 @each_kind

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 
 from jattn.engine import LLM, Engine, EngineConfig, SamplingParams, join
-from jattn.engine.processes import HEARTBEAT_SECONDS, check_agreement, check_together, shared_channel
+from jattn.engine.processes import (
+    HEARTBEAT_SECONDS,
+    check_agreement,
+    check_together,
+    model_facts,
+    shared_channel,
+    tell_failure,
+)
+from jattn.models import quantize_fp8
 from tests.engine import retrained
 from torch_core.errors import InvalidInput
 
@@ -74,18 +82,39 @@ def test_two_processes_say_what_one_says() -> None:
     [
         ("--dtype", ("float32", "bfloat16"), "model (dtype); here it is '", ("'float32'", "'bfloat16'")),
         ("--implementation", ("xla", "torch"), "implementation", ("", "")),
+        (
+            "--hf-overrides",
+            ('{"rope_theta": 10000.0}', '{"rope_theta": 5000.0}'),
+            "model (rope_theta); here it is ",
+            ("10000.0", "5000.0"),
+        ),
+        ("--tensor-parallel-size", ("2", "1"), "tensor_parallel_size; here it is ", ("2", "1")),
+        ("--quantization", (None, "fp8"), "model (parameters); here it is {'float32': ", ("}", "'float8_e4m3fn': ")),
     ],
 )
 def test_processes_that_were_started_differently_are_refused(
-    option: str, values: tuple[str, str], differing: str, here: tuple[str, str]
+    option: str, values: tuple[str | None, str], differing: str, here: tuple[str, str]
 ) -> None:
     port = free_port()
-    found = outcomes([start(process, port, option, value) for process, value in enumerate(values)])
+    given = [() if value is None else (option, value) for value in values]
+    found = outcomes([start(process, port, *more) for process, more in enumerate(given)])
 
     for (code, _, error), own in zip(found, here, strict=True):
         assert code == 2
         assert f"process 1 differs from process 0 in {differing}" in error
         assert own in error
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_one_process_refuses_at_its_start_the_others_are_told(victim: int, tmp_path: Path) -> None:
+    port, missing = free_port(), str(tmp_path / "missing")
+    found = outcomes([start(each, port, *(["--model", missing] if each == victim else [])) for each in (0, 1)])
+
+    refusal = f"folder is {missing!r}; it is not an existing folder."
+    assert [code for code, *_ in found] == [2, 2]
+    assert f"jattn: {refusal}" in found[victim][2]
+    assert f"jattn: process {victim} ended before the start: {refusal}" in found[1 - victim][2]
 
 
 @pytest.mark.nightly
@@ -142,8 +171,25 @@ def test_what_does_not_name_a_process_is_refused(case: str) -> None:
 
 def test_a_process_alone_agrees_with_itself_and_needs_no_channel() -> None:
     check_agreement({"anything": np.zeros(2)})
-    assert shared_channel(None, EngineConfig(), {}) is None
+    assert shared_channel(None, EngineConfig(), dict) is None
+    tell_failure("There is nobody.")
     assert HEARTBEAT_SECONDS < 60
+
+
+def test_models_of_one_shape_differ_in_their_configs_kinds_and_weights() -> None:
+    model = retrained.tiny_decoder()
+    others = [retrained.tiny_decoder(rope_theta=5e3), retrained.tiny_decoder(), retrained.tiny_decoder()]
+    quantize_fp8(others[1])
+    norm: Any = others[2].norm
+    norm.weight[...] = norm.weight[...] * 2
+
+    assert model_facts(model) == model_facts(retrained.tiny_decoder())
+    *configs, parameters = model_facts(model)
+    changed, rounded, retuned = ({**found[-1], "config": found[:-1]} for found in map(model_facts, others))
+    same = {**parameters, "config": tuple(configs)}
+    assert [name for name in same if changed[name] != same[name]] == ["config"]
+    assert {"parameters", "shapes"} <= {name for name in same if rounded[name] != same[name]}
+    assert [name for name in same if retuned[name] != same[name]] == ["weights"]
 
 
 @pytest.mark.parametrize("kind", [InvalidInput, TypeError, KeyboardInterrupt])

@@ -82,6 +82,28 @@ def test_split_sequences_have_the_result_and_gradients_of_whole_ones(name: str) 
         assert_near(mine, theirs, 2e-6)
 
 
+@pytest.mark.parametrize("method", ["ring", "all-gather"])
+@on_four_devices
+def test_a_shard_map_that_checks_what_differs_by_device_has_the_same_gradients(method: str) -> None:
+    given, sinks = arrays(), jnp.linspace(-1, 1, 4)
+    # A ring has no sinks.
+    shared = {} if method == "ring" else {"sinks": sinks}
+    exact = jax.grad(lambda given, shared: loss(lambda *x: whole(*x, **shared))(*given), (0, 1))(given, shared)
+    attend = {"ring": parallel.ring_attention, "all-gather": parallel.all_gather_attention}[method]
+    mapped = jax.shard_map(
+        lambda arrays, shared: attend(*arrays, "cp", implementation="torch", **shared),
+        mesh=mesh("auto", cp=4),
+        in_specs=(TOKENS, PartitionSpec()),
+        out_specs=TOKENS,
+    )
+    found = jax.jit(
+        jax.grad(lambda given, shared: loss(lambda *x: mapped(tuple(y[:, ORDER] for y in x), shared))(*given), (0, 1))
+    )(given, shared)
+
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert_near(mine, theirs, 2e-6)
+
+
 @on_four_devices
 def test_in_bfloat16_the_ring_rounds_as_one_device_does() -> None:
     given = arrays("bfloat16")
@@ -123,7 +145,7 @@ def test_what_is_not_served_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"^sliding_window without the causal mask is not served where tokens are"):
         split("all-gather", sliding_window=7, causal=False)(*given)
     query, key, value = (x[:, :3] for x in given)
-    with pytest.raises(InvalidInput, match=r"^query has shape \[2, 3, 4, 16\] and key \[2, 3, 2, 16\]; both are two"):
+    with pytest.raises(InvalidInput, match=r"^query has shape \[2, 3, 4, 16\], key has shape \[2, 3, 2, 16\], value "):
         parallel.ring_attention(query, key, value, "cp")
     with pytest.raises(InvalidInput, match=r"^scale is 0.0; it must be finite and not zero"):
         parallel.ring_attention(given[0], given[1], given[2], "cp", scale=0.0)
@@ -131,3 +153,46 @@ def test_what_is_not_served_is_refused() -> None:
         InvalidInput, match=r"^num_tokens is 12; it must be a multiple of 8, two chunks for each device"
     ):
         parallel.zigzag_order(12, 4)
+    with pytest.raises(InvalidInput, match=r"^num_devices is 0; "):
+        parallel.zigzag_order(8, 0)
+
+
+@pytest.mark.parametrize("method", ["ring", "all-gather"])
+@pytest.mark.parametrize("part", [(slice(None), slice(16)), slice(1)], ids=["shorter", "of fewer sequences"])
+@pytest.mark.parametrize("others", [(1, 2), (2,)], ids=["keys", "values"])
+@on_four_devices
+def test_keys_of_other_tokens_than_the_queries_are_refused(method: str, part: Any, others: tuple[int, ...]) -> None:
+    given = [x[part] if index in others else x for index, x in enumerate(arrays())]
+    attend = {"ring": parallel.ring_attention, "all-gather": parallel.all_gather_attention}[method]
+    mapped = jax.shard_map(
+        lambda *arrays: attend(*arrays, "cp", implementation="xla"),
+        mesh=mesh("auto", cp=4),
+        in_specs=TOKENS,
+        out_specs=TOKENS,
+        check_vma=False,
+    )
+
+    with pytest.raises(InvalidInput, match=r"^query has shape \[2, 8, 4, 16\], key has shape .* two chunks of equal"):
+        mapped(*given)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "relative_bias": {"causal": False, "relative_bias": np.ones((4, 5), np.float32)},
+    "use_alibi_sqrt": {"causal": False, "alibi_slopes": np.ones(4, np.float32), "use_alibi_sqrt": True},
+    "qq_bias": {"qq_bias": np.ones((LENGTH, LENGTH), np.float32)},
+    "seq_causal": {"causal": False, "seq_causal": np.array([True, False])},
+    "mm_prefix_range": {"mm_prefix_range": np.zeros((BATCH, 1, 2), np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_four_devices
+def test_what_counts_the_rows_of_a_whole_sequence_is_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match=rf"^{name} .*is not served where tokens are split"):
+        split("all-gather", implementation="xla", **REFUSED[name])(*arrays())
+
+
+@pytest.mark.parametrize("method", ["ring", "all-gather"])
+@on_four_devices
+def test_no_sequences_have_no_result(method: str) -> None:
+    assert split(method, implementation="xla")(*(x[:0] for x in arrays())).shape == (0, LENGTH, 4, 16)

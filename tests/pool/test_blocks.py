@@ -64,6 +64,17 @@ def test_blocks_written_back_are_what_was_read(pool) -> None:
     assert pool.addresses() == before
 
 
+def test_of_no_blocks_there_is_nothing_to_do(pool) -> None:
+    contents = pool.read_blocks([])
+
+    assert [layer.shape for layer in contents] == [spec.shape(0) for spec in pool.specs]
+    pool.write_blocks([], contents)
+    pool.copy_blocks([])
+    pool.scrub_blocks([])
+
+    assert [layer[1:] for layer in marks(pool)] == [[1, 2, 3, 4, 5, 6, 7], [101, 102, 103, 104, 105, 106, 107]]
+
+
 def test_a_swapped_sequence_comes_back_with_its_contents(pool) -> None:
     manager = CacheManager(CacheConfig(num_blocks=8, block_size=2, num_host_blocks=4))
     host = HostBlocks(pool, 4)

@@ -407,6 +407,16 @@ def test_the_pool_can_be_placed_on_a_device() -> None:
     assert pool.run(read_step).devices() == {device}
 
 
+@pytest.mark.parametrize("device", ["cpu", jax.sharding.PartitionSpec("tp")])
+def test_what_is_no_place_for_a_pool_is_refused(device: Any) -> None:
+    with pytest.raises(InvalidInput) as error:
+        KVPool(SPEC, num_layers=1, num_blocks=4, device=device)
+    assert str(error.value) == (
+        f"device is {device!r}; it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, None, None, "
+        "'tp')) for a mesh, or None."
+    )
+
+
 def test_a_foreign_view_of_an_array_is_refused_by_name_when_the_step_runs() -> None:
     pool = make_pool()
     kept = []

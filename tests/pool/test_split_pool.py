@@ -150,6 +150,19 @@ def test_of_split_blocks_only_what_is_read_crosses_devices(kind: str) -> None:
     assert set(found) == {"all-reduce"}
 
 
+@each_kind
+@on_four_devices
+def test_an_axis_of_one_device_splits_nothing(kind: str) -> None:
+    sharding = NamedSharding(mesh(kind, dp=1, tp=4), PartitionSpec("dp", None, None, "tp"))
+    pool = KVPool(SPEC, num_layers=1, num_blocks=8, device=sharding)
+
+    pool.write_blocks([1], [np.ones(SPEC.shape(1), np.float32)])
+    pool.copy_blocks([(1, 6)])
+    pool.scrub_blocks([1])
+
+    assert marks(pool, [1, 6]) == [[0, 1]]
+
+
 @on_four_devices
 def test_a_copy_from_device_to_device_is_refused() -> None:
     with pytest.raises(InvalidInput) as error:
