@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["INT32_MAX", "check_bool", "check_int", "shown"]
+__all__ = ["INT32_MAX", "check_bool", "check_int", "renamed", "shown"]
 
 INT32_MAX = (1 << 31) - 1
 _LONGEST_TEXT = 80
@@ -28,6 +29,12 @@ def check_bool(name: str, value: object) -> None:
     """Raises InvalidInput for what is neither True nor False."""
     if not isinstance(value, bool):
         raise InvalidInput(f"{name} is {shown(value)}; it must be True or False.")
+
+
+def renamed(error: TypeError, function: Callable[..., Any], name: str) -> TypeError | None:
+    """Returns Python's complaint about the arguments of `function` under the name that was called; None for another."""
+    _, own, reason = str(error).partition(f"{function.__qualname__}()")
+    return TypeError(f"{name}(){reason}") if own else None
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -13,7 +13,7 @@ from jattn.engine.speculation import SpeculativeConfig
 from torch_core.checks import check_bool, check_int, shown
 from torch_core.errors import InvalidInput
 
-__all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig"]
+__all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig", "check_config"]
 
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
@@ -231,3 +231,13 @@ class EngineConfig:
             if getattr(self, name) not in (1, size):
                 raise InvalidInput(f"{name} is {getattr(self, name)}; axis {axis!r} of the mesh has {size} devices.")
             object.__setattr__(self, name, size)
+
+
+def check_config(config: object) -> None:
+    """Refuses what is no config, before anything is asked of it; None is the default one.
+
+    Raises:
+        InvalidInput: as said.
+    """
+    if not isinstance(config, EngineConfig | None):
+        raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")

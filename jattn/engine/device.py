@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jattn.engine.config import MAX_SIZE, SERVING_SIZES, EngineConfig
+from jattn.engine.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
 from jattn.engine.draft import WithDraft, with_draft
 from jattn.engine.kv_scales import cached_spec, writing_8_bits
 from jattn.engine.no_mesh import no_mesh
@@ -256,8 +256,7 @@ def check_types(model: object, config: object) -> None:
         )
     if not callable(getattr(model, "logits", None)):
         raise InvalidInput(f"model is a {type(model).__name__} without logits(hidden); see jattn.models.PagedModel.")
-    if not isinstance(config, EngineConfig):
-        raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")
+    check_config(config)
 
 
 def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:

@@ -14,7 +14,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from jattn.engine.calibrate import calibrate_kv_cache
-from jattn.engine.config import EngineConfig
+from jattn.engine.config import EngineConfig, check_config
 from jattn.engine.delivery import Outbox
 from jattn.engine.embeddings import EmbeddingRequestOutput, embed
 from jattn.engine.kv_scales import KVCacheScales
@@ -82,6 +82,7 @@ class LLM(contextlib.AbstractContextManager):
         config: EngineConfig | None = None,
         use_generation_config: bool = True,
     ) -> None:
+        check_config(config)
         check_bool("skip_tokenizer_init", skip_tokenizer_init)
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")

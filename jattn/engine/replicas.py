@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 from flax import nnx
 
-from jattn.engine.config import EngineConfig
+from jattn.engine.config import EngineConfig, check_config
 from jattn.engine.delivery import News, Outbox, TokenDelta
 from jattn.engine.engine import Engine
 from jattn.engine.kv_scales import KVCacheScales
@@ -298,6 +298,7 @@ def open_engine(
     model: PagedModel, config: EngineConfig | None = None, *, tokenizer: TextTokenizer | None = None
 ) -> AnyEngine:
     """Returns the engine that a config asks for: one, or several behind one door."""
+    check_config(config)
     if config is None or config.data_parallel_size == 1:
         return Engine(model, config, tokenizer=tokenizer)
     return DataParallelEngine(model, config, tokenizer=tokenizer)

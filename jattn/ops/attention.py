@@ -16,6 +16,8 @@ from jattn.ops.arguments import MASK_OPTIONS, attention_spec
 from jattn.ops.cascade import attend_groups
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
+from torch_core.checks import renamed, shown
+from torch_core.errors import InvalidInput
 
 __all__ = [
     "POSITIONAL",
@@ -226,9 +228,15 @@ def request_of(
 ) -> Request:
     """Returns the call of an operation's keywords: the mask's options go into its spec, the others are its fields."""
     spec = attention_spec(given["query"], **{name: given.pop(name) for name in MASK_OPTIONS})
-    out_dtype = None if out_dtype is None else jnp.dtype(out_dtype).name
     attend = functools.partial(run, implementation=implementation)
-    return call_class(**given, spec=spec, out_dtype=out_dtype), attend
+    return call_class(**given, spec=spec, out_dtype=None if out_dtype is None else _name_of(out_dtype)), attend
+
+
+def _name_of(out_dtype: Any) -> str:
+    try:
+        return jnp.dtype(out_dtype).name
+    except TypeError:
+        raise InvalidInput(f"out_dtype is {shown(out_dtype)}; it must be a dtype, such as jnp.bfloat16.") from None
 
 
 def operation(
@@ -241,10 +249,8 @@ def operation(
         try:
             call, run_call = request(*args, **kwargs)
         except TypeError as error:
-            # Wrong arguments are reported under the name that was called.
-            _, own, reason = str(error).partition(f"{request.__qualname__}()")
-            if own:
-                raise TypeError(f"{name}(){reason}") from None
+            if (said := renamed(error, request, name)) is not None:
+                raise said from None
             raise
         return of(run_call(replace(call, with_lse=True) if with_lse else call))
 

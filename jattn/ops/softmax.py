@@ -144,9 +144,11 @@ def empty_state(call: AttentionCall[jax.Array]) -> SoftmaxState:
     if call.sinks is None:
         return SoftmaxState(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), numerator, seen)
     sinks = call.sinks.astype(dtype).reshape(call.num_kv_heads, -1, 1)
-    # One in value; written so that the gradient reaches the sink although the maximum has none.
-    denominator = jnp.exp(sinks - jax.lax.stop_gradient(sinks))
-    maximum = jnp.broadcast_to(jax.lax.stop_gradient(sinks), shape)
+    maximum = jax.lax.stop_gradient(sinks)
+    # One in value, or 0 for a sink of -inf, which is none; written so that the gradient reaches the sink although the
+    # maximum has none.
+    denominator = jnp.exp(sinks - jnp.where(maximum == -jnp.inf, 0, maximum))
+    maximum = jnp.broadcast_to(maximum, shape)
     return SoftmaxState(maximum, jnp.broadcast_to(denominator, shape), numerator, seen)
 
 

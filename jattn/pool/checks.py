@@ -1,4 +1,4 @@
-"""What a pool refuses: splits over a mesh that it cannot have, and settings of JAX under which it would be copied."""
+"""What a pool refuses: ids of no block of its own, splits that it cannot have, settings of JAX that would copy it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,77 @@ import contextlib
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from torch_core.checks import shown
 from torch_core.errors import InvalidInput, Unsupported
+from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["DROP_VIEWS", "check_donation", "check_place", "checked_split", "refuse_foreign_views"]
+__all__ = [
+    "DROP_VIEWS",
+    "check_donation",
+    "check_made_of",
+    "checked_blocks",
+    "checked_split",
+    "refuse_foreign_views",
+    "refuse_repeated",
+]
 
 #: What helps where an array has a view that the pool did not give.
 DROP_VIEWS = "drop every torch or numpy view of the arrays first"
+
+
+def check_made_of(specs: tuple[Any, ...], device: Any) -> None:
+    """Refuses what is no layout of a layer, and what is no place for arrays."""
+    for spec in specs:
+        if not isinstance(spec, (KVCacheSpec, LatentCacheSpec)):
+            raise InvalidInput(f"spec is {shown(spec)}; it must be a KVCacheSpec or a LatentCacheSpec.")
+    if not (device is None or isinstance(device, jax.sharding.Sharding) or hasattr(device, "memory_stats")):
+        raise InvalidInput(
+            f"device is {shown(device)}; it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, "
+            "None, None, 'tp')) for a mesh, or None."
+        )
+
+
+def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = False) -> np.ndarray:
+    """Returns ids of blocks as int32[len(blocks)], or int32[len(blocks), 2].
+
+    Raises:
+        InvalidInput: what is no flat sequence of whole numbers, or an id that the pool does not have. numpy alone would
+            cut 1.5, and 2**32 + 1, to the id of another block.
+    """
+    try:
+        found = np.asarray(blocks)
+    except ValueError:
+        # Of rows of several lengths.
+        found = np.array(None)
+    if found.ndim and not len(found):
+        return np.zeros((0, 2) if pairs else 0, np.int32)
+    if found.dtype.kind not in "iu" or found.shape[1:] != (2,) * pairs or not found.ndim:
+        wanted = "pairs of block ids, (source, target)" if pairs else "a flat sequence of block ids, which are ints"
+        raise InvalidInput(f"{name} is {shown(blocks)}; it must be {wanted}.")
+    bad = np.flatnonzero(((found < 0) | (found >= num_blocks)).reshape(len(found), -1).any(1))
+    if bad.size:
+        first = found[bad[0]].tolist()
+        raise InvalidInput(
+            f"{name}[{int(bad[0])}] is {tuple(first) if pairs else first}; valid ids are 0 to {num_blocks - 1}."
+        )
+    return found.astype(np.int32)
+
+
+def refuse_repeated(name: str, written: np.ndarray) -> None:
+    """Refuses blocks that are written twice: which one stays is nowhere defined. The null block's content is nobody's.
+
+    Raises:
+        InvalidInput: there is one.
+    """
+    times = np.bincount(written)
+    times[:1] = 0
+    if times.size and times.max() > 1:
+        block = int(times.argmax())
+        first, second = np.flatnonzero(written == block)[:2].tolist()
+        raise InvalidInput(f"{name}[{first}] and {name}[{second}] both write block {block}; name each block once.")
 
 
 def check_donation() -> None:
@@ -48,20 +110,6 @@ def refuse_foreign_views(error: Exception) -> None:
             f"an array of kv_caches has a view that as_torch() did not give, so XLA cannot update it in place: "
             f"{DROP_VIEWS}. The pool still holds what it held."
         ) from error
-
-
-def check_place(device: object) -> None:
-    """Refuses what is no place for arrays.
-
-    Raises:
-        InvalidInput: it is neither a device nor a sharding.
-    """
-    is_place = device is None or isinstance(device, jax.sharding.Sharding) or hasattr(device, "memory_stats")
-    if not is_place:
-        raise InvalidInput(
-            f"device is {shown(device)}; it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, "
-            "None, None, 'tp')) for a mesh, or None."
-        )
 
 
 def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:

@@ -16,7 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import bridge
 from jattn.pool import programs
-from jattn.pool.checks import DROP_VIEWS, check_donation, check_place, checked_split, refuse_foreign_views
+from jattn.pool.checks import (
+    DROP_VIEWS,
+    check_donation,
+    check_made_of,
+    checked_blocks,
+    checked_split,
+    refuse_foreign_views,
+    refuse_repeated,
+)
 from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.checks import check_int
@@ -88,8 +96,8 @@ class KVPool:
     ) -> None:
         check_int("num_layers", num_layers, 1)
         check_int("num_blocks", num_blocks, 2)
-        check_place(device)
         self._specs = (*[spec] * num_layers, *further)
+        check_made_of(self._specs, device)
         for index, each in enumerate(further):
             if each.block_size != spec.block_size:
                 raise InvalidInput(
@@ -194,9 +202,7 @@ class KVPool:
         """
         self._refuse_live_views()
         check_donation()
-        before = self._arrays
-        if not before:
-            raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
+        before = self._opened()
         with self.guard():
             try:
                 result, after = step(before, *args)
@@ -267,13 +273,13 @@ class KVPool:
                 target of two.
 
         Raises:
-            InvalidInput: an id is not in the pool, or blocks are split and a copy is not within one part; nothing was
-                copied.
+            InvalidInput: an id is not in the pool, a block is the target of two, or blocks are split and a copy is not
+                within one part; nothing was copied.
         """
-        if not copies:
+        pairs = checked_blocks("copies", [copy[:2] for copy in copies], self._num_blocks, pairs=True)
+        if not pairs.size:
             return
-        pairs = np.array([copy[:2] for copy in copies], np.int32)
-        self._check_blocks("copies", pairs)
+        refuse_repeated("copies", pairs[:, 1])
         part = pairs // self._blocks_of_a_part
         apart = np.flatnonzero(part[:, 0] != part[:, 1])
         if apart.size:
@@ -293,9 +299,8 @@ class KVPool:
         Raises:
             InvalidInput: an id is not in the pool; nothing was changed.
         """
-        ids = np.asarray(blocks, np.int32)
+        ids = checked_blocks("blocks", blocks, self._num_blocks)
         if ids.size:
-            self._check_blocks("blocks", ids)
             self.run(self._on_parts(programs.scrub_blocks), programs.pad_blocks(ids))
 
     def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
@@ -314,10 +319,10 @@ class KVPool:
         Raises:
             InvalidInput: an id is not in the pool.
         """
-        ids = np.asarray(blocks, np.int32)
-        self._check_blocks("blocks", ids)
+        ids = checked_blocks("blocks", blocks, self._num_blocks)
+        arrays = self._opened()
         with self.guard():
-            found = self._on_parts(programs.read_blocks)(self._arrays, programs.pad_blocks(ids))
+            found = self._on_parts(programs.read_blocks)(arrays, programs.pad_blocks(ids))
             return [np.asarray(layer)[: len(ids)] for layer in found]
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[np.ndarray]) -> None:
@@ -328,10 +333,11 @@ class KVPool:
             contents: for each layer what `read_blocks` returns.
 
         Raises:
-            InvalidInput: an id is not in the pool, or the contents have another shape or dtype; nothing was changed.
+            InvalidInput: an id is not in the pool or comes twice, or the contents have another shape or dtype; nothing
+                was changed.
         """
-        ids = np.asarray(blocks, np.int32)
-        self._check_blocks("blocks", ids)
+        ids = checked_blocks("blocks", blocks, self._num_blocks)
+        refuse_repeated("blocks", ids)
         found = [(layer.shape, layer.dtype) for layer in contents]
         if found != [((len(ids), *shape[1:]), dtype) for shape, dtype in self._layers]:
             raise InvalidInput(
@@ -339,7 +345,7 @@ class KVPool:
                 f"{(len(ids), *self._shape[1:])} {self.spec.dtype} are required."
             )
         padded = programs.pad_blocks(ids)
-        place = self._arrays[0].sharding
+        place = self._opened()[0].sharding
         if self._sharding is not None:
             place = NamedSharding(self._sharding.mesh, PartitionSpec(None, *self._sharding.spec[1:]))
         new = jax.device_put([_padded(layer, len(padded)) for layer in contents], place)
@@ -353,6 +359,7 @@ class KVPool:
         The views must be gone before the next `run`: a live one would make XLA copy the pool. On CUDA also wait for
         torch's work on them first.
         """
+        self._opened()
         views = tuple(bridge.to_torch(jax.block_until_ready(array)) for array in self._shards())
         self._views += [weakref.ref(view) for view in views]
         return views
@@ -426,7 +433,12 @@ class KVPool:
         return [shard.data for array in self._arrays for shard in array.addressable_shards]
 
     def _first_device(self) -> Any:
-        return next(iter(self._arrays[0].devices()))
+        return next(iter(self._opened()[0].devices()))
+
+    def _opened(self) -> tuple[jax.Array, ...]:
+        if not self._arrays:
+            raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
+        return self._arrays
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -446,16 +458,6 @@ class KVPool:
 
     def _is_placed(self, array: jax.Array) -> bool:
         return self._sharding is None or array.sharding.is_equivalent_to(self._sharding, array.ndim)
-
-    def _check_blocks(self, name: str, blocks: np.ndarray) -> None:
-        outside = (blocks < 0) | (blocks >= self._num_blocks)
-        bad = np.flatnonzero(outside.any(tuple(range(1, outside.ndim))))
-        if bad.size:
-            found = blocks[bad[0]].tolist()
-            raise InvalidInput(
-                f"{name}[{int(bad[0])}] is {tuple(found) if isinstance(found, list) else found}; valid ids are 0 to "
-                f"{self._num_blocks - 1}."
-            )
 
     def _refuse_live_views(self) -> None:
         self._views = [view for view in self._views if view() is not None]

@@ -363,7 +363,8 @@ def _bias(bias: Mapping[str, Any] | None) -> dict[int, Any] | None:
     if bias is None:
         return None
     for token in bias:
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
+        # One name for each token: of "5" and "05" the later would count, as of a field that comes twice.
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and token == str(int(token))):
             raise RequestError(400, f"logit_bias has {shown(token)}; its names must be token ids.", param="logit_bias")
     return {int(token): value for token, value in bias.items()}
 

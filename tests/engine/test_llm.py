@@ -182,6 +182,8 @@ def test_generate_takes_an_llm_a_decoder_or_a_folder(llm, folder) -> None:
         ({"model": 5}, "folder is a int; it must be a path."),
         ({"model": b"folder"}, "folder is a bytes; it must be a path."),
         ({"tokenizer": 5}, "tokenizer is 5; it must be a jattn.load.TextTokenizer, or None."),
+        ({"config": {"max_num_seqs": 4}}, "config is a dict; it must be an EngineConfig, or None."),
+        ({"model": None, "config": {"max_num_seqs": 4}}, "config is a dict; it must be an EngineConfig, or None."),
     ],
 )
 def test_an_llm_of_the_wrong_things_is_not_built(llm, arguments, message) -> None:

@@ -345,6 +345,24 @@ BAD = {
         InvalidInput,
         "block_size is 0; it must be at least 1.",
     ),
+    "block size that is no int": (
+        [SequenceRow([9], 0, 2)],
+        {"block_size": 4.0},
+        InvalidInput,
+        "block_size is 4.0; it must be an int.",
+    ),
+    "bound that is no int": (
+        [SequenceRow([9], 0, 2)],
+        {"max_query_len": 2.5},
+        InvalidInput,
+        "max_query_len is 2.5; it must be an int, or None.",
+    ),
+    "width that is no int": (
+        [SequenceRow([9], 0, 2)],
+        {"max_blocks": "2"},
+        InvalidInput,
+        "max_blocks is '2'; it must be an int, or None.",
+    ),
     "pool of one block": (
         [],
         {"num_blocks": 1},

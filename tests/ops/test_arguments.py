@@ -74,6 +74,8 @@ REFUSALS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] 
      "query is a list; it must be a JAX array of shape [num_tokens, num_heads, head_size]."),
     (paged, {"query": torch.ones(3, 4, 8)}, InvalidInput,
      "query is a Tensor; it must be a JAX array of shape [num_tokens, num_heads, head_size]."),
+    (paged, {"out_dtype": "junk"}, InvalidInput,
+     "out_dtype is 'junk'; it must be a dtype, such as jnp.bfloat16."),
     (paged, {"query": jnp.ones((3, 32))}, InvalidInput,
      "query has shape [3, 32]; it must have 3 axes: [num_tokens, num_heads, head_size]."),
     (paged, {"query": jnp.ones((3, 4, 0))}, InvalidInput,

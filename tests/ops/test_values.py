@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from tests.ops.runner import IMPLEMENTATIONS, run_case, run_numpy
+from jattn import ops
+from tests.ops.runner import IMPLEMENTATIONS, arrays, keywords, run_case, run_numpy
 from tests.support.attention_cases import (
+    AttentionCase,
     assert_matches_reference,
     dense_case,
     paged_case,
@@ -73,6 +78,34 @@ def test_a_sink_takes_its_share_of_the_softmax_and_counts_in_the_lse(implementat
     output, lse = run_numpy(case, implementation)
     assert output == pytest.approx(np.repeat(case.operands["value"], 2, 1) / 4, rel=1e-6)
     assert lse == pytest.approx(np.full((1, 2), np.log(4)), rel=1e-6)
+
+
+@each_implementation
+@pytest.mark.parametrize("make", [paged_case, dense_case])
+def test_a_sink_of_minus_infinity_is_none(make: Callable[..., AttentionCase], implementation: str) -> None:
+    # One head without a sink beside heads that have one, as in a layer whose sinks were taken out.
+    lens = {"seq_lens": [9, 0]} if make is paged_case else {"key_lens": [9, 0]}
+    sinks = np.array([-np.inf, 0.5], np.float32)
+    case = make(14, query_lens=[3, 0], num_heads=2, num_kv_heads=1, sinks=sinks, **lens)
+    assert_matches_reference(case, *run_case(case, implementation))
+
+
+@each_implementation
+def test_a_sink_of_minus_infinity_has_no_gradient_and_disturbs_no_other(implementation: str) -> None:
+    case = dense_case(15, key_lens=[4], query_lens=[4], num_heads=2, num_kv_heads=1)
+    given = arrays(case)
+    options = {**keywords(case.spec), **case.limits, "implementation": implementation}
+
+    def loss(query: jax.Array, sinks: jax.Array) -> jax.Array:
+        return (ops.attention(**{**given, "query": query}, sinks=sinks, **options) ** 2).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    # exp of it is 0 in float32, as that of minus infinity is exactly.
+    far = gradients(given["query"], jnp.full(2, -1e30, jnp.float32))
+    none = gradients(given["query"], jnp.full(2, -jnp.inf, jnp.float32))
+    for one, other in zip(far, none, strict=True):
+        assert np.isfinite(other).all()
+        assert np.allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 @each_implementation

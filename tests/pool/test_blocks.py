@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -118,6 +119,71 @@ def test_a_block_outside_the_pool_is_refused_and_nothing_changes(pool) -> None:
             act([1, 8])
 
     assert marks(pool) == before
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([1, 2**32 + 2], "blocks[1] is 4294967298; valid ids are 0 to 7."),
+        ([2**40], "blocks[0] is 1099511627776; valid ids are 0 to 7."),
+        ([1.5], "blocks is [1.5]; it must be a flat sequence of block ids, which are ints."),
+        (["1"], "blocks is ['1']; it must be a flat sequence of block ids, which are ints."),
+        ([True], "blocks is [True]; it must be a flat sequence of block ids, which are ints."),
+        ([2**70], "blocks is [1180591620717411303424]; it must be a flat sequence of block ids, which are ints."),
+        ([[1, 2]], "blocks is [[1, 2]]; it must be a flat sequence of block ids, which are ints."),
+        ([[1], [2, 3]], "blocks is [[1], [2, 3]]; it must be a flat sequence of block ids, which are ints."),
+        (1, "blocks is 1; it must be a flat sequence of block ids, which are ints."),
+        ({1}, "blocks is {1}; it must be a flat sequence of block ids, which are ints."),
+    ],
+)
+def test_what_is_no_id_of_a_block_is_refused_and_not_cut_to_one(pool, blocks, message) -> None:
+    before = marks(pool)
+
+    for act in (pool.scrub_blocks, pool.read_blocks, lambda ids: pool.write_blocks(ids, [])):
+        with pytest.raises(InvalidInput) as error:
+            act(blocks)
+        assert str(error.value) == message
+
+    assert marks(pool) == before
+
+
+def test_a_block_that_is_written_twice_is_refused_but_for_the_null_block(pool) -> None:
+    before, contents = marks(pool), pool.read_blocks([4, 5])
+
+    with pytest.raises(InvalidInput, match=r"^blocks\[0\] and blocks\[1\] both write block 2; name each block once\.$"):
+        pool.write_blocks([2, 2], contents)
+    with pytest.raises(InvalidInput, match=r"^copies\[1\] and copies\[2\] both write block 3; name each block once\.$"):
+        pool.copy_blocks([(1, 2), (4, 3), (5, 3)])
+
+    assert marks(pool) == before
+    pool.write_blocks([0, 0], contents)
+
+
+def test_ids_may_be_any_integers_of_numpy_or_jax_and_none(pool) -> None:
+    for ids in (np.array([3, 5]), np.array([3, 5], np.uint8), jnp.array([3, 5]), range(3, 6, 2)):
+        first = pool.read_blocks(ids)[0]
+        assert first.reshape(2, -1)[:, 0].tolist() == [3, 5]
+    pool.copy_blocks(np.array([[2, 5]]))
+    assert marks(pool)[0][5] == 2
+    assert [len(layer) for layer in pool.read_blocks([])] == [0, 0]
+    pool.scrub_blocks(())
+    pool.copy_blocks(np.zeros((0, 2), np.int64))
+    pool.write_blocks([], pool.read_blocks([]))
+
+
+def test_a_closed_pool_has_no_blocks_and_says_so(pool) -> None:
+    contents = pool.read_blocks([1])
+    pool.close()
+
+    for act in (
+        lambda: pool.read_blocks([1]),
+        lambda: pool.write_blocks([1], contents),
+        lambda: pool.scrub_blocks([1]),
+        lambda: pool.copy_blocks([(1, 2)]),
+        pool.as_torch,
+    ):
+        with pytest.raises(InvalidInput, match=r"^the pool holds no memory: it was closed\. renew\(\) allocates it"):
+            act()
 
 
 def test_contents_of_another_shape_are_refused(pool) -> None:

@@ -65,3 +65,10 @@ def test_an_exception_of_the_checks_leaves_the_output_untouched():
     with pytest.raises(ValueError, match="block_tables"):
         case.run(ops.paged_attention, out=out, block_tables=torch.tensor([[99]], dtype=torch.int32))
     assert torch.equal(out, torch.full((1, 6, 32), 7.0))
+
+
+@pytest.mark.parametrize("name", ["attention", "paged_attention", "mla_attention", "sparse_mla_attention"])
+def test_a_missing_argument_is_missed_under_the_name_that_was_called(name):
+    for called in (name, f"{name}_with_lse"):
+        with pytest.raises(TypeError, match=rf"^{called}\(\) missing .* required "):
+            getattr(ops, called)(torch.ones(3, 4, 8))

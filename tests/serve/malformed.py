@@ -47,6 +47,7 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "logprobs": -1, "echo": True}, "logprobs"),
     ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"5": 1, "05": -1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
     ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
     ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),

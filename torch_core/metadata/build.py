@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torch_core.checks import INT32_MAX
+from torch_core.checks import INT32_MAX, shown
 from torch_core.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
@@ -83,6 +83,15 @@ def build_common_metadata(
         [20, 21, 22, 23, 8, 9, 39, -1]
     """
     num_reqs = len(rows)
+    _check_ints(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        max_blocks=max_blocks,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
     _check_pool(block_size, num_blocks)
     columns = RowColumns(rows)
     computed, new, totals, num_new, longest_query, longest, uniform = lengths_of(columns)
@@ -157,6 +166,14 @@ def build_common_metadata(
         packed=buffer,
         layout=layout,
     )
+
+
+def _check_ints(**sizes: int | None) -> None:
+    # numpy's integers serve as well; a float would be recorded as it is, and end in an error of numpy's or XLA's.
+    for name, size in sizes.items():
+        if size is not None and not isinstance(size, (int, np.integer)):
+            or_none = "" if name in ("block_size", "num_blocks") else ", or None"
+            raise InvalidInput(f"{name} is {shown(size)}; it must be an int{or_none}.")
 
 
 def _check_pool(block_size: int, num_blocks: int) -> None:

@@ -11,6 +11,7 @@ from torch_core.calls import DenseCall, LatentCall, MergeCall, PagedCall
 from torch_core.errors import Unsupported
 from torch_core.ops import run
 from torch_core.specs import AttentionSpec
+from torch_core.vllm.ops.integers import as_int32
 from torch_core.vllm.ops.scales import Scale, one_scale, refuse_4_bits, run_descaled
 
 __all__ = [
@@ -87,7 +88,7 @@ def unified_attention(
             query_start_loc=cu_seqlens_q,
             spec=AttentionSpec(
                 scale=float(softmax_scale),
-                causal=causal if isinstance(causal, bool) else True,
+                causal=True if isinstance(causal, Tensor) else causal,
                 window_left=left,
                 window_right=right,
                 logits_soft_cap=float(softcap) if softcap else None,
@@ -162,8 +163,8 @@ def decode_attention_fwd(
     scaled = k.dtype.itemsize == 1
     batch: dict[str, Any] = {
         "query": q,
-        "block_tables": req_to_token.to(torch.int32),
-        "seq_lens": b_seq_len.to(torch.int32),
+        "block_tables": as_int32("req_to_token", req_to_token),
+        "seq_lens": as_int32("b_seq_len", b_seq_len),
         "query_start_loc": torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
         "spec": AttentionSpec(scale=float(sm_scale), logits_soft_cap=float(logit_cap) or None),
         "max_query_len": 1,
@@ -206,8 +207,8 @@ def context_attention_fwd(
     """
     if sinks is not None and sinks_bias_key0:
         raise Unsupported("sinks_bias_key0: a sink is a logit without a value here, not a bias on key 0; pass False.")
-    starts = b_start_loc[: b_seq_len.shape[0]].to(torch.int32)
-    ends = starts + b_seq_len.to(torch.int32)
+    starts = as_int32("b_start_loc", b_start_loc[: b_seq_len.shape[0]])
+    ends = starts + as_int32("b_seq_len", b_seq_len)
     zero = ends.new_zeros(1)
     before = torch.cat([zero, ends])[:-1]
     # What lies between two sequences is two more of them: queries without keys, whose rows become 0, and keys without

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_core.calls import WriteCall
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.ops import run
+from torch_core.vllm.ops.integers import as_int32
 from torch_core.vllm.ops.scales import Scale, as_stored, refuse_4_bits, stored_dtype
 
 __all__ = [
@@ -103,6 +103,5 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 def _write(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **scales: Any
 ) -> None:
-    # vLLM's slots are int64, and this project's int32.
-    slots = slot_mapping.to(torch.int32)
+    slots = as_int32("slot_mapping", slot_mapping)
     run(WriteCall(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots, **scales))

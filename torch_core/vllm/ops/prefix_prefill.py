@@ -16,6 +16,7 @@ from torch_core.calls import PagedCall, WriteCall
 from torch_core.errors import Unsupported
 from torch_core.ops import run
 from torch_core.specs import AttentionSpec
+from torch_core.vllm.ops.integers import as_int32
 from torch_core.vllm.ops.scales import Scale, one_scale, sequence_of_token, stored_dtype
 
 __all__ = ["chunked_prefill_paged_decode", "context_attention_fwd"]
@@ -59,7 +60,7 @@ def context_attention_fwd(
     k_cache, v_cache, scales = _as_blocks(kv_cache_dtype, k_cache, v_cache, k_scale, v_scale, is_block_table_ptr)
     if q.shape[0] == 0 or b_seq_len.shape[0] == 0:
         return
-    starts, seq_lens = b_start_loc.to(torch.int32), b_seq_len.to(torch.int32)
+    starts, seq_lens = as_int32("b_start_loc", b_start_loc), as_int32("b_seq_len", b_seq_len)
     context = seq_lens - starts.diff()
     block_size = k_cache.shape[1]
     room = -(-int(max_input_len) // block_size)
@@ -101,9 +102,9 @@ def chunked_prefill_paged_decode(
     keys, values, scales = _as_blocks(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale, is_block_table_ptr)
     if query.shape[0] == 0 or seq_lens.shape[0] == 0:
         return
-    starts, tables = query_start_loc.to(torch.int32), block_table.to(torch.int32)
+    starts, tables = as_int32("query_start_loc", query_start_loc), as_int32("block_table", block_table)
     # Of the other sequences the cache is not read: it need not have their new tokens.
-    lens = torch.where(starts.diff() == 1, seq_lens.to(torch.int32), 0)
+    lens = torch.where(starts.diff() == 1, as_int32("seq_lens", seq_lens), 0)
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         keys, values = (
             _context(cache, block_table, lens, 0, scale, query.dtype)
