@@ -393,7 +393,6 @@ def test_copy_blocks_refuses_ids_that_are_not_in_the_pool_and_copies_nothing(
         ({"num_layers": True}, "num_layers is True; it must be an int of at least 1."),
         ({"num_blocks": 1}, "num_blocks is 1; it must be an int of at least 2."),
         ({"num_blocks": 8.0}, "num_blocks is 8.0; it must be an int of at least 2."),
-        ({"device": "cpu"}, "device is 'cpu'; it must be one of jax.devices(), or a sharding."),
         ({"further": [None]}, "spec is None; it must be a KVCacheSpec or a LatentCacheSpec."),
     ],
 )
