@@ -58,7 +58,7 @@ def test_gradients_of_many_random_problems_are_as_exact_as_torch_in_its_dtype(
     assert_poisoned_match(case, call, _run(call, seed))
 
 
-@pytest.mark.parametrize("head_sizes", [(64, 64), (192, 128)])
+@pytest.mark.parametrize("head_sizes", [(64, 64), (128, 128), (192, 128)])
 def test_gradients_of_queries_may_be_added_up_in_any_order(head_sizes: tuple[int, int], seed: int) -> None:
     case = hopper_backward_case(seed, head_sizes, small=True)
     call = replace(backward_call(poisoned(case), ops.run, with_d_lse=False), deterministic=False)
@@ -66,21 +66,25 @@ def test_gradients_of_queries_may_be_added_up_in_any_order(head_sizes: tuple[int
     assert_poisoned_match(case, call, _run(call, seed))
 
 
-@pytest.mark.parametrize("head_size", [128, 256])
-def test_both_edges_of_a_window_hide_what_they_should(head_size: int, seed: int) -> None:
+@pytest.mark.parametrize(("head_size", "value_head_size"), [(128, 128), (192, 128), (256, 256)])
+def test_both_edges_of_a_window_hide_what_they_should(head_size: int, value_head_size: int, seed: int) -> None:
     case = dense_case(
-        seed, key_lens=[450], query_lens=[300], num_heads=1, num_kv_heads=1, head_size=head_size, dtype="bfloat16",
+        seed, key_lens=[450], query_lens=[300], num_heads=1, num_kv_heads=1, head_size=head_size,
+        value_head_size=value_head_size, dtype="bfloat16",
         spec=AttentionSpec(scale=0.1, causal=False, window_left=190, window_right=70),
     )  # fmt: skip
     call = backward_call(poisoned(case), ops.run, with_d_lse=False)
     assert_poisoned_match(case, call, _run(call, seed))
 
 
-@pytest.mark.parametrize("head_size", [128, pytest.param(256, marks=pytest.mark.nightly)])
-def test_the_order_in_which_warps_come_changes_no_bit(head_size: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("head_size", "value_head_size"), [(64, 64), (192, 128), pytest.param(256, 256, marks=pytest.mark.nightly)]
+)
+def test_the_order_in_which_warps_come_changes_no_bit(head_size: int, value_head_size: int, seed: int) -> None:
     case = dense_case(
-        seed, key_lens=[260], query_lens=[260], num_heads=2, num_kv_heads=1, head_size=head_size, dtype="bfloat16"
-    )
+        seed, key_lens=[260], query_lens=[260], num_heads=2, num_kv_heads=1, head_size=head_size,
+        value_head_size=value_head_size, dtype="bfloat16",
+    )  # fmt: skip
     call = backward_call(case, ops.run, with_d_lse=False)
     first, second = (_run(call, seed + order) for order in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -85,6 +85,11 @@ def test_there_is_a_program_without_a_tile_for_padding_whatever_the_lengths():
     assert plan.launches[1].grid == (3 * 2,)
 
 
+@pytest.mark.parametrize(("deterministic", "num_warps"), [(True, 8), (False, 4)])
+def test_both_warpgroups_of_heads_of_128_are_one_role_where_programs_add_in_order(deterministic, num_warps):
+    assert _plan(deterministic=deterministic).launches[1].num_warps == num_warps
+
+
 def test_score_statistics_are_copied_tile_by_tile():
     plan = _plan()
     stats = dict(plan.launches[1].arguments)["row_stats"]

@@ -16,7 +16,7 @@ from torch_core.variants.in_use import variants_in_use
 
 _VARIANTS = {label: variant for label, (variant, _) in variants_in_use().items() if variant.is_gluon}
 # Each takes seconds to compile.
-_OFTEN = ("backward: hopper_backward_kernel", "latent decode: hopper_latent_kernel")
+_OFTEN = ("backward latent prompt: hopper_backward_kernel", "latent decode: hopper_latent_kernel")
 
 
 @pytest.mark.parametrize(

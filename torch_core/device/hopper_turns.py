@@ -54,12 +54,14 @@ def open_slot(ring, index: gl.constexpr, READERS: gl.constexpr = 0):
 
 @gluon.jit
 def ring_slot(ring, step):
-    """Slot and phase of the tile number `step` in a ring of one, two or four."""
+    """Slot and phase of the tile number `step` in a ring of one to four."""
     SLOTS: gl.constexpr = ring.full.shape[0]
     if SLOTS == 1:
         return 0, step & 1
     if SLOTS == 2:
         return step & 1, (step >> 1) & 1
+    if SLOTS == 3:
+        return step % 3, (step // 3) & 1
     return step & 3, (step >> 2) & 1
 
 

@@ -154,6 +154,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "dense latent prompt short": _latent_prompt(512),
         "dense dropout": _dense(**_DROPOUT),
         "backward": _backward(_dense()),
+        "backward in any order": replace(_backward(_dense()), deterministic=False),
         "backward dropout": _backward(_dense(**_DROPOUT)),
         "backward short sequences": _backward(_dense(max_query_len=200)),
         "backward head 64": _backward(_dense(head_size=64)),

@@ -1,4 +1,4 @@
-"""The warpgroups of the Hopper backward kernel that work out the gradients of keys and values."""
+"""The roles of the Hopper backward kernel that work out the gradients of keys and values: two warpgroups, or both."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ LAST = gl.constexpr(1)
 
 @gluon.jit
 def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr):
-    """One warpgroup: 64 keys of the tile, through all queries of the group that see them, the last queries first."""
+    """One role: 64 or 128 keys of the tile through all queries of the group that see them, the last queries first."""
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     GROUP: gl.constexpr = SHAPE.GROUP
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.HEAD_SIZE, 16])
-    rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    low, high = full_tiles(item, OWN, SHAPE)
-    k = rings.key.tiles.index(0).slice(OWN * 64, 64)
-    v = rings.value.tiles.index(0).slice(OWN * 64, 64)
-    dk = gl.zeros([64, SHAPE.HEAD_SIZE], gl.float32, G_LAYOUT)
-    dv = gl.zeros([64, SHAPE.HEAD_SIZE], gl.float32, G_LAYOUT)
+    KEYS: gl.constexpr = SHAPE.ROLE_KEYS
+    START: gl.constexpr = OWN * KEYS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [KEYS // 16, 1], [16, BLOCK_M, 16])
+    G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [KEYS // 16, 1], [16, SHAPE.HEAD_SIZE, 16])
+    rows = START + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    low, high = full_tiles(item, START, KEYS, SHAPE)
+    k = rings.key.tiles.index(0).slice(START, KEYS)
+    v = rings.value.tiles.index(0).slice(START, KEYS)
+    dk = gl.zeros([KEYS, SHAPE.HEAD_SIZE], gl.float32, G_LAYOUT)
+    dv = gl.zeros([KEYS, SHAPE.HEAD_SIZE], gl.float32, G_LAYOUT)
     factor = gradients.scale * LOG2E
     mbarrier.wait(rings.key.full.index(0), 0)
     mbarrier.wait(rings.value.full.index(0), 0)
     if item.end > item.start:
         # The first step finds score gradients of zero where later ones find those of the step before.
-        rings.d_scores.index(1).slice(OWN * 64, 64).store(gl.zeros([64, BLOCK_M], k.dtype, S_LAYOUT))
+        rings.d_scores.index(1).slice(START, KEYS).store(gl.zeros([KEYS, BLOCK_M], k.dtype, S_LAYOUT))
         fence_async_shared()
         step = 0
         if SHAPE.LEFT:
@@ -61,8 +63,8 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
             step += 1
         dk = _add_keys(dk, rings, step, OWN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
-    _store(dv, v, gradients.value, 1.0, item, OWN, SHAPE.D_VALUE_STRIDES, SHAPE.HEAD_SIZE)
-    _store(dk, v, gradients.key, gradients.scale, item, OWN, SHAPE.D_KEY_STRIDES, SHAPE.HEAD_SIZE)
+    _store(dv, v, gradients.value, 1.0, item, START, SHAPE.D_VALUE_STRIDES, SHAPE.HEAD_SIZE)
+    _store(dk, v, gradients.key, gradients.scale, item, START, SHAPE.D_KEY_STRIDES, SHAPE.HEAD_SIZE)
 
 
 @gluon.jit
@@ -81,7 +83,8 @@ def _step(
     q = rings.query.tiles.index(q_slot)
     do = rings.d_out.tiles.index(do_slot)
     stats = rings.stats.index(q_slot)
-    zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
+    KEYS: gl.constexpr = k.shape[0]
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, S_LAYOUT)
     mbarrier.wait(rings.query.full.index(q_slot), q_phase)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dk = _add_keys(dk, rings, step, OWN)
@@ -100,8 +103,8 @@ def _step(
         mbarrier.arrive(rings.query.empty.index(before), count=1)
     delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMNS)
     ds = score_gradient_pairs(weights, dp - delta[None, :], dtype)
-    await_room(step, OWN)
-    rings.d_scores.index(step % 2).slice(OWN * 64, 64).store(unpack_pairs(ds, dtype))
+    await_room(step, OWN, KEYS // 64)
+    rings.d_scores.index(step % 2).slice(OWN * KEYS, KEYS).store(unpack_pairs(ds, dtype))
     fence_async_shared()
     signal_full(step, 2)
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -121,18 +124,20 @@ def mask_edge(s, bound, EDGE: gl.constexpr):
 def _add_keys(dk, rings, step, OWN: gl.constexpr):
     """Starts the product that adds what the step before `step` gives to the keys' gradient."""
     before, _ = ring_slot(rings.query, gl.maximum(step - 1, 0))
-    ds = rings.d_scores.index((step + 1) % 2).slice(OWN * 64, 64)
+    KEYS: gl.constexpr = dk.shape[0]
+    ds = rings.d_scores.index((step + 1) % 2).slice(OWN * KEYS, KEYS)
     return warpgroup_mma(ds, rings.query.tiles.index(before), dk, is_async=True)
 
 
 @gluon.jit
-def _store(grad, tile, out, factor, item, OWN: gl.constexpr, STRIDES: gl.constexpr, HEAD_SIZE: gl.constexpr):
-    """Stores 64 rows, 16 bytes at a time: they pass through `tile`, which is done with."""
+def _store(grad, tile, out, factor, item, START: gl.constexpr, STRIDES: gl.constexpr, HEAD_SIZE: gl.constexpr):
+    """Stores the sums of a role's keys, 16 bytes at a time: they pass through `tile`, which is done with."""
     LANES: gl.constexpr = HEAD_SIZE // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    KEYS: gl.constexpr = tile.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [KEYS // 16, 1], [1, 0])
     tile.store((grad * factor).to(tile.dtype))
     result = tile.load(layout)
-    rows = OWN * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    rows = START + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, layout))
     tokens = (item.first_key + rows).to(gl.int64)
     pointers = out + tokens * STRIDES[0] + item.kv_head * STRIDES[1]

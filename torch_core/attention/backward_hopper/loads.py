@@ -25,11 +25,11 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
     unseen = item.lowest - item.tile * BLOCK_N
     phase = _load(
         tensors.value, item.first_key, item.kv_head * SHAPE.VALUE_STRIDE, unseen, item.keys, rings.value.tiles.index(0),
-        rings.value.full.index(0), rings.raw, gl.to_tensor(0), 0, SHAPE.VALUE_SIZE,
+        None, rings.value.full.index(0), rings.raw, gl.to_tensor(0), 0,
     )  # fmt: skip
     phase = _load(
         tensors.key, item.first_key, item.kv_head * SHAPE.KEY_STRIDE, unseen, item.keys, rings.key.tiles.index(0),
-        rings.key.full.index(0), rings.raw, phase, 0, SHAPE.HEAD_SIZE,
+        rings.key_rest, rings.key.full.index(0), rings.raw, phase, 0,
     )  # fmt: skip
     for step in range((item.end - item.start) * SHAPE.GROUP):
         tile = item.end - 1 - step // SHAPE.GROUP
@@ -41,53 +41,66 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
         slot, slot_phase = ring_slot(rings.query, step)
         full = rings.query.full.index(slot)
         mbarrier.wait(rings.query.empty.index(slot), slot_phase ^ 1)
+        rest = None if rings.query_rest is None else rings.query_rest.index(slot)
         phase = _load(
-            tensors.query, row, head * SHAPE.QUERY_STRIDE, blind, live, rings.query.tiles.index(slot), full, rings.raw,
-            phase, 2 * BLOCK_M * 4, SHAPE.HEAD_SIZE,
+            tensors.query, row, head * SHAPE.QUERY_STRIDE, blind, live, rings.query.tiles.index(slot), rest, full,
+            rings.raw, phase, 2 * BLOCK_M * 4,
         )  # fmt: skip
         place = head * query_tiles + item.first_tile + tile
         async_load(tensors.row_stats, [place * 2 * BLOCK_M], full, rings.stats.index(slot))
         slot, slot_phase = ring_slot(rings.d_out, step)
         mbarrier.wait(rings.d_out.empty.index(slot), slot_phase ^ 1)
         phase = _load(
-            tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, blind, live, rings.d_out.tiles.index(slot),
-            rings.d_out.full.index(slot), rings.raw, phase, 0, SHAPE.VALUE_SIZE,
+            tensors.d_out, row, head * SHAPE.D_OUT_STRIDE, blind, live, rings.d_out.tiles.index(slot), None,
+            rings.d_out.full.index(slot), rings.raw, phase, 0,
         )  # fmt: skip
 
 
 @gluon.jit
-def _load(
-    array, row, column, low, high, tile, full, raw, phase, MORE: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
-    """Starts the copy of the first COLUMNS of a tile, whose rows [low, high) count; MORE bytes for the barrier `full`
-    come besides.
+def _load(array, row, column, low, high, tile, rest, full, raw, phase, MORE: gl.constexpr):
+    """Starts the copy of a tile, and of the columns behind it that lie in `rest`, whose rows [low, high) count; MORE
+    bytes for the barrier `full` come besides.
 
     Returns:
         the phase of the barrier `raw` afterwards.
     """
     ROWS: gl.constexpr = tile.shape[0]
-    # What a warp with few registers zeroes at a time.
-    WIDTH: gl.constexpr = min(COLUMNS & -COLUMNS, 128)
+    COLUMNS: gl.constexpr = tile.shape[1]
+    BYTES: gl.constexpr = ROWS * 2 * (COLUMNS if rest is None else COLUMNS + rest.shape[1])
     if (low > 0) | (high < ROWS):
-        mbarrier.expect(raw, ROWS * COLUMNS * 2)
-        _copy(array, row, column, raw, tile, COLUMNS)
+        mbarrier.expect(raw, BYTES)
+        _copy(array, row, column, raw, tile, rest)
         mbarrier.wait(raw, phase)
         phase ^= 1
-        for i in gl.static_range(0, COLUMNS, WIDTH):
-            zero_outside(tile.slice(i, WIDTH, 1), low, high, ROWS, WIDTH)
+        _zero_outside(tile, low, high)
+        if rest is not None:
+            _zero_outside(rest, low, high)
         fence_async_shared()
         if MORE:
             mbarrier.expect(full, MORE)
         else:
             mbarrier.arrive(full, count=1)
     else:
-        mbarrier.expect(full, ROWS * COLUMNS * 2 + MORE)
-        _copy(array, row, column, full, tile, COLUMNS)
+        mbarrier.expect(full, BYTES + MORE)
+        _copy(array, row, column, full, tile, rest)
     return phase
 
 
 @gluon.jit
-def _copy(array, row, column, barrier, tile, COLUMNS: gl.constexpr):
-    BOX: gl.constexpr = COLUMNS & -COLUMNS
+def _copy(array, row, column, barrier, tile, rest):
+    COLUMNS: gl.constexpr = tile.shape[1]
+    BOX: gl.constexpr = COLUMNS if rest is None else rest.shape[1]
     for i in gl.static_range(0, COLUMNS, BOX):
         async_load(array, [row, column + i], barrier, tile.slice(i, BOX, 1))
+    if rest is not None:
+        async_load(array, [row, column + COLUMNS], barrier, rest)
+
+
+@gluon.jit
+def _zero_outside(tile, low, high):
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    # What a warp with few registers zeroes at a time.
+    WIDTH: gl.constexpr = min(COLUMNS, 128)
+    for i in gl.static_range(0, COLUMNS, WIDTH):
+        zero_outside(tile.slice(i, WIDTH, 1), low, high, ROWS, WIDTH)

@@ -12,7 +12,7 @@ from torch_core.attention.backward_hopper.kernel import hopper_backward_kernel
 from torch_core.attention.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
 from torch_core.attention.backward_hopper.tiles import HopperBackwardTile, hopper_backward_tile
 from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
-from torch_core.attention.operands import count, make_launch, operation, padded
+from torch_core.attention.operands import count, make_launch, operation
 from torch_core.calls import DenseBackwardCall
 from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
 from torch_core.specs import ArraySpec
@@ -45,7 +45,9 @@ def hopper_backward_plan(
         limits: the device.
         tile: another tile than the table's, for measurements and tests.
     """
-    tile = tile or hopper_backward_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    tile = tile or hopper_backward_tile(
+        head_size=call.head_size, max_query_len=call.max_query_len, deterministic=call.deterministic
+    )
     if tile is None or not _is_served(call, limits, tile):
         return None
     block_m, heads, head_size = tile.block_m, call.num_heads, call.head_size
@@ -70,10 +72,11 @@ def hopper_backward_plan(
         "GROUP": call.group,
         "HEADS_TOGETHER": math.gcd(call.num_kv_heads, tile.heads_together),
         "HEAD_SIZE": head_size,
-        "HEAD_PADDED": padded(head_size),
+        "REST_SIZE": head_size - call.value_head_size,
         "VALUE_SIZE": call.value_head_size,
         "BLOCK_M": block_m,
         "BLOCK_N": tile.block_n,
+        "ROLE_KEYS": tile.role_keys,
         "QUERY_STAGES": tile.query_stages,
         "D_OUT_STAGES": tile.d_out_stages,
         "KEY_REGISTERS": tile.key_registers,
@@ -110,7 +113,8 @@ def hopper_backward_plan(
         # Not hot: in the steps at the mask's edge some state outside the products is spilled.
         make_launch(
             hopper_backward_kernel, call, (programs,), known, arguments={**pointers, **copies},
-            writes=tuple(name for name in _WRITTEN if name in (*outputs, *scratch)), num_warps=4,
+            writes=tuple(name for name in _WRITTEN if name in (*outputs, *scratch)),
+            num_warps=tile.role_keys // 16,
         ),
         make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)),
     ]  # fmt: skip

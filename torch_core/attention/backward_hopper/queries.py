@@ -1,4 +1,4 @@
-"""The warpgroup of the Hopper backward kernel that works out the queries' gradients."""
+"""What a program adds to the queries' gradients, and the warpgroup of the Hopper backward kernel that works it out."""
 
 from __future__ import annotations
 
@@ -8,35 +8,29 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from torch_core.attention.backward_hopper.signals import await_full, await_turn, pass_turn, signal_room
 
-__all__ = ["query_gradients"]
+__all__ = ["add_columns", "query_gradients", "query_sums"]
 
 
 @gluon.jit
 def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     """One warpgroup: adds what this tile of keys gives to the gradient of each tile of queries, in float32.
 
-    The sums lie in memory as the matrix units leave them, so that a thread adds 16 bytes at a time. Tiles of keys add
-    in their order, so that the bits are the same every time: programs start in that order and go from the last queries
-    to the first, so that a program finds the one before it a tile of queries ahead. Without turns they add at once.
+    Tiles of keys add in their order, so that the bits are the same every time: programs start in that order and go from
+    the last queries to the first, so that a program finds the one before it a tile of queries ahead. Without turns they
+    add at once.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
-    GROUP: gl.constexpr = SHAPE.GROUP
     WRITERS: gl.constexpr = 1 if rings.weights is not None else 2
+    ROLES: gl.constexpr = SHAPE.BLOCK_N // SHAPE.ROLE_KEYS
     # Columns at a time: what this warpgroup's registers hold.
     PART: gl.constexpr = 4096 // BLOCK_M
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     k = rings.key.tiles.index(0)
-    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
-    thread = (rows // 16 * 32 + rows % 8 * 4)[:, None] + (columns % 8 // 2)[None, :]
-    offsets = thread * 4 + (columns // 8 * (BLOCK_M * 8))[None, :]
-    steps = (item.end - item.start) * GROUP
+    steps = (item.end - item.start) * SHAPE.GROUP
     mbarrier.wait(rings.key.full.index(0), 0)
     for step in range(steps):
-        tile = item.end - 1 - step // GROUP
-        place = (item.kv_head * GROUP + step % GROUP) * gradients.query_tiles + item.first_tile + tile
-        sums = gradients.query_sums + place.to(gl.int64) * (BLOCK_M * HEAD_SIZE)
+        sums = query_sums(step, item, gradients, SHAPE)
         await_full(step, WRITERS)
         ds = rings.d_scores.index(step % 2).permute((1, 0))
         for part in gl.static_range(HEAD_SIZE // PART):
@@ -44,19 +38,39 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
             dq = warpgroup_mma(ds, k.slice(part * PART, PART, 1), zeros, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == HEAD_SIZE // PART - 1:
-                for i in gl.static_range(WRITERS):
-                    signal_room(step, steps, i)
+                for i in gl.static_range(ROLES):
+                    signal_room(step, steps, i, WRITERS // ROLES)
             if part == 0 and gradients.turns is not None:
-                await_turn()
-            _add(sums + part * (BLOCK_M * PART) + offsets, dq)
-            if HEAD_SIZE // PART > 2:
+                await_turn(1)
+            add_columns(sums, part * PART, dq)
+            if HEAD_SIZE // PART > 2 or SHAPE.ROLE_KEYS == 128:
                 _finish_part()
         if gradients.turns is not None:
-            pass_turn()
+            pass_turn(1)
 
 
 @gluon.jit
-def _add(pointers, values):
+def query_sums(step, item, gradients, SHAPE: gl.constexpr):
+    """Where the sums of the step's tile of queries lie.
+
+    They lie as the matrix units leave them, so that a thread adds 16 bytes at a time.
+    """
+    tile = item.end - 1 - step // SHAPE.GROUP
+    place = (item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP) * gradients.query_tiles + item.first_tile + tile
+    return gradients.query_sums + place.to(gl.int64) * (SHAPE.BLOCK_M * SHAPE.HEAD_SIZE)
+
+
+@gluon.jit
+def add_columns(sums, START: gl.constexpr, values):
+    """Adds to the sums of a tile of queries, from the column START on, at once for all programs."""
+    BLOCK_M: gl.constexpr = values.shape[0]
+    COLUMNS: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = values.type.layout
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    thread = (rows // 16 * 32 + rows % 8 * 4)[:, None] + (columns % 8 // 2)[None, :]
+    offsets = thread * 4 + (columns // 8 * (BLOCK_M * 8))[None, :]
+    pointers = sums + START * BLOCK_M + offsets
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
         "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",

@@ -22,10 +22,15 @@ __all__ = [
     "take_turns",
 ]
 
-# Triton takes the first few of the sixteen for itself. Two slots are full; for each of two warpgroups two have room.
+# Triton takes the first few of the sixteen for itself. Two slots are full; for each of two roles two have room.
 _FULL = gl.constexpr(8)
 _ROOM = gl.constexpr(10)
 _TURN = gl.constexpr(14)
+# By the warpgroups that add to the queries' gradients; two warps take and pass the turns.
+_TURN_SYNC = gl.constexpr((None, "@p bar.sync $1, 192;", "@p bar.sync $1, 320;"))
+_TURN_ARRIVE = gl.constexpr((None, "@p bar.arrive $1, 192;", "@p bar.arrive $1, 320;"))
+_ADDED_SYNC = gl.constexpr((None, "@p bar.sync $1, 160;", "@p bar.sync $1, 288;"))
+_ADDED_ARRIVE = gl.constexpr((None, "@p bar.arrive $1, 160;", "@p bar.arrive $1, 288;"))
 # Where a single warpgroup writes slots, those of the other one are for the weights that it gets.
 _WEIGHTS = gl.constexpr(12)
 # By the warpgroups that write a slot, the one that reads it besides.
@@ -60,27 +65,31 @@ def await_weights(step):
 
 
 @gluon.jit
-def signal_room(step, steps, OWN: gl.constexpr):
-    """The step's slot may be written again by the warpgroup OWN, if there is a step that does."""
-    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, "@p bar.arrive $1, 256;")
+def signal_room(step, steps, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The step's slot may be written again by the role OWN, if there is a step that does."""
+    ARRIVE: gl.constexpr = _ARRIVE[WARPGROUPS]
+    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, ARRIVE)
 
 
 @gluon.jit
-def await_room(step, OWN: gl.constexpr):
-    """The step's slot may be written by the warpgroup OWN."""
-    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, "@p bar.sync $1, 256;")
+def await_room(step, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The step's slot may be written by the role OWN, of as many WARPGROUPS."""
+    SYNC: gl.constexpr = _SYNC[WARPGROUPS]
+    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, SYNC)
 
 
 @gluon.jit
-def await_turn():
-    """Waits until `take_turns` says that this program may add to the next tile of queries."""
-    _barrier(_TURN, 1, "@p bar.sync $1, 192;")
+def await_turn(ADDERS: gl.constexpr):
+    """Waits until `take_turns` says that this program, with ADDERS warpgroups, may add to the next tile of queries."""
+    SYNC: gl.constexpr = _TURN_SYNC[ADDERS]
+    _barrier(_TURN, 1, SYNC)
 
 
 @gluon.jit
-def pass_turn():
-    """This warpgroup has added to a tile of queries."""
-    _barrier(_TURN + 1, 1, "@p bar.arrive $1, 160;")
+def pass_turn(ADDERS: gl.constexpr):
+    """This warpgroup, one of ADDERS, has added to a tile of queries."""
+    ARRIVE: gl.constexpr = _ADDED_ARRIVE[ADDERS]
+    _barrier(_TURN + 1, 1, ARRIVE)
 
 
 @gluon.jit
@@ -90,11 +99,12 @@ def take_turns(item, gradients, SHAPE: gl.constexpr):
     Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
     """
     if gradients.turns is not None:
+        SYNC: gl.constexpr = _TURN_SYNC[SHAPE.ADDERS]
         for step in range((item.end - item.start) * SHAPE.GROUP):
             counter, tile = _turn_counter(step, item, gradients, SHAPE)
             turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // SHAPE.BLOCK_N
             _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
-            _barrier(_TURN, 1, "@p bar.sync $1, 192;")
+            _barrier(_TURN, 1, SYNC)
 
 
 @gluon.jit
@@ -104,12 +114,14 @@ def pass_turns(item, gradients, SHAPE: gl.constexpr):
     It falls at most one step behind the warpgroup that adds, which needs its word for a turn too.
     """
     if gradients.turns is not None:
+        ARRIVE: gl.constexpr = _TURN_ARRIVE[SHAPE.ADDERS]
+        SYNC: gl.constexpr = _ADDED_SYNC[SHAPE.ADDERS]
         steps = (item.end - item.start) * SHAPE.GROUP
-        _barrier(_TURN, steps, "@p bar.arrive $1, 192;")
+        _barrier(_TURN, steps, ARRIVE)
         for step in range(steps):
             counter, _ = _turn_counter(step, item, gradients, SHAPE)
-            _barrier(_TURN + 1, 1, "@p bar.sync $1, 160;")
-            _barrier(_TURN, step + 1 < steps, "@p bar.arrive $1, 192;")
+            _barrier(_TURN + 1, 1, SYNC)
+            _barrier(_TURN, step + 1 < steps, ARRIVE)
             _counter(
                 counter, 1,
                 "mov.u32 v, %laneid; setp.eq.u32 p, v, 0; fence.acq_rel.gpu; @p red.release.gpu.global.add.u32 [$1], "

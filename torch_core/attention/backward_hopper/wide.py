@@ -23,7 +23,7 @@ from torch_core.attention.backward_hopper.signals import (
     signal_full,
     signal_weights,
 )
-from torch_core.attention.backward_hopper.work import full_tiles
+from torch_core.attention.backward_hopper.work import full_tiles, store_rows
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 
@@ -37,9 +37,9 @@ def wide_value_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     GROUP: gl.constexpr = SHAPE.GROUP
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    low, high = full_tiles(item, 0, SHAPE)
+    low, high = full_tiles(item, 0, 64, SHAPE)
     k = rings.key.tiles.index(0)
-    dv = _no_sums(SHAPE.VALUE_SIZE)
+    dv = _no_sums()
     factor = gradients.scale * LOG2E
     mbarrier.wait(rings.key.full.index(0), 0)
     step = 0
@@ -68,7 +68,7 @@ def _weigh(k, dv, rings, step, factor, bound, EDGE: gl.constexpr, SHAPE: gl.cons
     do_slot, do_phase = ring_slot(rings.d_out, step)
     do = rings.d_out.tiles.index(do_slot)
     mbarrier.wait(rings.query.full.index(q_slot), q_phase)
-    s = _multiply(k, rings.query.tiles.index(q_slot), SHAPE.HEAD_SIZE, S_LAYOUT)
+    s = _multiply(k, rings.query.tiles.index(q_slot), S_LAYOUT)
     if EDGE is not None:
         s = mask_edge(s, bound, EDGE)
     lse = rings.stats.index(q_slot).slice(0, SHAPE.BLOCK_M).load(gl.SliceLayout(0, S_LAYOUT))
@@ -90,14 +90,14 @@ def wide_key_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     v = rings.value.tiles.index(0)
     dtype: gl.constexpr = v.dtype
-    dk = _no_sums(SHAPE.HEAD_SIZE)
+    dk = _no_sums()
     mbarrier.wait(rings.value.full.index(0), 0)
     for step in range((item.end - item.start) * SHAPE.GROUP):
         q_slot, q_phase = ring_slot(rings.query, step)
         do_slot, do_phase = ring_slot(rings.d_out, step)
         q = rings.query.tiles.index(q_slot)
         mbarrier.wait(rings.d_out.full.index(do_slot), do_phase)
-        dp = _multiply(v, rings.d_out.tiles.index(do_slot), SHAPE.VALUE_SIZE, S_LAYOUT)
+        dp = _multiply(v, rings.d_out.tiles.index(do_slot), S_LAYOUT)
         mbarrier.arrive(rings.d_out.empty.index(do_slot), count=1)
         mbarrier.wait(rings.query.full.index(q_slot), q_phase)
         delta = rings.stats.index(q_slot).slice(BLOCK_M, BLOCK_M).load(gl.SliceLayout(0, S_LAYOUT))
@@ -105,7 +105,7 @@ def wide_key_gradients(item, rings, gradients, SHAPE: gl.constexpr):
         await_weights(step)
         weights = load_pairs(rings.weights.index(q_slot), dp)
         ds = unpack_pairs(score_gradient_pairs(weights, dp, dtype), dtype)
-        await_room(step, 0)
+        await_room(step, 0, 1)
         rings.d_scores.index(step % 2).store(ds)
         fence_async_shared()
         signal_full(step, 1)
@@ -115,27 +115,18 @@ def wide_key_gradients(item, rings, gradients, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _no_sums(WIDTH: gl.constexpr):
+def _no_sums():
     """The sums of 64 keys in two halves: no wider product fits the registers that a thread starts with."""
-    LOW: gl.constexpr = 128 if WIDTH > 128 else WIDTH // 2
-    HIGH: gl.constexpr = WIDTH - LOW
-    low_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LOW, 16])
-    high_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HIGH, 16])
-    return gl.zeros([64, LOW], gl.float32, low_layout), gl.zeros([64, HIGH], gl.float32, high_layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    return gl.zeros([64, 128], gl.float32, layout), gl.zeros([64, 128], gl.float32, layout)
 
 
 @gluon.jit
-def _multiply(left, right, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """The products of rows with rows, over their first WIDTH columns."""
-    LOW: gl.constexpr = min(WIDTH, 128)
-    HIGH: gl.constexpr = WIDTH - LOW
+def _multiply(left, right, LAYOUT: gl.constexpr):
+    """The products of rows with rows."""
     BLOCK_M: gl.constexpr = right.shape[0]
     zeros = gl.zeros([64, BLOCK_M], gl.float32, LAYOUT)
-    start = right.slice(0, LOW, 1).permute((1, 0))
-    result = warpgroup_mma(left.slice(0, LOW, 1), start, zeros, use_acc=False, is_async=True)
-    if HIGH > 0:
-        rest = right.slice(LOW, HIGH, 1).permute((1, 0))
-        result = warpgroup_mma(left.slice(LOW, HIGH, 1), rest, result, is_async=True)
+    result = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(result,))
 
 
@@ -143,28 +134,15 @@ def _multiply(left, right, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 def _add(left, right, sums):
     """Adds a product to both halves of sums."""
     low, high = sums
-    LOW: gl.constexpr = low.shape[1]
-    HIGH: gl.constexpr = high.shape[1]
-    a = gl.convert_layout(left, gl.DotOperandLayout(0, low.type.layout, 2))
-    b = gl.convert_layout(left, gl.DotOperandLayout(0, high.type.layout, 2))
-    low = warpgroup_mma(a, right.slice(0, LOW, 1), low, is_async=True)
-    high = warpgroup_mma(b, right.slice(LOW, HIGH, 1), high, is_async=True)
+    left = gl.convert_layout(left, gl.DotOperandLayout(0, low.type.layout, 2))
+    low = warpgroup_mma(left, right.slice(0, 128, 1), low, is_async=True)
+    high = warpgroup_mma(left, right.slice(128, 128, 1), high, is_async=True)
     return warpgroup_mma_wait(0, deps=(low, high))
 
 
 @gluon.jit
 def _store(sums, out, factor, item, STRIDES: gl.constexpr):
-    """Stores 64 rows as the matrix units leave them: there is no tile in shared memory that is done with."""
     low, high = sums
     out += item.kv_head * STRIDES[1]
-    _store_half(low * factor, out, item, STRIDES[0])
-    _store_half(high * factor, out + low.shape[1], item, STRIDES[0])
-
-
-@gluon.jit
-def _store_half(half, out, item, STRIDE: gl.constexpr):
-    layout: gl.constexpr = half.type.layout
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, half.shape[1], layout=gl.SliceLayout(0, layout))
-    pointers = (out + (item.first_key + rows).to(gl.int64) * STRIDE)[:, None] + columns[None, :]
-    gl.store(pointers, half.to(out.dtype.element_ty), mask=(rows < item.keys)[:, None])
+    store_rows(low * factor, out, item, STRIDES[0])
+    store_rows(high * factor, out + low.shape[1], item, STRIDES[0])

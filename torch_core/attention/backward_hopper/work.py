@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.hopper_work import level_by_level
 
-__all__ = ["Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "full_tiles", "zero_padding"]
+__all__ = ["Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "full_tiles", "store_rows", "zero_padding"]
 
 _SEQS = gl.constexpr(32)
 
@@ -21,8 +21,11 @@ class Sizes(NamedTuple):
         NUM_KV_HEADS, GROUP: key/value heads; query heads of each.
         HEADS_TOGETHER: key/value heads whose programs alternate.
         HEAD_SIZE, VALUE_SIZE: elements of a head of queries and keys; of values.
+        REST_SIZE: elements of a head of queries and keys that lie in tiles of their own, the last ones.
         BLOCK_M: queries of a tile.
         BLOCK_N: keys of a program.
+        ROLE_KEYS: keys of a role that works out their gradients.
+        ADDERS: warpgroups that add to the queries' gradients.
         LEFT: queries see keys of a window to the left.
         QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
         D_KEY_STRIDES, D_VALUE_STRIDES: elements from one token, and from one head, to the next.
@@ -33,8 +36,11 @@ class Sizes(NamedTuple):
     HEADS_TOGETHER: Any
     HEAD_SIZE: Any
     VALUE_SIZE: Any
+    REST_SIZE: Any
     BLOCK_M: Any
     BLOCK_N: Any
+    ROLE_KEYS: Any
+    ADDERS: Any
     LEFT: Any
     QUERY_STRIDE: Any
     D_OUT_STRIDE: Any
@@ -80,6 +86,7 @@ class Rings(NamedTuple):
         key, value, query, d_out: what the copy engine brings.
         d_scores: two tiles, keys by rows.
         weights: pairs of weights, where one warpgroup makes them for another; a tile for each slot of queries.
+        key_rest, query_rest: of the same slots, the last REST_SIZE elements of a head; None without them.
         stats: log-sum-exp and delta of the tile of queries in each slot.
         raw: a barrier for tiles that are zeroed in part before their slot counts as full.
     """
@@ -90,6 +97,8 @@ class Rings(NamedTuple):
     d_out: Any
     d_scores: Any
     weights: Any
+    key_rest: Any
+    query_rest: Any
     stats: Any
     raw: Any
 
@@ -195,8 +204,8 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
 
 
 @gluon.jit
-def full_tiles(item, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """The tiles of queries [low, high) that see all of the keys 64 * OWN and the 63 after it, which are all there.
+def full_tiles(item, START: gl.constexpr, KEYS: gl.constexpr, SHAPE: gl.constexpr):
+    """The tiles of queries [low, high) that see all of KEYS keys from START on, which are all there.
 
     Those from `high` on no longer see all of them, those before `low` not yet; a tile that reaches out of its sequence
     has none, so that the mask also hides keys that the sequence does not own.
@@ -204,11 +213,21 @@ def full_tiles(item, OWN: gl.constexpr, SHAPE: gl.constexpr):
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     high = item.end
     if SHAPE.LEFT:
-        high = gl.minimum(gl.maximum(item.last + OWN * 64 + 1, item.start * BLOCK_M) // BLOCK_M, high)
+        high = gl.minimum(gl.maximum(item.last + START + 1, item.start * BLOCK_M) // BLOCK_M, high)
     low = high
     if item.keys >= SHAPE.BLOCK_N:
-        low = gl.minimum(gl.maximum((item.first + OWN * 64 + 63 + BLOCK_M - 1) // BLOCK_M, item.start), high)
+        low = gl.minimum(gl.maximum((item.first + START + KEYS - 1 + BLOCK_M - 1) // BLOCK_M, item.start), high)
     return low, high
+
+
+@gluon.jit
+def store_rows(sums, out, item, STRIDE: gl.constexpr):
+    """Stores the sums of a tile of keys as the matrix units leave them, where no tile is free to pass through."""
+    layout: gl.constexpr = sums.type.layout
+    rows = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
+    pointers = (out + (item.first_key + rows).to(gl.int64) * STRIDE)[:, None] + columns[None, :]
+    gl.store(pointers, sums.to(out.dtype.element_ty), mask=(rows < item.keys)[:, None])
 
 
 @gluon.jit
@@ -224,7 +243,7 @@ def zero_padding(item, gradients, key_start_loc, num_keys, num_seqs, SHAPE: gl.c
 def _zero_rows(out, base, end, kv_head, STRIDES: gl.constexpr, WIDTH: gl.constexpr):
     PART: gl.constexpr = WIDTH & -WIDTH
     LANES: gl.constexpr = PART // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
     zeros = gl.zeros([32, PART], gl.float32, layout).to(out.dtype.element_ty)
     rows = base + gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
