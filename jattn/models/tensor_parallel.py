@@ -16,6 +16,8 @@ from torch_core.errors import InvalidInput, Unsupported
 __all__ = ["TensorParallel"]
 
 _SPLIT = ("vocab", "heads", "mlp", "experts")
+# As engines and commands have it, and as the class below.
+_CONTEXT = "decode_context_parallel_size (context_size)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,20 +120,20 @@ class TensorParallel:
             return
         if config.latent is not None:
             raise Unsupported(
-                f"context_size is {self.context_size} and the model attends to latents, which are not spread over "
+                f"{_CONTEXT} is {self.context_size} and the model attends to latents, which are not spread over "
                 "devices; leave it at 1."
             )
         heads, parts = config.num_key_value_heads, self.parts("heads")
         copies = max(parts // heads, 1)
         if copies % self.context_size:
             raise InvalidInput(
-                f"context_size is {self.context_size}; {heads} key/value heads on {parts} devices have {copies} copies "
+                f"{_CONTEXT} is {self.context_size}; {heads} key/value heads on {parts} devices have {copies} copies "
                 "each, and it must divide them. Heads that are dealt out already take no more memory on more devices."
             )
 
     def _check_divides(self, config: ModelConfig, name: str, size: int, axis: str) -> None:
         if size % self.parts(axis):
             raise InvalidInput(
-                f"{name} is {size}; it must be a multiple of tensor_parallel.size ({self.parts(axis)}), or keep it "
-                f"whole: rules={{{axis!r}: None}}."
+                f"{name} is {size}; it must be a multiple of tensor_parallel.size ({self.parts(axis)}). Keep it whole "
+                f"by jattn.models.shard_model(model, mesh, TensorParallel(size={self.size}, rules={{{axis!r}: None}}))."
             )

@@ -111,18 +111,19 @@ def test_a_layer_gathers_queries_and_exchanges_results_once_and_no_cache_moves()
         assert len(queries) == 1, name
 
 
+_CONTEXT = r"decode_context_parallel_size \(context_size\)"
 REFUSED: dict[str, tuple[dict[str, Any], int, type[Exception], str]] = {
     "heads dealt out": (
         {"num_key_value_heads": 4},
         2,
         InvalidInput,
-        "context_size is 2; 4 key/value heads on 4 devices have 1 copies each, and it must divide them",
+        rf"{_CONTEXT} is 2; 4 key/value heads on 4 devices have 1 copies each, and it must divide them",
     ),
     "more than copies": (
         {"num_key_value_heads": 2},
         4,
         InvalidInput,
-        "context_size is 4; 2 key/value heads on 4 devices have 2 copies each, and it must divide them",
+        rf"{_CONTEXT} is 4; 2 key/value heads on 4 devices have 2 copies each, and it must divide them",
     ),
     "no divisor": (
         {},
@@ -144,5 +145,5 @@ def test_devices_that_have_no_copies_to_save_are_refused(case: str) -> None:
 @on_four_devices
 def test_latents_are_refused() -> None:
     model = tiny_decoder(implementation="xla", num_key_value_heads=4, latent=LATENT, head_dim=4)
-    with pytest.raises(Unsupported, match=r"^context_size is 2 and the model attends to latents"):
+    with pytest.raises(Unsupported, match=rf"^{_CONTEXT} is 2 and the model attends to latents"):
         engine_of(model, 2)

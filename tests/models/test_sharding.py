@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "columns": (
         {"intermediate_size": 82},
         {},
-        "intermediate_size is 82; it must be a multiple of tensor_parallel.size",
+        r"intermediate_size is 82; it must be a multiple of tensor_parallel.size \(4\). Keep it whole by jattn.models",
     ),
     "experts": (
         {"moe": MoEConfig(num_experts=6, num_experts_per_tok=2, intermediate_size=24)},
