@@ -269,9 +269,9 @@ def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | Non
     return group_layers([None if window is None or window >= max_model_len else window for window in windows])
 
 
-def default_config() -> EngineConfig:
-    """Returns the sizes of an engine for which nobody named any: a GPU's steps have room for more."""
-    return EngineConfig(**SERVING_SIZES) if jax.default_backend() == "gpu" else EngineConfig()
+def default_config(**options: Any) -> EngineConfig:
+    """Returns the config of an engine for which nobody named more than these options: a GPU's steps have more room."""
+    return EngineConfig(**{**(SERVING_SIZES if jax.default_backend() == "gpu" else {}), **options})
 
 
 def pool_budget(config: EngineConfig, mesh: Mesh | None) -> int:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from jattn.engine.calibrate import calibrate_kv_cache
 from jattn.engine.config import EngineConfig, check_config
 from jattn.engine.delivery import Outbox
+from jattn.engine.device import default_config
 from jattn.engine.embeddings import EmbeddingRequestOutput, embed
 from jattn.engine.kv_scales import KVCacheScales
 from jattn.engine.params import SamplingParams
@@ -53,6 +54,7 @@ class LLM(contextlib.AbstractContextManager):
         config: the engine's sizes; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens a step.
         use_generation_config: take what a folder's generation_config.json says of sampling for requests without
             parameters of their own.
+        engine_options: fields of `EngineConfig` in the place of `config`, as in vLLM: `LLM(folder, max_num_seqs=4)`.
 
     Attributes:
         default_sampling: fields of `SamplingParams` that hold where a request brings no parameters.
@@ -60,7 +62,9 @@ class LLM(contextlib.AbstractContextManager):
         tokenizer: its tokenizer, or None.
 
     Raises:
-        InvalidInput: a folder that cannot be loaded; the message names the file and what is wrong with it.
+        InvalidInput: a folder that cannot be loaded; the message names the file and what is wrong with it. Or
+            options of the engine beside a `config`.
+        TypeError: an argument that is neither one of these nor a field of `EngineConfig`.
 
     Example:
         >>> llm = LLM()
@@ -81,8 +85,11 @@ class LLM(contextlib.AbstractContextManager):
         hf_overrides: Mapping[str, Any] | None = None,
         config: EngineConfig | None = None,
         use_generation_config: bool = True,
+        **engine_options: Any,
     ) -> None:
         check_config(config)
+        if engine_options:
+            config = _config_of(config, engine_options)
         check_bool("skip_tokenizer_init", skip_tokenizer_init)
         if not isinstance(tokenizer, TextTokenizer | None):
             raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.load.TextTokenizer, or None.")
@@ -357,3 +364,16 @@ def generate(
     if not isinstance(model, LLM):
         model = LLM(model, implementation=implementation, config=config)
     return model.generate(prompts, params)
+
+
+def _config_of(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    names = EngineConfig.__dataclass_fields__.keys()
+    for name in options:
+        if name not in names:
+            raise TypeError(
+                f"LLM() got an unexpected keyword argument {name!r}; besides its own it takes EngineConfig's: "
+                f"{', '.join(names)}."
+            )
+    if config is not None:
+        raise InvalidInput(f"{', '.join(options)}: given beside config; name all in one of them.")
+    return default_config(**options)

@@ -32,6 +32,37 @@ def llm(folder: Path) -> LLM:
     return LLM(folder, config=CONFIG)
 
 
+def test_fields_of_the_engines_config_are_keywords_too(folder: Path, llm: LLM) -> None:
+    found = LLM(folder, block_size=8, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=24)
+
+    assert found.max_model_len == 24
+    assert found.generate("one", GREEDY)[0].outputs[0].token_ids == llm.generate("one", GREEDY)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"gpu_memory_utilization": 0.9},
+            TypeError,
+            "LLM() got an unexpected keyword argument 'gpu_memory_utilization'; besides its own it takes Engine",
+        ),
+        (
+            {"max_model_len": 24, "config": CONFIG},
+            InvalidInput,
+            "max_model_len: given beside config; name all in one of them.",
+        ),
+        ({"max_model_len": 0}, InvalidInput, "max_model_len is 0; it must be "),
+    ],
+)
+def test_other_keywords_than_fields_of_the_config_are_refused(
+    folder: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as found:
+        LLM(folder, **options)
+    assert str(found.value).startswith(message)
+
+
 def test_results_come_in_the_order_of_the_prompts(llm) -> None:
     prompts = ["a longer prompt", "b", "third"]
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 2, 4)]
