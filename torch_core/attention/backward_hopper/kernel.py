@@ -115,20 +115,7 @@ def hopper_backward_kernel(
         mbarrier.init(raw, count=1)
         rings = Rings(keys, values, queries, d_outs, ds_tiles, weights, k_rest, q_rest, stats, raw)
         tensors = Tensors(query, key, value, d_out, row_stats)
-        if weights is not None:
-            gl.warp_specialize(
-                [
-                    (wide_value_gradients, (item, rings, gradients, SHAPE)),
-                    (wide_key_gradients, (item, rings, gradients, SHAPE)),
-                    (query_gradients, (item, rings, gradients, SHAPE)),
-                    (load_tiles, (item, tensors, rings, query_tiles, SHAPE)),
-                    (take_turns, (item, gradients, SHAPE)),
-                    (pass_turns, (item, gradients, SHAPE)),
-                ],
-                [4, 4, 1, 1, 1],
-                [KEY_REGISTERS, QUERY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
-            )
-        elif REST_SIZE:
+        if REST_SIZE:
             gl.warp_specialize(
                 [
                     (uneven_gradients, (item, rings, gradients, SHAPE)),
@@ -139,7 +126,7 @@ def hopper_backward_kernel(
                 [1, 1, 1],
                 [LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
             )
-        elif ROLE_KEYS == BLOCK_N:
+        elif ROLE_KEYS == 128:
             gl.warp_specialize(
                 [
                     (key_gradients, (0, item, rings, gradients, SHAPE)),
@@ -154,8 +141,8 @@ def hopper_backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (key_gradients, (0, item, rings, gradients, SHAPE)),
-                    (key_gradients, (1, item, rings, gradients, SHAPE)),
+                    (_sum_gradients, (0, item, rings, gradients, SHAPE)),
+                    (_sum_gradients, (1, item, rings, gradients, SHAPE)),
                     (query_gradients, (item, rings, gradients, SHAPE)),
                     (load_tiles, (item, tensors, rings, query_tiles, SHAPE)),
                     (take_turns, (item, gradients, SHAPE)),
@@ -166,3 +153,14 @@ def hopper_backward_kernel(
             )
     else:
         zero_padding(item, gradients, key_start_loc, num_keys, num_seqs, SHAPE)
+
+
+@gluon.jit
+def _sum_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr):
+    """One of two roles for the gradients of keys and values: of its half of the keys, or one each."""
+    if rings.weights is None:
+        key_gradients(OWN, item, rings, gradients, SHAPE)
+    elif OWN == 0:
+        wide_value_gradients(item, rings, gradients, SHAPE)
+    else:
+        wide_key_gradients(item, rings, gradients, SHAPE)

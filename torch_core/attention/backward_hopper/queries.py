@@ -41,12 +41,12 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
                 for i in gl.static_range(ROLES):
                     signal_room(step, steps, i, WRITERS // ROLES)
             if part == 0 and gradients.turns is not None:
-                await_turn(1)
+                await_turn(SHAPE.ADDERS)
             add_columns(sums, part * PART, dq)
             if HEAD_SIZE // PART > 2 or SHAPE.ROLE_KEYS == 128:
                 _finish_part()
         if gradients.turns is not None:
-            pass_turn(1)
+            pass_turn(SHAPE.ADDERS)
 
 
 @gluon.jit

@@ -121,13 +121,13 @@ def _step(
     dq_rest = _product(ds_tile.permute((1, 0)), rings.key_rest, BLOCK_M, SHAPE.REST_SIZE)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if gradients.turns is not None:
-        await_turn(2)
+        await_turn(SHAPE.ADDERS)
     out = query_sums(step, item, gradients, SHAPE)
     add_columns(out, 0, dq)
     dq_rest = warpgroup_mma_wait(0, deps=(dq_rest,))
     add_columns(out, MAIN, dq_rest)
     if gradients.turns is not None:
-        pass_turn(2)
+        pass_turn(SHAPE.ADDERS)
     return dv, dk, dk_rest
 
 
