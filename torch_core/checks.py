@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from torch_core.errors import InvalidInput
 
-__all__ = ["INT32_MAX", "check_bool", "check_int", "renamed", "shown"]
+__all__ = ["INT32_MAX", "call_named", "check_bool", "check_int", "shown"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 INT32_MAX = (1 << 31) - 1
 _LONGEST_TEXT = 80
@@ -31,10 +34,15 @@ def check_bool(name: str, value: object) -> None:
         raise InvalidInput(f"{name} is {shown(value)}; it must be True or False.")
 
 
-def renamed(error: TypeError, function: Callable[..., Any], name: str) -> TypeError | None:
-    """Returns Python's complaint about the arguments of `function` under the name that was called; None for another."""
-    _, own, reason = str(error).partition(f"{function.__qualname__}()")
-    return TypeError(f"{name}(){reason}") if own else None
+def call_named(name: str, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Calls a function that stands behind another name, which Python's complaint about wrong arguments has then."""
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        _, own, reason = str(error).partition(f"{function.__qualname__}()")
+        if own:
+            raise TypeError(f"{name}(){reason}") from None
+        raise
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -16,7 +16,7 @@ from jattn.ops.arguments import MASK_OPTIONS, attention_spec
 from jattn.ops.cascade import attend_groups
 from jattn.ops.run import run
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
-from torch_core.checks import renamed, shown
+from torch_core.checks import call_named, shown
 from torch_core.errors import InvalidInput
 
 __all__ = [
@@ -246,12 +246,7 @@ def operation(
 
     @functools.wraps(request)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            call, run_call = request(*args, **kwargs)
-        except TypeError as error:
-            if (said := renamed(error, request, name)) is not None:
-                raise said from None
-            raise
+        call, run_call = call_named(name, request, *args, **kwargs)
         return of(run_call(replace(call, with_lse=True) if with_lse else call))
 
     attend.__name__ = attend.__qualname__ = name

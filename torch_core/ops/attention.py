@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 from torch import Tensor
 
 from torch_core.calls import AttentionCall, DenseCall, PagedCall, backward_of, cache_fields
-from torch_core.checks import renamed
+from torch_core.checks import call_named
 from torch_core.run import run
 from torch_core.specs import AttentionSpec
 
@@ -245,7 +245,7 @@ def output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Call
 
     @functools.wraps(make_call)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
-        return run(_named(make_call, name, *args, **kwargs))["out"]
+        return run(call_named(name, make_call, *args, **kwargs))["out"]
 
     attend.__name__ = attend.__qualname__ = name
     return attend
@@ -256,20 +256,11 @@ def output_and_lse_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str)
 
     @functools.wraps(make_call)
     def attend(*args: _P.args, **kwargs: _P.kwargs) -> tuple[Tensor, Tensor]:
-        results = run(replace(_named(make_call, name, *args, **kwargs), with_lse=True))
+        results = run(replace(call_named(name, make_call, *args, **kwargs), with_lse=True))
         return results["out"], results["lse"]
 
     attend.__name__ = attend.__qualname__ = name
     return attend
-
-
-def _named(make_call: Callable[_P, AttentionCall[Tensor]], name: str, *args: _P.args, **kwargs: _P.kwargs) -> Any:
-    try:
-        return make_call(*args, **kwargs)
-    except TypeError as error:
-        if (said := renamed(error, make_call, name)) is not None:
-            raise said from None
-        raise
 
 
 # One list of keywords for each operation: the functions differ in what they return.
