@@ -54,6 +54,8 @@ def varying(arrays: Sequence[jax.Array], beside: Sequence[jax.Array]) -> list[ja
     Inside a `jax.shard_map` that checks this (`check_vma`, its default) JAX cannot see it through a custom call.
     """
     axes = frozenset().union(*map(_varies_over, beside))
+    if not axes:
+        return list(arrays)
     missing = [tuple(sorted(axes - _varies_over(array))) for array in arrays]
     return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
 

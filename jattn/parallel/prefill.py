@@ -22,12 +22,12 @@ from torch_core.context_parallel import merge_parts
 from torch_core.errors import InvalidInput, Unsupported
 from torch_core.specs import AttentionSpec
 
-#: Options that count the rows or the keys of a whole sequence.
-_OF_WHOLE_SEQUENCES = ("mm_prefix_range", "qq_bias", "seq_causal")
-#: Those that ask how far a key is from the query; plain ALiBi tells keys apart by their own places.
-_DISTANCES = ("sliding_window", "attention_chunk", "relative_bias", "use_alibi_sqrt")
-
 __all__ = ["all_gather_attention", "ring_attention", "zigzag_order"]
+
+# Options that count the rows or the keys of a whole sequence.
+_OF_WHOLE_SEQUENCES = ("mm_prefix_range", "qq_bias", "seq_causal")
+# Those that ask how far a key is from the query; plain ALiBi tells keys apart by their own places.
+_DISTANCES = ("sliding_window", "attention_chunk", "relative_bias", "use_alibi_sqrt")
 
 
 def zigzag_order(num_tokens: int, num_devices: int) -> np.ndarray:
