@@ -9,6 +9,7 @@ behind the steps in flight, and an engine without requests would sit in one unti
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -16,7 +17,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import jax
@@ -102,7 +102,9 @@ def check_agreement(facts: dict[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    facts = {**{name: version(name) for name in ("jattn", "jax", "jaxlib", "flax", "numpy")}, **facts}
+    # What is imported, installed or not: sources on a path have no metadata, or those of another copy.
+    packages = ("jattn", "jax", "jaxlib", "flax", "numpy")
+    facts = {**{name: importlib.import_module(name).__version__ for name in packages}, **facts}
     found = _differing(list(facts.values()))
     if found is not None:
         process, differing = found

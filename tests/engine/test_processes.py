@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import socket
@@ -9,12 +10,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jattn import __version__
 from jattn.engine import LLM, Engine, EngineConfig, SamplingParams, join
 from jattn.engine.processes import (
     HEARTBEAT_SECONDS,
@@ -174,6 +178,17 @@ def test_a_process_alone_agrees_with_itself_and_needs_no_channel() -> None:
     assert shared_channel(None, EngineConfig(), dict) is None
     tell_failure("There is nobody.")
     assert HEARTBEAT_SECONDS < 60
+
+
+def test_sources_that_are_not_installed_are_compared_too(monkeypatch) -> None:
+    def absent(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("jattn.engine.processes._of_all", lambda numbers: [numbers, [0, *numbers[1:]]])
+    with pytest.raises(InvalidInput, match=f"process 1 differs from process 0 in jattn; here it is '{__version__}'"):
+        check_agreement({"anything": np.zeros(2)})
 
 
 def test_models_of_one_shape_differ_in_their_configs_kinds_and_weights() -> None:
