@@ -7,40 +7,45 @@ the prompts. So a row compiles the programs that it measures, and no others.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jattn.bench.kernels import profiled
 from jattn.engine import EngineConfig, SamplingParams, open_engine
 from jattn.engine.replicas import AnyEngine
-from jattn.models import Decoder, ModelConfig, quantize_fp8
+from jattn.models import Decoder, ModelConfig, decoder_of, parameter_shards, quantize_fp8, tensor_parallel_of
 from jattn.table import aligned
 
 __all__ = ["SHAPES", "main", "random_decoder"]
 
-#: Llama 3.1's 8B shape, and one for trying this out on a CPU.
+_LARGE = ModelConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=16384,
+    dtype="bfloat16",
+)
+#: Llama 3.1's shapes of 8B and 70B, and one for trying this out on a CPU.
 SHAPES = {
-    "8b": ModelConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=16384,
-        dtype="bfloat16",
-    ),
+    "70b": _LARGE,
+    "8b": replace(_LARGE, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
     "tiny": ModelConfig(
         vocab_size=64,
         hidden_size=16,
@@ -99,11 +104,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--settings", nargs="*", default=[""], help="of EngineConfig, as in steps_in_flight=1,scrub_on_free=true"
     )
+    parser.add_argument(
+        "--cut", type=int, default=1, help="devices over which a model is made that one does not hold (1)"
+    )
     parser.add_argument("--fp8-weights", action="store_true", help="linear layers that multiply in fp8")
     parser.add_argument("--profile", type=Path, help="a folder for traces; time by kernel behind each decode row")
     options = parser.parse_args(argv)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, random weights", flush=True)
-    model = random_decoder(SHAPES[options.shape])
+    mesh = jax.make_mesh((options.cut,), ("tp",)) if options.cut > 1 else None
+    model = random_decoder(SHAPES[options.shape], mesh)
     if options.fp8_weights:
         quantize_fp8(model)
     bench = _Bench(model, options.batched_tokens, options.new_tokens, options.rounds, options.profile)
@@ -111,6 +120,8 @@ def main(argv: Sequence[str]) -> None:
         chosen = {
             name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.split(",") if each)
         }
+        if mesh is not None:
+            chosen["mesh"] = mesh
         if options.startup and not number:
             _tell(settings, "start-up", bench.startup(chosen))
         for load in options.decode:
@@ -127,13 +138,27 @@ def main(argv: Sequence[str]) -> None:
             _tell(settings, f"throughput {load}", bench.throughput(chosen, *_sizes(load)))
 
 
-def random_decoder(config: ModelConfig) -> Decoder:
-    """Returns a decoder with random weights, each made where it stays."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    filled = [jax.random.normal(key, leaf.shape, leaf.dtype) * 0.02 for key, leaf in zip(keys, leaves, strict=True)]
-    return nnx.merge(graph, jax.tree.unflatten(treedef, filled))
+def random_decoder(config: ModelConfig, mesh: Mesh | None = None) -> Decoder:
+    """Returns a decoder with random weights, each made where it stays: on one device, or cut over a mesh axis "tp"."""
+    if mesh is None:
+        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+        leaves, treedef = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        filled = [jax.random.normal(key, leaf.shape, leaf.dtype) * 0.02 for key, leaf in zip(keys, leaves, strict=True)]
+        return nnx.merge(graph, jax.tree.unflatten(treedef, filled))
+    parallel = tensor_parallel_of(mesh)
+    shards = parameter_shards(config, parallel)
+    keys = jax.random.split(jax.random.key(0), len(shards))
+    values = {
+        path: _normal(each.cut_shape, config.dtype, NamedSharding(mesh, each.spec))(key)
+        for key, (path, each) in zip(keys, shards.items(), strict=True)
+    }
+    return decoder_of(config, values, None, parallel)
+
+
+@functools.lru_cache
+def _normal(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * 0.02, out_shardings=sharding)
 
 
 class _Bench:

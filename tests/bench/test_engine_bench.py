@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import time
 from types import SimpleNamespace
+from typing import Any
 
+import jax
 import pytest
 
 from jattn.bench import engine
-from jattn.bench.engine import main
+from jattn.bench.engine import SHAPES, main, random_decoder
+from tests.support.devices import on_four_devices
 
 SIZES = ["--new-tokens", "6", "--batched-tokens", "64", "--rounds", "1", "--settings", "num_scheduler_steps=1"]
 NOTHING = ["--decode", "--prompt", "--hits", "--throughput"]
@@ -29,6 +34,19 @@ def test_a_decode_row_compiles_nothing_while_it_is_measured(capsys) -> None:
 
     assert row.startswith("decode 1x16  ")
     assert "late" not in row
+
+
+@on_four_devices
+def test_a_model_that_one_device_would_not_hold_is_made_cut() -> None:
+    mesh = jax.make_mesh((2,), ("tp",))
+    model = random_decoder(SHAPES["tiny"], mesh)
+    kernel: Any = model.layers[0].mlp.down_proj.kernel
+    assert {shard.data.shape for shard in kernel[...].addressable_shards} == {(16, 16)}
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main(["--shape", "tiny", "--cut", "2", *NOTHING, "--decode", "1x16", *SIZES[:-2]])
+    assert out.getvalue().splitlines()[1].startswith("decode 1x16  ")
 
 
 @pytest.mark.nightly
