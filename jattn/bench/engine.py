@@ -20,13 +20,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jattn.bench.kernels import profiled
 from jattn.engine import EngineConfig, SamplingParams, open_engine
 from jattn.engine.replicas import AnyEngine
-from jattn.models import Decoder, ModelConfig, decoder_of, parameter_shards, quantize_fp8, tensor_parallel_of
+from jattn.models import (
+    Decoder,
+    ModelConfig,
+    TensorParallel,
+    decoder_of,
+    parameter_shards,
+    quantize_fp8,
+    tensor_parallel_of,
+)
 from jattn.table import aligned
 
 __all__ = ["SHAPES", "main", "random_decoder"]
@@ -140,24 +147,18 @@ def main(argv: Sequence[str]) -> None:
 
 def random_decoder(config: ModelConfig, mesh: Mesh | None = None) -> Decoder:
     """Returns a decoder with random weights, each made where it stays: on one device, or cut over a mesh axis "tp"."""
-    if mesh is None:
-        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-        leaves, treedef = jax.tree.flatten(state)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        filled = [jax.random.normal(key, leaf.shape, leaf.dtype) * 0.02 for key, leaf in zip(keys, leaves, strict=True)]
-        return nnx.merge(graph, jax.tree.unflatten(treedef, filled))
-    parallel = tensor_parallel_of(mesh)
-    shards = parameter_shards(config, parallel)
+    parallel = None if mesh is None else tensor_parallel_of(mesh)
+    shards = parameter_shards(config, parallel or TensorParallel(size=1))
     keys = jax.random.split(jax.random.key(0), len(shards))
     values = {
-        path: _normal(each.cut_shape, config.dtype, NamedSharding(mesh, each.spec))(key)
+        path: _normal(each.cut_shape, config.dtype, None if mesh is None else NamedSharding(mesh, each.spec))(key)
         for key, (path, each) in zip(keys, shards.items(), strict=True)
     }
     return decoder_of(config, values, None, parallel)
 
 
 @functools.lru_cache
-def _normal(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _normal(shape: tuple[int, ...], dtype: str, sharding: NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * 0.02, out_shardings=sharding)
 
 

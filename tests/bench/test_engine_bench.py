@@ -43,6 +43,9 @@ def test_a_model_that_one_device_would_not_hold_is_made_cut() -> None:
     kernel: Any = model.layers[0].mlp.down_proj.kernel
     assert {shard.data.shape for shard in kernel[...].addressable_shards} == {(16, 16)}
 
+
+@on_four_devices
+def test_a_model_that_was_made_cut_has_rows_like_others() -> None:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         main(["--shape", "tiny", "--cut", "2", *NOTHING, "--decode", "1x16", *SIZES[:-2]])
