@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,7 @@ def test_a_process_alone_agrees_with_itself_and_needs_no_channel() -> None:
 
 def test_sources_that_are_not_installed_are_compared_too(monkeypatch) -> None:
     def absent(name: str) -> Any:
-        raise PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", absent)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
