@@ -52,7 +52,7 @@ class Peers:
         from torch_core.all_reduce.plan import peers_size, workspace_words
 
         split = NamedSharding(mesh, PartitionSpec(axis_name))
-        workspace = jax.device_put(np.zeros(world * 2 * workspace_words(world), np.int32), split)
+        workspace = jax.device_put(np.zeros(world * workspace_words(world), np.int32), split)
         # No device may send before all have zeros.
         jax.block_until_ready(workspace)
         shards = {shard.device: shard.data.unsafe_buffer_pointer() for shard in workspace.addressable_shards}

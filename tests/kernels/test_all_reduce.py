@@ -22,7 +22,7 @@ class Devices:
     """Ranks that take their turns one after the other: what a rank waits for must be there already."""
 
     def __init__(self) -> None:
-        self.workspaces = [torch.zeros(workspace_words(WORLD), dtype=torch.int64) for _ in range(WORLD)]
+        self.workspaces = [torch.zeros(workspace_words(WORLD), dtype=torch.int32) for _ in range(WORLD)]
         addresses = [workspace.data_ptr() for workspace in self.workspaces]
         rows = np.asarray([[rank, own, *addresses] for rank, own in enumerate(addresses)], np.uint64)
         self.tables = torch.from_numpy(rows.view(np.int32))
@@ -33,13 +33,16 @@ class Devices:
 
     def summed(self, parts: list[torch.Tensor], plan: OperationPlan | None = None) -> list[torch.Tensor]:
         """What every rank gets: the first one's blocks run again, once the others have sent theirs."""
-        num_blocks = -(-parts[0].nbytes // 1024)
-        counts = [workspace.view(torch.int32)[:num_blocks] for workspace in self.workspaces]
-        before = counts[0].clone()
+        before = self.workspaces[0].clone()
         self.run(0, parts[0], plan)
+        self.workspaces[0].copy_(before)
         others = [self.run(rank, part, plan) for rank, part in enumerate(parts[1:], 1)]
-        counts[0].copy_(before)
-        return [self.run(0, parts[0], plan), *others]
+        after = [workspace.clone() for workspace in self.workspaces[1:]]
+        result = self.run(0, parts[0], plan)
+        for workspace, kept in zip(self.workspaces[1:], after, strict=True):
+            # What has been read comes a second time.
+            workspace.copy_(kept)
+        return [result, *others]
 
 
 def _impatient(plan: OperationPlan) -> OperationPlan:
@@ -77,6 +80,25 @@ def test_what_a_rank_never_sent_is_nan(dtype: str, seed: int) -> None:
     (part, _) = parts_of((6,), dtype, seed)
 
     assert Devices().run(0, part).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_nan_of_all_ones_is_sent_as_words_that_can_be_told_from_none(dtype: str) -> None:
+    ones = torch.full((8,), -1, dtype=torch.int32).view(torch_dtype(dtype))
+    devices = Devices()
+
+    devices.run(0, ones)
+
+    assert torch.count_nonzero(devices.workspaces[1]) == 8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_of_zeros_are_zeros(dtype: str) -> None:
+    zeros = torch.zeros(6, dtype=torch_dtype(dtype))
+    devices = Devices()
+
+    for _ in range(3):
+        assert all(torch.equal(result, zeros) for result in devices.summed([zeros, zeros]))
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(3, "bfloat16"), (0, "float32"), (4, "int32"), (1 << 20, "float32")])

@@ -1,10 +1,14 @@
 """Kernels of devices that see each other's memory: they sum or exchange small arrays without waiting for the host.
 
-A block sends its words to every device's workspace, each beside the number of the call in one 64-bit word, which is
-written whole: a word that has this call's number has its data too, so nothing is fenced and no flag is sent apart (the
-LL protocol of NCCL, arXiv:2507.04786; one shot, as in vLLM's csrc/custom_all_reduce.cuh). It waits for the same block
-of the others alone. Two slots in turn are enough: who has a peer's words of this call knows that the peer's last call,
-and so its reading of the other slot, is over. What has not come after MAX_POLLS looks is NaN, and the launch an error.
+A block writes its words to every other device's workspace, and waits for the same block of the others alone. Nothing
+is fenced and no flag is sent apart: a word tells by itself that it has come (one shot, as in vLLM's
+csrc/custom_all_reduce.cuh). What is exchanged goes beside the number of the call, in 64 bits that are written whole
+(the LL protocol of NCCL, arXiv:2507.04786). What is summed goes alone, inverted, since zero stands for no word: floats
+have a bit pattern to spare, and half the bytes move (TensorRT-LLM's one-shot sums spare -0.0, and call it Lamport). Who
+has read such words puts zeros in their place.
+
+Two slots in turn are enough: who has a peer's words of this call knows that the peer's last call, and so its reading of
+the other slot, is over. What has not come after MAX_POLLS looks is NaN, and the launch an error.
 """
 
 from __future__ import annotations
@@ -25,25 +29,36 @@ def all_reduce_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     MAX_POLLS: tl.constexpr,
+    REGION: tl.constexpr,
 ):
     """Writes the sum over WORLD devices of BLOCK 32-bit words of x, added in float32 in the order of ranks."""
     block = tl.program_id(0)
-    own, calls, call = _begin(peers, block)
+    rank = tl.load(peers)
+    own = _region(peers + 2, REGION)
+    calls = own + block
+    call = tl.load(calls) + 1
     index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_words
     word = tl.load(x.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
+    # All ones, a NaN in every type, would be zero: another NaN takes their place.
+    sent = ~tl.where(word == -1, 0x7FFFFFFF, word)
+    place = MAX_BLOCKS + (call & 1) * (WORLD * MAX_BLOCKS * BLOCK) + index
     for peer in tl.static_range(WORLD):
-        _send(word, peers, peer, index, mask, call, WORLD, BLOCK, MAX_BLOCKS)
+        slot = _region(peers + 4 + 2 * peer, REGION) + rank * (MAX_BLOCKS * BLOCK)
+        tl.store(tl.multiple_of(slot + place, 16), sent, mask=mask & (rank != peer))
 
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(WORLD):
-        found = _receive(own, peer, index, mask, call, WORLD, BLOCK, MAX_BLOCKS, MAX_POLLS)
+        source = tl.multiple_of(own + peer * (MAX_BLOCKS * BLOCK) + place, 16)
+        found = _await_words(source, mask & (rank != peer), MAX_POLLS)
+        found = tl.where(rank == peer, word, found)
         if out.dtype.element_ty == tl.float32:
             low += found.to(tl.float32, bitcast=True)
         else:
             low += found.to(tl.int16).to(out.dtype.element_ty, bitcast=True).to(tl.float32)
             high += (found >> 16).to(tl.int16).to(out.dtype.element_ty, bitcast=True).to(tl.float32)
+        tl.store(source, index * 0, mask=mask & (rank != peer))
 
     if out.dtype.element_ty == tl.float32:
         total = low.to(tl.int32, bitcast=True)
@@ -65,21 +80,27 @@ def exchange_kernel(
     BLOCK: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     MAX_POLLS: tl.constexpr,
+    REGION: tl.constexpr,
 ):
     """Writes part [rank] of every device's x, BLOCK 32-bit words of it, one behind the other in the order of ranks.
 
     With a part_stride of 0 all have the one part that x is.
     """
     block = tl.program_id(0)
-    own, calls, call = _begin(peers, block)
+    rank = tl.load(peers)
+    own = _region(peers + 2, REGION)
+    calls = own + block
+    call = tl.load(calls) + 1
     index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_words
+    place = (call & 1) * (WORLD * MAX_BLOCKS * BLOCK) + index
     for peer in tl.static_range(WORLD):
         word = tl.load(x + peer * part_stride + index, mask=mask, other=0)
-        _send(word, peers, peer, index, mask, call, WORLD, BLOCK, MAX_BLOCKS)
+        slot = _pairs(_region(peers + 4 + 2 * peer, REGION), MAX_BLOCKS) + rank * (MAX_BLOCKS * BLOCK)
+        tl.store(slot + place, (word.to(tl.int64) & 0xFFFFFFFF) | (call.to(tl.int64) << 32), mask=mask)
     for peer in tl.static_range(WORLD):
-        found = _receive(own, peer, index, mask, call, WORLD, BLOCK, MAX_BLOCKS, MAX_POLLS)
-        tl.store(out + peer * num_words + index, found, mask=mask)
+        slot = _pairs(own, MAX_BLOCKS) + peer * (MAX_BLOCKS * BLOCK)
+        tl.store(out + peer * num_words + index, _await_pairs(slot + place, mask, call, MAX_POLLS), mask=mask)
     tl.store(calls, call)
 
 
@@ -90,33 +111,22 @@ def stop_with_an_error():
 
 
 @triton.jit
-def _begin(peers, block):
-    """Returns this device's workspace, where it counts the block's calls, and the number of this one."""
-    own = _address(peers + 2)
-    calls = own.to(tl.pointer_type(tl.int32)) + block
-    return own, calls, tl.load(calls) + 1
+def _await_words(source, mask, MAX_POLLS: tl.constexpr):
+    """The words that come, which are sent inverted."""
+    found = tl.load(source, mask=mask, other=1, volatile=True)
+    polls = 0
+    while (tl.max((found == 0).to(tl.int32), axis=0) > 0) & (polls < MAX_POLLS):
+        found = tl.load(source, mask=mask, other=1, volatile=True)
+        polls += 1
+    if polls == MAX_POLLS:
+        stop_with_an_error()
+    # No word, inverted, is all ones, which are a NaN in every float type.
+    return ~found
 
 
 @triton.jit
-def _send(word, peers, peer, index, mask, call, WORLD: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr):
-    sent = (word.to(tl.int64) & 0xFFFFFFFF) | (call.to(tl.int64) << 32)
-    slot = _slot(tl.load(peers), call, WORLD, BLOCK, MAX_BLOCKS)
-    tl.store(_address(peers + 4 + 2 * peer) + slot + index, sent, mask=mask)
-
-
-@triton.jit
-def _receive(
-    own,
-    peer,
-    index,
-    mask,
-    call,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
-):
-    source = own + _slot(peer, call, WORLD, BLOCK, MAX_BLOCKS) + index
+def _await_pairs(source, mask, call, MAX_POLLS: tl.constexpr):
+    """The words that come beside the number of this call."""
     found = tl.load(source, mask=mask, volatile=True)
     is_late = mask & ((found >> 32).to(tl.int32) != call)
     polls = 0
@@ -126,18 +136,18 @@ def _receive(
         polls += 1
     if polls == MAX_POLLS:
         stop_with_an_error()
-    # All ones are a NaN in every float type.
     return tl.where(is_late, -1, found.to(tl.int32))
 
 
 @triton.jit
-def _slot(rank, call, WORLD: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr):
-    # The numbers of the blocks' calls stand before the slots, of which each has the words of every rank.
-    return MAX_BLOCKS // 2 + ((call & 1) * WORLD + rank) * (MAX_BLOCKS * BLOCK)
+def _region(pair, REGION: tl.constexpr):
+    """The region REGION words into the workspace whose address is a pair: numbers of the blocks' calls, two slots."""
+    low = tl.load(pair).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(pair + 1).to(tl.int64)
+    return (low | (high << 32)).to(tl.pointer_type(tl.int32)) + REGION
 
 
 @triton.jit
-def _address(pair):
-    low = tl.load(pair).to(tl.int64) & 0xFFFFFFFF
-    high = tl.load(pair + 1).to(tl.int64)
-    return (low | (high << 32)).to(tl.pointer_type(tl.int64))
+def _pairs(region, MAX_BLOCKS: tl.constexpr):
+    """Where the slots of 64-bit words begin in a region."""
+    return (region + MAX_BLOCKS).to(tl.pointer_type(tl.int64))

@@ -11,9 +11,11 @@ from torch_core.specs import DTYPE_BYTES, ArraySpec
 __all__ = ["exchanges", "peers_size", "plan_all_reduce", "plan_exchange", "sums", "workspace_words"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
-# A warp's words are neighbours, so that each of its stores to another device is full: one word for each thread.
-_BLOCK, _WARPS = 256, 8
-_MAX_BLOCKS = 1024
+# Bytes that a device sends to all others together.
+_MAX_BYTES = 1 << 20
+_WARPS = 8
+# Threads move 16 bytes at once: four words that are summed; one that is exchanged, whose full stores are a warp's.
+_SUM_BLOCK, _EXCHANGE_BLOCK = 1024, 256
 # A look takes about a microsecond. A device may load its kernels, or compile them, while another waits for it.
 _MAX_POLLS = 1 << 26
 
@@ -29,8 +31,8 @@ def exchanges(num_bytes: int, world: int) -> bool:
 
 
 def workspace_words(world: int) -> int:
-    """Returns the 64-bit words of zeros that each device keeps: the blocks' counts, and two slots for every rank."""
-    return _MAX_BLOCKS // 2 + 2 * world * _MAX_BLOCKS * _BLOCK
+    """Returns the 32-bit words of zeros that each device keeps: the regions of sums and of exchanges."""
+    return sum(_region_words(world, block, pair) for block, pair in ((_SUM_BLOCK, 1), (_EXCHANGE_BLOCK, 2)))
 
 
 def peers_size(world: int) -> int:
@@ -53,7 +55,7 @@ def plan_all_reduce(x: ArraySpec, world: int) -> OperationPlan:
             f"all_reduce: x is {x.dtype}{list(x.shape)}; over {world} devices it must be of {', '.join(_DTYPES)}, and "
             f"of whole 32-bit words, {_max_bytes(world)} bytes at most. Sum it with jax.lax.psum."
         )
-    return _plan("all_reduce", all_reduce_kernel, x, x, _num_bytes(x) // 4, world)
+    return _plan("all_reduce", all_reduce_kernel, x, x, _num_bytes(x) // 4, world, _SUM_BLOCK, 0)
 
 
 def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
@@ -73,7 +75,9 @@ def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
             f"{_max_bytes(world)} bytes at most. Move it with jax.lax.all_gather or all_to_all."
         )
     stride = {"part_stride": Scalar(words if parts > 1 else 0, "i32", specialize=False)}
-    return _plan("exchange", exchange_kernel, x, ArraySpec((world, words), "int32"), words, world, stride)
+    region = _region_words(world, _SUM_BLOCK, 1)
+    out = ArraySpec((world, words), "int32")
+    return _plan("exchange", exchange_kernel, x, out, words, world, _EXCHANGE_BLOCK, region, stride)
 
 
 def _plan(
@@ -83,16 +87,25 @@ def _plan(
     out: ArraySpec,
     num_words: int,
     world: int,
+    block: int,
+    region: int,
     further: dict[str, Scalar] | None = None,
 ) -> OperationPlan:
     arguments = {
         **{name: Pointer(name) for name in ("x", "peers", "out")},
-        "num_words": Scalar(num_words, "i32", specialize=False),
+        # Of a multiple of 16 the compiler makes wide loads and stores.
+        "num_words": Scalar(num_words, "i32", specialize=num_words > 1),
         **(further or {}),
     }
-    constants = {"WORLD": world, "BLOCK": _BLOCK, "MAX_BLOCKS": _MAX_BLOCKS, "MAX_POLLS": _MAX_POLLS}
+    constants = {
+        "WORLD": world,
+        "BLOCK": block,
+        "MAX_BLOCKS": _max_blocks(block),
+        "MAX_POLLS": _MAX_POLLS,
+        "REGION": region,
+    }
     options = {"writes": ("out",), "num_warps": _WARPS, "num_stages": 1, "hot": True}
-    launch = named_launch(kernel, (ceil_div(num_words, _BLOCK),), arguments, constants, **options)
+    launch = named_launch(kernel, (ceil_div(num_words, block),), arguments, constants, **options)
     inputs = {"x": x, "peers": ArraySpec((peers_size(world),), "int32")}
     return OperationPlan.of(name, inputs, (launch,), {"out": ArraySpec(out.shape, out.dtype)})
 
@@ -102,5 +115,13 @@ def _num_bytes(x: ArraySpec) -> int:
 
 
 def _max_bytes(world: int) -> int:
-    # Each device sends it to all the others.
-    return _MAX_BLOCKS * _BLOCK * 4 // (world - 1) if world > 1 else 0
+    return _MAX_BYTES // (world - 1) if world > 1 else 0
+
+
+def _max_blocks(block: int) -> int:
+    return _MAX_BYTES // 4 // block
+
+
+def _region_words(world: int, block: int, words: int) -> int:
+    # The numbers of the blocks' calls stand before the two slots, of which each has the words of every rank.
+    return _max_blocks(block) + 2 * world * (_MAX_BYTES // 4) * words
