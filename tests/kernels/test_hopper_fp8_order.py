@@ -45,6 +45,11 @@ def _weight_order() -> np.ndarray:
     return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], axis=-1).reshape(128)
 
 
+def _column_order(width: int) -> np.ndarray:
+    """Returns the head's element in each column of the product, whose columns `in_columns` puts in order."""
+    return np.arange(width).reshape(width // 64, 2, 2, 2, 4, 2).transpose(0, 2, 4, 1, 3, 5).reshape(width)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 def test_transposed_values_have_their_keys_in_the_order_of_the_weights(width, seed):
     raw, turned = _layouts(width)
@@ -59,7 +64,15 @@ def test_transposed_values_have_their_keys_in_the_order_of_the_weights(width, se
     memory = np.zeros(32 * width, "<u4")
     memory[_words(turned)] = written
     tile = memory.view(np.uint8)[_addresses(width, 128)]
-    assert (tile == values[_weight_order()].T).all()
+    assert (tile == values[_weight_order()].T[_column_order(width)]).all()
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_a_thread_has_eights_of_neighbours_of_a_products_columns(width):
+    # Of a row, a thread has the columns 8 * i + 2 * t + (0, 1) of the product; see `fp8_softmax_step`.
+    for of_thread in _column_order(width).reshape(-1, 4, 2).transpose(1, 0, 2).reshape(4, -1):
+        eights = np.sort(of_thread).reshape(-1, 8)
+        assert (eights == eights[:, :1] // 8 * 8 + np.arange(8)).all()
 
 
 @pytest.mark.parametrize(

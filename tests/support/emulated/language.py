@@ -118,7 +118,7 @@ class Language:
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return Tensor(x.array[..., 0]), Tensor(x.array[..., 1])
 
-    def convert_layout(self, x: Any, layout: Any = None) -> Any:
+    def convert_layout(self, x: Any, layout: Any = None, assert_trivial: bool = False) -> Any:
         return x
 
     def _thread_barrier(self) -> None:

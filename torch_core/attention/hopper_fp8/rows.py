@@ -6,17 +6,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from torch_core.attention.hopper.softmax import row_references, row_sums
 from torch_core.attention.hopper_fp8.softmax import fp8_softmax_step, initial_fp8_state
 from torch_core.attention.hopper_fp8.step import attend_fp8_tiles, weigh_tile
-from torch_core.device.gluon_names import reinterpret
+from torch_core.attention.hopper_fp8.transpose import in_columns
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse, store_partial
 from torch_core.device.hopper_turns import ring_slot, skip_tile
@@ -108,6 +103,7 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
                     OWN, SHAPE, OVERLAP, True, LEFT, S_LAYOUT,
                 )  # fmt: skip
 
+            mbarrier.arrive(rings.query.empty.index(slot), count=1)
             if OVERLAP:
                 acc = weigh_tile(words, acc, values, step - 1)
             if LEFT:
@@ -117,38 +113,28 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
 
             row_sum = gl.convert_layout(row_sums(state), ROWS)
             shift = gl.convert_layout(row_references(state), ROWS)
+            acc = in_columns(acc)
             if SPLIT:
                 store_partial(acc, row_sum, shift, call.split, partial_row, tokens, head, OWN, SHAPE)
             else:
                 empty = row_sum == 0.0
                 shift = gl.where(empty, 0.0, shift)
                 inverse, shift, total = finish_rows(row_sum, shift, empty, head, in_rows, output, SHAPE.PACK)
-                acc = acc * gl.convert_layout(inverse * out_factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                acc = acc * gl.convert_layout(inverse * out_factor, gl.SliceLayout(1, acc.type.layout))[:, None]
                 pointers = output.out + first_row.to(gl.int64) * SHAPE.OUT_STRIDES[0] + head * SHAPE.OUT_STRIDES[1]
-                _store_rows(acc, q, pointers, OWN * 64, tokens, SHAPE)
+                _store_rows(acc, pointers, OWN * 64, tokens, SHAPE)
                 store_lse(output, shift, total, empty, first_row, tokens, head, in_rows, OWN, SHAPE)
-                fence_async_shared()
-            mbarrier.arrive(rings.query.empty.index(slot), count=1)
 
 
 @gluon.jit
-def _store_rows(acc, q, out, base, tokens, SHAPE: gl.constexpr):
-    """Stores 64 rows; they pass through the query tile, done with and half as wide, to be stored 16 bytes at a time."""
+def _store_rows(acc, out, base, tokens, SHAPE: gl.constexpr):
+    """Stores 64 rows, 16 bytes at a time."""
     PACK: gl.constexpr = SHAPE.PACK
-    HALF: gl.constexpr = SHAPE.HEAD_SIZE // 2
-    LANES: gl.constexpr = HALF // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    shared: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=64 if HALF == 32 else 128, element_bitwidth=16, rank=2
-    )
-    tile = reinterpret(q, out.dtype.element_ty, 64, HALF, shared)
-    halves = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
-    out_rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    places = (out_rows // PACK).to(gl.int64) * SHAPE.OUT_STRIDES[0]
+    layout: gl.constexpr = acc.type.layout
+    rows = base + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, SHAPE.HEAD_SIZE, layout=gl.SliceLayout(0, layout))
+    places = (rows // PACK).to(gl.int64) * SHAPE.OUT_STRIDES[0]
     if PACK > 1:
-        places += out_rows % PACK * SHAPE.OUT_STRIDES[1]
-    pointers = out + places[:, None] + columns[None, :]
-    for i in gl.static_range(2):
-        tile.store(halves[i].to(out.dtype.element_ty))
-        gl.store(pointers + i * HALF, tile.load(layout), mask=(out_rows < tokens * PACK)[:, None])
+        places += rows % PACK * SHAPE.OUT_STRIDES[1]
+    mask = rows < tokens * PACK
+    gl.store(out + places[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=mask[:, None])

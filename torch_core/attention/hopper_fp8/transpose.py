@@ -10,7 +10,7 @@ from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_turns import ring_slot
 
-__all__ = ["transpose_values"]
+__all__ = ["in_columns", "transpose_values"]
 
 # Bytes of four words a, b, c, d (four keys, the same four columns) to four words of one column each.
 _TRANSPOSE = gl.constexpr(
@@ -43,23 +43,40 @@ _WIDE_RAW = gl.constexpr(
 _NARROW_RAW = gl.constexpr(
     gl.SharedLinearLayout(_bases(_W0, _W1, _W3, _W4, _K0, _K1 | _W3, _K2 | _W4, _K3, _K4, _K5, _K6), alignment=1024)
 )
-# Tiles as the matrix units want them: rows of 128 keys, swizzled in the same way.
-_TURNED = (_K1, _K2, _K0, _K5, _K6, _C0 | _K0, _C1 | _K5, _W0 | _K6, _W1)
-_WIDE_TURNED = gl.constexpr(gl.SharedLinearLayout(_bases(*_TURNED, _W2, _W3, _W4), alignment=1024))
-_NARROW_TURNED = gl.constexpr(gl.SharedLinearLayout(_bases(*_TURNED, _W3, _W4), alignment=1024))
+# Tiles as the matrix units want them: rows of 128 keys, swizzled in the same way. Of 64 columns, a row's number has the
+# bits 0, 3, 5, 1, 2, 4 of its column, so that the columns of the product that a thread has, 8 * i + 2 * t + (0, 1), are
+# eights of neighbours.
+_KEYS = (_K1, _K2, _K0, _K5, _K6)
+_WIDE_TURNED = gl.constexpr(
+    gl.SharedLinearLayout(_bases(*_KEYS, _C0 | _K0, _W1 | _K5, _W3 | _K6, _C1, _W0, _W2, _W4), alignment=1024)
+)
+_NARROW_TURNED = gl.constexpr(
+    gl.SharedLinearLayout(_bases(*_KEYS, _C0 | _K0, _W1 | _K5, _W4 | _K6, _C1, _W0, _W3), alignment=1024)
+)
 # A piece's words in two warps or four, and a whole wide tile's: loads of two words, for threads with many registers.
-_LANES = _bases(_K0, _W1 | _K5, _W0, _W3, _W4)
+_LANES = _bases(_K0, _W1, _W0 | _K6, _W3, _W4)
 _WORDS_OF_TWO = gl.constexpr(
     gl.DistributedLinearLayout(_bases(_K1, _K2, _K3, _K4, _K6), _LANES, _bases(_K5), [], [_PIECE.value])
 )
 _WIDE_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
-        _bases(_W0, _K1, _K2, _K3, _K4), _bases(_K0, _W1 | _K5, _W3 | _K6, _W4, _W2), _bases(_K5, _K6), [], [4096]
+        _bases(_W0, _K1, _K2, _K3, _K4), _bases(_K0, _W1, _W3, _W4, _W2), _bases(_K5, _K6), [], [4096]
     )
 )
 _WORDS_OF_FOUR = gl.constexpr(
     gl.DistributedLinearLayout(_bases(_K1, _K2, _K3, _K4), _LANES, _bases(_K5, _K6), [], [_PIECE.value])
 )
+
+
+def _out_layout(columns: int) -> gl.constexpr:
+    further = [[0, 1 << bit] for bit in (4, 6, 7) if 1 << bit < columns]
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *further]
+    lanes = [[0, 8], [0, 32], [1, 0], [2, 0], [4, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns]))
+
+
+# Where a thread has its sums, by the columns of a tile.
+_OUT_64, _OUT_128, _OUT_256 = (_out_layout(columns) for columns in (64, 128, 256))
 
 
 @gluon.jit
@@ -70,7 +87,7 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
 
     A tile's keys come in the order in which a thread of the matrix units holds their weights: bit 0 of a key's number
     is bit 4 of its place, bits 1 and 2 are bits 2 and 3, bits 3 and 4 are bits 0 and 1. `fp8_softmax_step` has the
-    same order.
+    same order. Its columns come in the order of `in_columns`.
     """
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     raw = rings.raw
@@ -109,6 +126,18 @@ def transpose_values(call, rings, SHAPE: gl.constexpr):
                 mbarrier.arrive(values.full.index(stage), count=1)
                 mbarrier.arrive(raw.empty.index(raw_stage), count=1)
                 step += 1
+
+
+@gluon.jit
+def in_columns(acc):
+    """The sums of 64 rows with transposed tiles, in the order of the head's elements; moves nothing.
+
+    A thread has eights of neighbours then, and stores each at once, without passing it through shared memory.
+    """
+    COLUMNS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = _OUT_64 if COLUMNS == 64 else (_OUT_128 if COLUMNS == 128 else _OUT_256)
+    acc = acc.reshape([64, COLUMNS // 64, 2, 4, 2, 2, 2]).permute((0, 1, 4, 2, 5, 3, 6)).reshape([64, COLUMNS])
+    return gl.convert_layout(acc, layout, assert_trivial=True)
 
 
 @gluon.jit
