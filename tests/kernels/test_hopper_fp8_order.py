@@ -51,7 +51,7 @@ def _column_order(width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_transposed_values_have_their_keys_in_the_order_of_the_weights(width, seed):
+def test_transposed_values_have_keys_in_the_order_of_the_weights_and_columns_in_that_of_the_sums(width, seed):
     raw, turned = _layouts(width)
     values = np.random.default_rng(seed).integers(0, 256, (128, width), dtype=np.uint8)
     memory = np.zeros(128 * width, np.uint8)
