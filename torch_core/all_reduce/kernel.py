@@ -32,27 +32,21 @@ def all_reduce_kernel(
     REGION: tl.constexpr,
 ):
     """Writes the sum over WORLD devices of BLOCK 32-bit words of x, added in float32 in the order of ranks."""
-    block = tl.program_id(0)
-    rank = tl.load(peers)
-    own = _region(peers + 2, REGION)
-    calls = own + block
-    call = tl.load(calls) + 1
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num_words
+    rank, own, calls, call, index, mask, place = _begin(peers, num_words, WORLD, BLOCK, MAX_BLOCKS, REGION)
     word = tl.load(x.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
     # All ones, a NaN in every type, would be zero: another NaN takes their place.
     sent = ~tl.where(word == -1, 0x7FFFFFFF, word)
-    place = MAX_BLOCKS + (call & 1) * (WORLD * MAX_BLOCKS * BLOCK) + index
     for peer in tl.static_range(WORLD):
-        slot = _region(peers + 4 + 2 * peer, REGION) + rank * (MAX_BLOCKS * BLOCK)
+        slot = _slots(peers + 4 + 2 * peer, MAX_BLOCKS, REGION) + rank * (MAX_BLOCKS * BLOCK)
         tl.store(tl.multiple_of(slot + place, 16), sent, mask=mask & (rank != peer))
 
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(WORLD):
         source = tl.multiple_of(own + peer * (MAX_BLOCKS * BLOCK) + place, 16)
-        found = _await_words(source, mask & (rank != peer), MAX_POLLS)
-        found = tl.where(rank == peer, word, found)
+        found, _ = _await(source, mask & (rank != peer), call, MAX_POLLS)
+        # No word, inverted, is all ones, which are a NaN in every float type.
+        found = tl.where(rank == peer, word, ~found)
         if out.dtype.element_ty == tl.float32:
             low += found.to(tl.float32, bitcast=True)
         else:
@@ -86,21 +80,16 @@ def exchange_kernel(
 
     With a part_stride of 0 all have the one part that x is.
     """
-    block = tl.program_id(0)
-    rank = tl.load(peers)
-    own = _region(peers + 2, REGION)
-    calls = own + block
-    call = tl.load(calls) + 1
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num_words
-    place = (call & 1) * (WORLD * MAX_BLOCKS * BLOCK) + index
+    rank, own, calls, call, index, mask, place = _begin(peers, num_words, WORLD, BLOCK, MAX_BLOCKS, REGION)
+    pairs: tl.constexpr = tl.pointer_type(tl.int64)
     for peer in tl.static_range(WORLD):
         word = tl.load(x + peer * part_stride + index, mask=mask, other=0)
-        slot = _pairs(_region(peers + 4 + 2 * peer, REGION), MAX_BLOCKS) + rank * (MAX_BLOCKS * BLOCK)
+        slot = _slots(peers + 4 + 2 * peer, MAX_BLOCKS, REGION).to(pairs) + rank * (MAX_BLOCKS * BLOCK)
         tl.store(slot + place, (word.to(tl.int64) & 0xFFFFFFFF) | (call.to(tl.int64) << 32), mask=mask)
+    own = own.to(pairs)
     for peer in tl.static_range(WORLD):
-        slot = _pairs(own, MAX_BLOCKS) + peer * (MAX_BLOCKS * BLOCK)
-        tl.store(out + peer * num_words + index, _await_pairs(slot + place, mask, call, MAX_POLLS), mask=mask)
+        found, is_late = _await(own + peer * (MAX_BLOCKS * BLOCK) + place, mask, call, MAX_POLLS)
+        tl.store(out + peer * num_words + index, tl.where(is_late, -1, found.to(tl.int32)), mask=mask)
     tl.store(calls, call)
 
 
@@ -111,43 +100,52 @@ def stop_with_an_error():
 
 
 @triton.jit
-def _await_words(source, mask, MAX_POLLS: tl.constexpr):
-    """The words that come, which are sent inverted."""
-    found = tl.load(source, mask=mask, other=1, volatile=True)
-    polls = 0
-    while (tl.max((found == 0).to(tl.int32), axis=0) > 0) & (polls < MAX_POLLS):
-        found = tl.load(source, mask=mask, other=1, volatile=True)
-        polls += 1
-    if polls == MAX_POLLS:
-        stop_with_an_error()
-    # No word, inverted, is all ones, which are a NaN in every float type.
-    return ~found
+def _begin(peers, num_words, WORLD: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr, REGION: tl.constexpr):
+    """Finds where the block stands.
+
+    Returns:
+        (rank, own slots, where the block counts its calls, number of this one, the block's words, which of them there
+        are, their places behind the start of a rank's slots).
+    """
+    block = tl.program_id(0)
+    rank = tl.load(peers)
+    own = _slots(peers + 2, MAX_BLOCKS, REGION)
+    calls = own - MAX_BLOCKS + block
+    call = tl.load(calls) + 1
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    return rank, own, calls, call, index, index < num_words, (call & 1) * (WORLD * MAX_BLOCKS * BLOCK) + index
 
 
 @triton.jit
-def _await_pairs(source, mask, call, MAX_POLLS: tl.constexpr):
-    """The words that come beside the number of this call."""
-    found = tl.load(source, mask=mask, volatile=True)
-    is_late = mask & ((found >> 32).to(tl.int32) != call)
+def _await(source, mask, call, MAX_POLLS: tl.constexpr):
+    """Returns what has come, and which of it is none: words alone, or pairs of a word and the number of its call."""
+    found, is_late = _look(source, mask, call)
     polls = 0
     while (tl.max(is_late.to(tl.int32), axis=0) > 0) & (polls < MAX_POLLS):
-        found = tl.load(source, mask=mask, volatile=True)
-        is_late = mask & ((found >> 32).to(tl.int32) != call)
+        found, is_late = _look(source, mask, call)
         polls += 1
     if polls == MAX_POLLS:
         stop_with_an_error()
-    return tl.where(is_late, -1, found.to(tl.int32))
+    return found, is_late
 
 
 @triton.jit
-def _region(pair, REGION: tl.constexpr):
-    """The region REGION words into the workspace whose address is a pair: numbers of the blocks' calls, two slots."""
+def _look(source, mask, call):
+    if source.dtype.element_ty == tl.int32:
+        found = tl.load(source, mask=mask, other=1, volatile=True)
+        is_late = found == 0
+    else:
+        found = tl.load(source, mask=mask, volatile=True)
+        is_late = mask & ((found >> 32).to(tl.int32) != call)
+    return found, is_late
+
+
+@triton.jit
+def _slots(pair, MAX_BLOCKS: tl.constexpr, REGION: tl.constexpr):
+    """The slots of the region that begins REGION words into the workspace whose address is a pair of words.
+
+    They stand behind the numbers of the blocks' calls.
+    """
     low = tl.load(pair).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(pair + 1).to(tl.int64)
-    return (low | (high << 32)).to(tl.pointer_type(tl.int32)) + REGION
-
-
-@triton.jit
-def _pairs(region, MAX_BLOCKS: tl.constexpr):
-    """Where the slots of 64-bit words begin in a region."""
-    return (region + MAX_BLOCKS).to(tl.pointer_type(tl.int64))
+    return (low | (high << 32)).to(tl.pointer_type(tl.int32)) + (REGION + MAX_BLOCKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch_core.all_reduce.kernel import all_reduce_kernel, exchange_kernel
 from torch_core.errors import InvalidInput
 from torch_core.plan.operands import ceil_div, named_launch
@@ -14,10 +16,32 @@ _DTYPES = ("bfloat16", "float16", "float32")
 # Bytes that a device sends to all others together.
 _MAX_BYTES = 1 << 20
 _WARPS = 8
-# Threads move 16 bytes at once: four words that are summed; one that is exchanged, whose full stores are a warp's.
-_SUM_BLOCK, _EXCHANGE_BLOCK = 1024, 256
 # A look takes about a microsecond. A device may load its kernels, or compile them, while another waits for it.
 _MAX_POLLS = 1 << 26
+
+
+class _Region(NamedTuple):
+    """The part of a workspace that a kernel has: the numbers of its blocks' calls, then two slots.
+
+    Attributes:
+        block: 32-bit words of a block.
+        size: 32-bit words in which one of them goes.
+    """
+
+    block: int
+    size: int
+
+    @property
+    def max_blocks(self) -> int:
+        return _MAX_BYTES // 4 // self.block
+
+    def words(self, world: int) -> int:
+        """Returns its 32-bit words; each slot has the words of every rank."""
+        return self.max_blocks + 2 * world * self.max_blocks * self.block * self.size
+
+
+# Threads move 16 bytes at once: four words that are summed; one that is exchanged, whose full stores are a warp's.
+_SUMS, _EXCHANGES = _REGIONS = (_Region(1024, 1), _Region(256, 2))
 
 
 def sums(x: ArraySpec, world: int) -> bool:
@@ -32,7 +56,7 @@ def exchanges(num_bytes: int, world: int) -> bool:
 
 def workspace_words(world: int) -> int:
     """Returns the 32-bit words of zeros that each device keeps: the regions of sums and of exchanges."""
-    return sum(_region_words(world, block, pair) for block, pair in ((_SUM_BLOCK, 1), (_EXCHANGE_BLOCK, 2)))
+    return sum(region.words(world) for region in _REGIONS)
 
 
 def peers_size(world: int) -> int:
@@ -55,7 +79,7 @@ def plan_all_reduce(x: ArraySpec, world: int) -> OperationPlan:
             f"all_reduce: x is {x.dtype}{list(x.shape)}; over {world} devices it must be of {', '.join(_DTYPES)}, and "
             f"of whole 32-bit words, {_max_bytes(world)} bytes at most. Sum it with jax.lax.psum."
         )
-    return _plan("all_reduce", all_reduce_kernel, x, x, _num_bytes(x) // 4, world, _SUM_BLOCK, 0)
+    return _plan("all_reduce", all_reduce_kernel, x, x, _num_bytes(x) // 4, world, _SUMS)
 
 
 def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
@@ -75,9 +99,8 @@ def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
             f"{_max_bytes(world)} bytes at most. Move it with jax.lax.all_gather or all_to_all."
         )
     stride = {"part_stride": Scalar(words if parts > 1 else 0, "i32", specialize=False)}
-    region = _region_words(world, _SUM_BLOCK, 1)
     out = ArraySpec((world, words), "int32")
-    return _plan("exchange", exchange_kernel, x, out, words, world, _EXCHANGE_BLOCK, region, stride)
+    return _plan("exchange", exchange_kernel, x, out, words, world, _EXCHANGES, stride)
 
 
 def _plan(
@@ -87,25 +110,24 @@ def _plan(
     out: ArraySpec,
     num_words: int,
     world: int,
-    block: int,
-    region: int,
+    region: _Region,
     further: dict[str, Scalar] | None = None,
 ) -> OperationPlan:
     arguments = {
         **{name: Pointer(name) for name in ("x", "peers", "out")},
-        # Of a multiple of 16 the compiler makes wide loads and stores.
-        "num_words": Scalar(num_words, "i32", specialize=num_words > 1),
+        # Of a multiple of 16 the compiler makes wide loads and stores, where a thread has several words.
+        "num_words": Scalar(num_words, "i32", specialize=region is _SUMS),
         **(further or {}),
     }
     constants = {
         "WORLD": world,
-        "BLOCK": block,
-        "MAX_BLOCKS": _max_blocks(block),
+        "BLOCK": region.block,
+        "MAX_BLOCKS": region.max_blocks,
         "MAX_POLLS": _MAX_POLLS,
-        "REGION": region,
+        "REGION": sum(before.words(world) for before in _REGIONS[: _REGIONS.index(region)]),
     }
     options = {"writes": ("out",), "num_warps": _WARPS, "num_stages": 1, "hot": True}
-    launch = named_launch(kernel, (ceil_div(num_words, block),), arguments, constants, **options)
+    launch = named_launch(kernel, (ceil_div(num_words, region.block),), arguments, constants, **options)
     inputs = {"x": x, "peers": ArraySpec((peers_size(world),), "int32")}
     return OperationPlan.of(name, inputs, (launch,), {"out": ArraySpec(out.shape, out.dtype)})
 
@@ -116,12 +138,3 @@ def _num_bytes(x: ArraySpec) -> int:
 
 def _max_bytes(world: int) -> int:
     return _MAX_BYTES // (world - 1) if world > 1 else 0
-
-
-def _max_blocks(block: int) -> int:
-    return _MAX_BYTES // 4 // block
-
-
-def _region_words(world: int, block: int, words: int) -> int:
-    # The numbers of the blocks' calls stand before the two slots, of which each has the words of every rank.
-    return _max_blocks(block) + 2 * world * (_MAX_BYTES // 4) * words
