@@ -31,7 +31,7 @@ from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torch_core.all_reduce.kernel import stop_with_an_error
+from torch_core.all_reduce.words import stop_with_an_error
 from torch_core.attention.split.pairs import widened
 from torch_core.errors import Unsupported
 from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar

@@ -1,0 +1,142 @@
+"""How words go between devices that see each other's memory, and how those that are floats are added.
+
+Nothing is fenced and no flag is sent apart: a word tells by itself that it has come (one shot, as in vLLM's
+csrc/custom_all_reduce.cuh). What is exchanged goes beside the number of the call, in 64 bits that are written whole
+(the LL protocol of NCCL, arXiv:2507.04786). What is summed goes alone, inverted, since zero stands for no word: floats
+have a bit pattern to spare, and half the bytes move (TensorRT-LLM's one-shot sums spare -0.0, and call it Lamport). Who
+has read such words puts zeros in their place.
+
+Two slots in turn are enough: a block's words go to the same block of the others, and who has a peer's words of this
+call knows that the peer's last call, and so its reading of the other slot, is over. What has not come after MAX_POLLS
+looks is NaN, and the launch an error.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_words", "await_words", "is_none", "join_words", "slots_at", "split_words", "stop_with_an_error"]
+
+
+@triton.jit
+def add_words(
+    word,
+    peers,
+    own,
+    place,
+    mask,
+    call,
+    dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+    SLOT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+    REGION: tl.constexpr,
+):
+    """Returns the sums over WORLD devices of floats in words, added in float32 in the order of ranks; `split_words`.
+
+    Args:
+        word: this device's, int32[blocks, BLOCK].
+        peers: the table.
+        own: this device's slots.
+        place: of each word, behind the start of a rank's SLOT words.
+        mask: which words there are; the sums of others are noise.
+        call: number of this call.
+        dtype: of the floats.
+        SLOT: words between two ranks.
+    """
+    rank = tl.load(peers)
+    # All ones, a NaN in every type, would be zero: another NaN takes their place.
+    sent = ~tl.where(word == -1, 0x7FFFFFFF, word)
+    for peer in tl.static_range(WORLD):
+        slot = slots_at(peers + 4 + 2 * peer, MAX_BLOCKS, REGION) + rank * SLOT
+        # Said of all addresses, for threads to move 16 bytes at a time: of the slot alone it is lost in the additions.
+        tl.store(tl.multiple_of(slot + place, [1, 16]), sent, mask=mask & (rank != peer))
+
+    words = await_words(own, place, mask, rank, call, WORLD, SLOT, MAX_POLLS)
+    low = tl.zeros(word.shape, tl.float32)
+    high = tl.zeros(word.shape, tl.float32)
+    for peer in tl.static_range(WORLD):
+        # No word, inverted, is all ones, which are a NaN in every float type.
+        found_low, found_high = split_words(tl.where(rank == peer, word, ~words[peer]), dtype)
+        low += found_low
+        high += found_high
+        source = tl.multiple_of(own + peer * SLOT + place, [1, 16])
+        tl.store(source, tl.zeros_like(word), mask=mask & (rank != peer))
+    return low, high
+
+
+@triton.jit
+def split_words(word, dtype: tl.constexpr):
+    """Returns the floats in the low and in the high half of words, as float32; zeros beside those of 32 bits."""
+    if dtype == tl.float32:
+        low = word.to(tl.float32, bitcast=True)
+        high = tl.zeros(word.shape, tl.float32)
+    else:
+        low = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def join_words(low, high, dtype: tl.constexpr):
+    """Returns the words that `split_words` splits; rounds."""
+    if dtype == tl.float32:
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        bits = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word = bits | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return word
+
+
+@triton.jit
+def await_words(own, place, mask, without, call, WORLD: tl.constexpr, SLOT: tl.constexpr, MAX_POLLS: tl.constexpr):
+    """Returns a tuple of what has come from each rank but `without`: words, or pairs of one and the number of its call.
+
+    All are looked at together, since a look takes as long for one as for all.
+    """
+    words, is_late = _look(own, place, mask, without, call, WORLD, SLOT)
+    polls = 0
+    while (tl.max(is_late.to(tl.int32)) > 0) & (polls < MAX_POLLS):
+        words, is_late = _look(own, place, mask, without, call, WORLD, SLOT)
+        polls += 1
+    if polls == MAX_POLLS:
+        stop_with_an_error()
+    return words
+
+
+@triton.jit
+def is_none(word, call):
+    """Tells words and pairs that have come from what was there before."""
+    return word == 0 if word.dtype == tl.int32 else (word >> 32).to(tl.int32) != call
+
+
+@triton.jit
+def slots_at(pair, MAX_BLOCKS: tl.constexpr, REGION: tl.constexpr):
+    """The slots of the region that begins REGION words into the workspace whose address is a pair of words.
+
+    They stand behind the numbers of the blocks' calls.
+    """
+    low = tl.load(pair).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(pair + 1).to(tl.int64)
+    return (low | (high << 32)).to(tl.pointer_type(tl.int32)) + (REGION + MAX_BLOCKS)
+
+
+@triton.jit
+def stop_with_an_error():
+    """Makes the launch fail: CUDA's device is lost to the process."""
+    tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _look(own, place, mask, without, call, WORLD: tl.constexpr, SLOT: tl.constexpr):
+    words = ()
+    is_late = mask & False
+    for peer in tl.static_range(WORLD):
+        source = tl.multiple_of(own + peer * SLOT + place, [1, 16])
+        wanted = mask & (without != peer)
+        word = tl.load(source, mask=wanted, other=0, volatile=True)
+        words = words + (word,)  # noqa: RUF005 - Triton has no starred tuples.
+        is_late = is_late | (wanted & is_none(word, call))
+    return words, is_late
