@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,118 +12,17 @@ from flax import nnx
 from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata, GroupedMetadata
-from jattn.models.attention import Angles, Attention, KeysValues
+from jattn.models.attention import Angles, KeysValues
 from jattn.models.config import ModelConfig
-from jattn.models.cross_attention import CrossAttention
-from jattn.models.experts import SparseMLP
-from jattn.models.latent import LatentAttention, SparseAttention
-from jattn.models.layers import INITIALIZER, MLP, linear, norm
+from jattn.models.decoder_layer import DecoderLayer, Encoded, scaled, through
+from jattn.models.layers import INITIALIZER, linear, norm
 from jattn.models.paged_model import PagedSpec
 from jattn.models.relative import relative_bias
 from jattn.models.rotary import attention_factor, inverse_frequencies, rotary_angles
 from jattn.models.tensor_parallel import TensorParallel
 from torch_core.errors import InvalidInput, Unsupported
 
-__all__ = ["Decoder", "DecoderLayer", "Encoded", "checked_dropout"]
-
-#: What an encoder made of each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for all.
-Encoded: TypeAlias = tuple[jax.Array, jax.Array | None]
-_Branch: TypeAlias = Callable[[jax.Array], jax.Array]
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, one after the other or side by side, added to the residual stream.
-
-    Of a model that is cut, each device computes its share of both, and two sums over the devices make them whole.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int = 0,
-        *,
-        rngs: nnx.Rngs,
-        implementation: str | None = None,
-        parallel: TensorParallel | None = None,
-    ) -> None:
-        self.config, self.parallel = config, parallel
-        before, after = config.norms_before_and_after
-        self.input_layernorm = norm(config) if before else None
-        attention = _attention(config)
-        self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation, parallel=parallel)
-        self.attention_output_norm = norm(config) if after else None
-        has_encoder = config.encoder is not None
-        self.cross_attn = CrossAttention(config, rngs=rngs, implementation=implementation) if has_encoder else None
-        self.cross_attention_norm = norm(config) if has_encoder else None
-        self.post_attention_layernorm = norm(config) if before and config.parallel_block != "shared_norm" else None
-        self.is_sparse = config.is_sparse(layer)
-        if self.is_sparse:
-            self.moe = SparseMLP(config, rngs=rngs, parallel=parallel)
-        else:
-            self.mlp = MLP(config, rngs=rngs)
-        self.mlp_output_norm = norm(config) if after else None
-
-    def __call__(
-        self, x: jax.Array, angles: Angles | None, kv_cache: Any, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, Any]:
-        """Maps packed tokens `[tokens, hidden]` and this layer's cache, or pair of caches, to the next ones."""
-        normed = _through(self.input_layernorm, x)
-        attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
-        cross = None
-        if self.cross_attn is not None:
-            cross = functools.partial(self.cross_attn.forward_paged, kv_cache=kv_cache, metadata=metadata)
-        return self._added(x, normed, attended, lambda branch: branch, cross, metadata.peers), kv_cache
-
-    def forward_dense(
-        self,
-        x: jax.Array,
-        angles: Angles | None,
-        dropout: nnx.Dropout,
-        lengths: jax.Array | None = None,
-        encoded: Encoded | None = None,
-        shared: KeysValues | None = None,
-    ) -> jax.Array:
-        """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
-        normed = _through(self.input_layernorm, x)
-        attended = self.self_attn.forward_dense(normed, angles, lengths, shared)
-        cross = None
-        if self.cross_attn is not None and encoded is not None:
-            cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
-        return self._added(x, normed, attended, dropout, cross)
-
-    def _added(
-        self,
-        x: jax.Array,
-        normed: jax.Array,
-        attended: jax.Array,
-        dropout: _Branch,
-        cross: _Branch | None,
-        peers: jax.Array | None = None,
-    ) -> jax.Array:
-        """Adds what attention found, and what the other parts make of it, to the residual stream."""
-        attended = self._summed(attended, "heads", peers)
-        if self.config.norm_placement == "residual":
-            x = _through(self.attention_output_norm, x + dropout(attended))
-            if cross is not None:
-                x = _through(self.cross_attention_norm, x + dropout(cross(x)))
-            return _through(self.mlp_output_norm, x + dropout(self._feed_forward(x, peers)))
-        kind, scale = self.config.parallel_block, self.config.residual_multiplier
-        after_attention = x + _scaled(dropout(_through(self.attention_output_norm, attended)), scale)
-        if cross is not None:
-            seen = _through(self.cross_attention_norm, after_attention)
-            after_attention = after_attention + _scaled(dropout(cross(seen)), scale)
-        seen = normed if kind == "shared_norm" else x if kind == "two_norms" else after_attention
-        # Beside attention this sum does not follow from that one, and two at once would use the same memory.
-        branch = self._feed_forward(_through(self.post_attention_layernorm, seen), peers if kind is None else None)
-        return after_attention + _scaled(dropout(_through(self.mlp_output_norm, branch)), scale)
-
-    def _feed_forward(self, x: jax.Array, peers: jax.Array | None) -> jax.Array:
-        if self.is_sparse:
-            return self._summed(self.moe(x), "experts", peers)
-        return self._summed(self.mlp(x), "mlp", peers)
-
-    def _summed(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:
-        return x if self.parallel is None else self.parallel.summed(x, axis, peers)
+__all__ = ["Decoder", "checked_dropout"]
 
 
 class Decoder(nnx.Module):
@@ -258,15 +157,23 @@ class Decoder(nnx.Module):
         x, angles = self.embedded(token_ids, positions, peers)
         caches = list(kv_caches)
         yield x, tuple(caches)
-        for index, layer in enumerate(self.layers):
+        normed = through(self.layers[0].input_layernorm, x)
+        for index, modules in enumerate(self.layers_and_norms()):
             own, array = metadata.of_layer(self.config.cache_of(index))
             if self.config.index_head_dim is None:
-                x, caches[array] = _called(layer, x, angles, caches[array], own)
+                x, normed, caches[array] = _called(modules, x, normed, angles, caches[array], own)
             else:
-                second = len(self.layers) + array
-                x, (caches[array], caches[second]) = _called(layer, x, angles, (caches[array], caches[second]), own)
+                pair = array, len(self.layers) + array
+                cache = tuple(caches[at] for at in pair)
+                x, normed, cache = _called(modules, x, normed, angles, cache, own)
+                caches[pair[0]], caches[pair[1]] = cache
             yield x, tuple(caches)
-        yield _through(self.norm, x), tuple(caches)
+        yield normed, tuple(caches)
+
+    def layers_and_norms(self) -> Iterator[tuple[DecoderLayer, Any]]:
+        """Yields each layer and the norm of what follows it, the next one's or the model's last; None for none."""
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        yield from zip(self.layers, norms[1:], strict=True)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows.
@@ -281,7 +188,7 @@ class Decoder(nnx.Module):
             # Not Embed.attend, which rounds the logits to the dtype of the model.
             embedding = self.embed_tokens.embedding[...]
             logits = jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
-        logits = _scaled(logits, self.config.logits_scale)
+        logits = scaled(logits, self.config.logits_scale)
         if self.final_logits_bias is not None:
             logits = logits + self.final_logits_bias[0]
         cap = self.config.final_logit_softcapping
@@ -360,7 +267,7 @@ class Decoder(nnx.Module):
         for layer in self.layers:
             x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared)
             yield x
-        yield _through(self.norm, x)
+        yield through(self.norm, x)
 
     def embedded(
         self, token_ids: jax.Array, positions: jax.Array, peers: jax.Array | None = None
@@ -374,12 +281,12 @@ class Decoder(nnx.Module):
         """
         config = self.config
         is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
-        x = _scaled(token_ids if is_embedded else self._embed(token_ids, peers), config.embedding_multiplier)
+        x = scaled(token_ids if is_embedded else self._embed(token_ids, peers), config.embedding_multiplier)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions + config.position_offset)
         if self.token_type_embedding is not None:
             x = x + self.token_type_embedding.embedding[0]
-        x = _through(self.embedding_norm, x)
+        x = through(self.embedding_norm, x)
         if self.relative_attention_bias is not None:
             return x, relative_bias(self.relative_attention_bias.embedding[...], config)
         if config.position_embedding != "rope" or config.latent is not None:
@@ -415,32 +322,19 @@ def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
     return nnx.Dropout(rate, rngs=None if key is None else nnx.Rngs(dropout=key))
 
 
-def _called(layer: DecoderLayer, *operands: Any) -> Any:
-    """Calls a layer; in a program, layers that are alike are traced and lowered once for all of them."""
+def _called(modules: tuple[DecoderLayer, Any], *operands: Any) -> Any:
+    """Calls a layer with the norm of what follows; in a program, layers that are alike are traced and lowered once."""
     *_, metadata = operands
     # Known values are looked at on the host, which a function of their own would hide, as it would what a layer notes.
     if isinstance(metadata.seq_lens, Tracer):
-        graph, weights, noted = nnx.split(layer, nnx.Param, ...)
+        graph, weights, noted = nnx.split(modules, nnx.Param, ...)
         if not noted:
             return _traced_once(weights, *operands, graph=graph)
-    return layer(*operands)
+    layer, following = modules
+    return layer(*operands, following=following)
 
 
 @functools.partial(jax.jit, static_argnames="graph")
 def _traced_once(weights: Any, *operands: Any, graph: Any) -> Any:
-    return nnx.merge(graph, weights)(*operands)
-
-
-def _through(module: Any, x: jax.Array) -> jax.Array:
-    return x if module is None else module(x)
-
-
-def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    # A Python number is rounded to the array's dtype first, as Gemma was trained.
-    return x if scale == 1 else x * scale
-
-
-def _attention(config: ModelConfig) -> Any:
-    if config.latent is None:
-        return Attention
-    return LatentAttention if config.index_head_dim is None else SparseAttention
+    layer, following = cast(tuple[DecoderLayer, Any], nnx.merge(graph, weights))
+    return layer(*operands, following=following)

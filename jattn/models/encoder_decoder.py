@@ -11,6 +11,7 @@ from flax import nnx
 from jattn.metadata import AttentionMetadata
 from jattn.models.config import ModelConfig
 from jattn.models.decoder import Decoder, checked_dropout
+from jattn.models.decoder_layer import through
 from jattn.models.paged_model import PagedSpec
 from torch_core.errors import InvalidInput
 
@@ -64,11 +65,11 @@ class EncoderDecoder(Decoder):
         """
         encoder, caches = self.encoder, list(kv_caches)
         x, angles = encoder.embedded(self.embed_tokens(token_ids), positions)
-        for index, layer in enumerate(encoder.layers):
+        encoded = through(encoder.layers[0].input_layernorm, x)
+        for index, (layer, following) in enumerate(encoder.layers_and_norms()):
             # The encoder's own keys and values lie where the cross ones will: nothing else is in these slots yet.
             place = index % len(caches)
-            x, caches[place] = layer(x, angles, caches[place], metadata)
-        encoded = x if encoder.norm is None else encoder.norm(x)
+            x, encoded, caches[place] = layer(x, encoded, angles, caches[place], metadata, following)
         layers: Any = self.layers
         return tuple(
             layer.cross_attn.write(encoded, cache, metadata.slot_mapping)

@@ -11,6 +11,7 @@ from flax import nnx
 from jattn.models.config import ModelConfig
 from jattn.models.tensor_parallel import TensorParallel
 from jattn.ops.activations import activated, gated
+from jattn.parallel import all_reduce_norm
 
 __all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "linear", "norm"]
 
@@ -94,6 +95,23 @@ class RMSNorm(nnx.Module):
             return wide.astype(x.dtype) * weight
         weight = weight.astype(jnp.float32)
         return (wide * (1 + weight if self.norm_type == "gemma_rms_norm" else weight)).astype(x.dtype)
+
+    def of_sum(
+        self, x: jax.Array, residual: jax.Array, axis_name: str, peers: jax.Array
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """Returns residual + the sum of x over a mesh axis and its norm, as `jattn.parallel.all_reduce_norm` does."""
+        if self.parallel is not None:
+            return None
+        return all_reduce_norm(
+            x,
+            residual,
+            self.weight[...],
+            axis_name,
+            peers,
+            epsilon=self.epsilon,
+            round_first=self.norm_type == "rms_norm",
+            add_one=self.norm_type == "gemma_rms_norm",
+        )
 
 
 class LayerNorm(nnx.Module):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jattn.bridge.calls import array_spec
 from jattn.bridge.native import call_operation, why_not
 
-__all__ = ["Peers", "all_reduce", "exchange"]
+__all__ = ["Peers", "all_reduce", "all_reduce_norm", "exchange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,44 @@ def all_reduce(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> 
         if sums(spec, world):
             return call_operation(plan_all_reduce(spec, world), {"x": x, "peers": peers})["out"]
     return jax.lax.psum(x, axis_name)
+
+
+def all_reduce_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    weight: jax.Array,
+    axis_name: str,
+    peers: jax.Array,
+    *,
+    epsilon: float,
+    round_first: bool = False,
+    add_one: bool = False,
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns residual + the sum of x over a mesh axis, and its root mean square norm, in one launch.
+
+    Inside `jax.shard_map`, of a few rows of 16-bit elements; None for what the kernel does not take. The first has the
+    bits of `residual + all_reduce(x, ...)`. Nothing has a derivative; `all_reduce` says what follows from what.
+
+    Args:
+        x: this device's part, [..., width].
+        residual: of the same shape and dtype, the same on all devices.
+        weight: [width], of the same dtype.
+        axis_name: the mesh axis.
+        peers: this device's part of `Peers.table`.
+        epsilon: added to the mean square of a row.
+        round_first: the norm is rounded before it is multiplied by the weight, too.
+        add_one: it is multiplied by 1 + weight.
+    """
+    from torch_core.all_reduce.plan import plan_all_reduce_norm, sums_and_norms
+
+    spec, world = array_spec(x), jax.lax.axis_size(axis_name)
+    if residual.dtype != x.dtype or not sums_and_norms(spec, array_spec(weight), world):
+        return None
+    plan = plan_all_reduce_norm(
+        spec, array_spec(weight), world, epsilon=epsilon, round_first=round_first, add_one=add_one
+    )
+    found = call_operation(plan, {"x": x, "residual": residual, "weight": weight, "peers": peers})
+    return found["out"], found["normed"]
 
 
 def exchange(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.interpret import run_interpreted_operation
-from torch_core.all_reduce.plan import plan_all_reduce, plan_exchange, sums, workspace_words
+from torch_core.all_reduce.plan import (
+    plan_all_reduce,
+    plan_all_reduce_norm,
+    plan_exchange,
+    sums,
+    sums_and_norms,
+    workspace_words,
+)
 from torch_core.errors import InvalidInput
 from torch_core.plan.plan import OperationPlan
 from torch_core.run import dtype_name, torch_dtype
@@ -21,28 +29,50 @@ WORLD = 2
 class Devices:
     """Ranks that take their turns one after the other: what a rank waits for must be there already."""
 
-    def __init__(self) -> None:
-        self.workspaces = [torch.zeros(workspace_words(WORLD), dtype=torch.int32) for _ in range(WORLD)]
+    def __init__(self, world: int = WORLD) -> None:
+        self.world = world
+        self.workspaces = [torch.zeros(workspace_words(world), dtype=torch.int32) for _ in range(world)]
         addresses = [workspace.data_ptr() for workspace in self.workspaces]
         rows = np.asarray([[rank, own, *addresses] for rank, own in enumerate(addresses)], np.uint64)
         self.tables = torch.from_numpy(rows.view(np.int32))
 
-    def run(self, rank: int, x: torch.Tensor, plan: OperationPlan | None = None) -> torch.Tensor:
-        plan = plan_all_reduce(ArraySpec(tuple(x.shape), dtype_name(x.dtype)), WORLD) if plan is None else plan
-        return run_interpreted_operation(_impatient(plan), {"x": x, "peers": self.tables[rank]})["out"]
+    def run(self, rank: int, x: torch.Tensor, plan: OperationPlan | None = None, **others: Any) -> dict[str, Any]:
+        plan = plan_all_reduce(spec_of(x), self.world) if plan is None else plan
+        return run_interpreted_operation(_impatient(plan), {"x": x, "peers": self.tables[rank], **others})
 
     def summed(self, parts: list[torch.Tensor], plan: OperationPlan | None = None) -> list[torch.Tensor]:
-        """What every rank gets: the first one's blocks run again, once the others have sent theirs."""
-        before = self.workspaces[0].clone()
-        self.run(0, parts[0], plan)
-        self.workspaces[0].copy_(before)
-        others = [self.run(rank, part, plan) for rank, part in enumerate(parts[1:], 1)]
-        after = [workspace.clone() for workspace in self.workspaces[1:]]
-        result = self.run(0, parts[0], plan)
-        for workspace, kept in zip(self.workspaces[1:], after, strict=True):
-            # What has been read comes a second time.
-            workspace.copy_(kept)
-        return [result, *others]
+        return [found["out"] for found in self.found(parts, plan)]
+
+    def found(
+        self, parts: list[torch.Tensor], plan: OperationPlan | None = None, **others: torch.Tensor
+    ) -> list[dict[str, Any]]:
+        """What every rank gets: each runs once to send, and again with what the others have sent it."""
+        before = self._kept()
+        brought = self._kept()
+        for rank, part in enumerate(parts):
+            self._restore(before)
+            self.run(rank, part, plan, **others)
+            for other, workspace in enumerate(self.workspaces):
+                if other != rank:
+                    brought[other] = torch.where(workspace == before[other], brought[other], workspace)
+        results, after = [], []
+        for rank, part in enumerate(parts):
+            self._restore([brought[at] if at == rank else before[at] for at in range(self.world)])
+            results.append(self.run(rank, part, plan, **others))
+            after.append(self.workspaces[rank].clone())
+        self._restore(after)
+        return results
+
+    def _kept(self) -> list[torch.Tensor]:
+        return [workspace.clone() for workspace in self.workspaces]
+
+    def _restore(self, kept: list[torch.Tensor]) -> None:
+        for workspace, words in zip(self.workspaces, kept, strict=True):
+            workspace.copy_(words)
+
+
+def spec_of(x: torch.Tensor) -> ArraySpec:
+    return ArraySpec(tuple(x.shape), dtype_name(x.dtype))
 
 
 def _impatient(plan: OperationPlan) -> OperationPlan:
@@ -51,9 +81,9 @@ def _impatient(plan: OperationPlan) -> OperationPlan:
     return replace(plan, launches=(replace(launch, constexprs=tuple(constants.items())),))
 
 
-def parts_of(shape: tuple[int, ...], dtype: str, seed: int) -> list[torch.Tensor]:
+def parts_of(shape: tuple[int, ...], dtype: str, seed: int, world: int = WORLD) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(torch_dtype(dtype)) for _ in range(WORLD)]
+    return [torch.randn(shape, generator=generator).to(torch_dtype(dtype)) for _ in range(world)]
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 514), (2,)])
@@ -64,6 +94,15 @@ def test_every_rank_has_the_float32_sum_rounded_once(dtype: str, shape: tuple[in
     results = Devices().summed(parts)
 
     expected = (parts[0].float() + parts[1].float()).to(torch_dtype(dtype))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_four_ranks_add_in_their_order(seed: int) -> None:
+    parts = parts_of((3, 514), "bfloat16", seed, world=4)
+
+    results = Devices(4).summed(parts)
+
+    expected = (((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[3].float()).bfloat16()
     assert all(torch.equal(result, expected) for result in results)
 
 
@@ -79,7 +118,7 @@ def test_calls_of_other_sizes_in_turn_take_nothing_from_each_other(seed: int) ->
 def test_what_a_rank_never_sent_is_nan(dtype: str, seed: int) -> None:
     (part, _) = parts_of((6,), dtype, seed)
 
-    assert Devices().run(0, part).isnan().all()
+    assert Devices().run(0, part)["out"].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -120,3 +159,66 @@ def test_every_rank_has_the_parts_of_all_that_are_for_it(parts: int, seed: int) 
 
     for rank, result in enumerate(results):
         assert torch.equal(result, torch.stack([part[rank % parts] for part in given]))
+
+
+# A row of one block and of two; of three, where a program has the room of four.
+@pytest.mark.parametrize("shape", [(3, 64), (2, 2, 2560), (2, 5120)])
+@pytest.mark.parametrize(
+    ("dtype", "round_first", "add_one"),
+    [("bfloat16", True, False), ("float16", False, False), ("bfloat16", False, True)],
+)
+def test_a_row_is_added_to_what_was_there_and_divided_by_its_root_mean_square(
+    dtype: str, round_first: bool, add_one: bool, shape: tuple[int, ...], seed: int
+) -> None:
+    *parts, residual = parts_of(shape, dtype, seed, world=3)
+    (weight,) = parts_of(shape[-1:], dtype, seed + 1, world=1)
+    plan = plan_all_reduce_norm(
+        spec_of(residual), spec_of(weight), WORLD, epsilon=0.5, round_first=round_first, add_one=add_one
+    )
+
+    found = Devices().found(parts, plan, residual=residual, weight=weight)
+
+    total = residual + (parts[0].float() + parts[1].float()).to(residual.dtype)
+    wide = total.double()
+    wide = wide / ((wide * wide).mean(-1, keepdim=True) + 0.5).sqrt()
+    expected = wide * (weight.double() + add_one)
+    # One rounding or two, and what float32 has of the division; of the smallest numbers, a step of theirs.
+    numbers = torch.finfo(residual.dtype)
+    bound = (expected.abs() * (1 if round_first else 0.5) * 1.01 + numbers.smallest_normal) * numbers.eps
+    for each in found:
+        assert torch.equal(each["out"], total)
+        assert torch.equal(each["normed"], found[0]["normed"])
+        assert ((each["normed"].double() - expected).abs() <= bound).all()
+
+
+def test_sums_with_and_without_a_norm_follow_each_other(seed: int) -> None:
+    devices = Devices()
+    for call, width in enumerate((None, 2560, None, None, 64, 2560, None, 5120)):
+        parts = parts_of((2, width or 3000), "bfloat16", seed + call)
+        expected = (parts[0].float() + parts[1].float()).bfloat16()
+        if width is None:
+            assert all(torch.equal(result, expected) for result in devices.summed(parts))
+            continue
+        weight = torch.ones(width, dtype=torch.bfloat16)
+        plan = plan_all_reduce_norm(
+            spec_of(parts[0]), spec_of(weight), WORLD, epsilon=1e-6, round_first=True, add_one=False
+        )
+        zeros = torch.zeros_like(parts[0])
+        for found in devices.found(parts, plan, residual=zeros, weight=weight):
+            assert torch.equal(found["out"], expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((129, 4096), "bfloat16"), ((1, 64), "float32"), ((1, 16386), "float16"), ((2, 63), "float16")],
+)
+def test_rows_that_do_not_fit_are_not_summed_and_normed_at_once(shape: tuple[int, ...], dtype: str) -> None:
+    x, weight = ArraySpec(shape, dtype), ArraySpec(shape[1:], dtype)
+    assert not sums_and_norms(x, weight, WORLD)
+    with pytest.raises(InvalidInput, match="1048576 bytes at most, each in steps of 4096"):
+        plan_all_reduce_norm(x, weight, WORLD, epsilon=1e-6, round_first=True, add_one=False)
+
+
+@pytest.mark.parametrize(("world", "shape"), [(2, (64, 4096)), (2, (16, 16384)), (4, (8, 8192)), (8, (4, 8192))])
+def test_steps_of_large_models_fit(world: int, shape: tuple[int, int]) -> None:
+    assert sums_and_norms(ArraySpec(shape, "bfloat16"), ArraySpec(shape[1:], "bfloat16"), world)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.models import TensorParallel
-from jattn.models.decoder import DecoderLayer
+from jattn.models.decoder_layer import DecoderLayer
 from tests.support.tiny_models import PagedRun, dense_logits, paged_step, tiny_config, tiny_model
 
 IMPLEMENTATIONS = ["xla", "torch"]
@@ -97,7 +94,9 @@ def test_a_step_changes_no_attribute_of_the_model(seed):
 def test_a_program_traces_layers_that_are_alike_once(windows, traced, seed, monkeypatch):
     model = tiny_model(tiny_config(num_hidden_layers=5, layer_windows=windows), seed)
     called, calls = DecoderLayer.__call__, []
-    monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *rest: calls.append(self) or called(self, *rest))
+    monkeypatch.setattr(
+        DecoderLayer, "__call__", lambda self, *rest, **named: calls.append(self) or called(self, *rest, **named)
+    )
     jax.eval_shape(model, *PagedRun(model, 1, 8).arguments(random_tokens(seed, 5), 8, None))
     assert len(calls) == traced
 
@@ -106,9 +105,9 @@ def test_outside_a_program_each_layer_sees_values(seed, monkeypatch):
     model = tiny_model(tiny_config(num_hidden_layers=3), seed)
     called, seen = DecoderLayer.__call__, []
 
-    def look(self, x, angles, kv_cache, metadata):
+    def look(self, x, normed, angles, kv_cache, metadata, following):
         seen.append(metadata.seq_lens.tolist())
-        return called(self, x, angles, kv_cache, metadata)
+        return called(self, x, normed, angles, kv_cache, metadata, following)
 
     monkeypatch.setattr(DecoderLayer, "__call__", look)
     model(*PagedRun(model, 1, 8).arguments(random_tokens(seed, 5), 8, None))
@@ -123,21 +122,3 @@ def test_a_donated_cache_is_updated_in_place(seed):
     compiled = step.lower(run.graph, run.state, *arguments).compile()
     memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == sum(cache.nbytes for cache in run.caches)
-
-
-@pytest.mark.parametrize(("kind", "by_kernel"), [(None, ["heads", "mlp"]), ("shared_norm", ["heads"])])
-def test_sums_that_do_not_follow_from_each_other_are_not_both_the_kernels(kind, by_kernel, monkeypatch):
-    summed = []
-
-    def record(self, x, axis, peers=None):
-        summed.append((axis, peers))
-        return x
-
-    monkeypatch.setattr(TensorParallel, "summed", record)
-    config = tiny_config(parallel_block=kind)
-    layer = DecoderLayer(config, rngs=nnx.Rngs(0), parallel=TensorParallel(size=1))
-    monkeypatch.setattr(type(layer.self_attn), "forward_paged", lambda self, x, *_: (x, None))
-    metadata: Any = SimpleNamespace(peers="table")
-    layer(jnp.ones((2, config.hidden_size)), None, None, metadata)
-    assert [axis for axis, peers in summed if peers == "table"] == by_kernel
-    assert [axis for axis, _ in summed] == ["heads", "mlp"]

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn import parallel
 from jattn.bridge.native import TARGET
+from jattn.models.layers import RMSNorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two GPUs")]
 
@@ -56,8 +57,16 @@ def test_a_thousand_sums_of_changing_sizes_mix_no_call_with_another(seed: int) -
                 every = jax.lax.all_gather(x, "tp").astype(jnp.float32)
                 # One sum waits for the last.
                 x = jnp.where(count < 0, 0, x)
-                found = parallel.all_reduce(x, "tp", table)
-                count += (found != (every[0] + every[1]).astype(x.dtype)).sum(dtype=jnp.int32)
+                found = [parallel.all_reduce(x, "tp", table)]
+                # Of other rows: one block for two or three, and one for each.
+                rows_x = x.reshape(-1, (512, 1024, 3584, 1024)[index])
+                rows_x = jnp.where(found[0][0, 0] > 1e9, 0, rows_x)
+                zeros, ones = jnp.zeros_like(rows_x), jnp.ones_like(rows_x[0])
+                pair = parallel.all_reduce_norm(rows_x, zeros, ones, "tp", table, epsilon=1e-6)
+                assert pair is not None
+                found.append(pair[0].reshape(x.shape))
+                for each in found:
+                    count += (each != (every[0] + every[1]).astype(x.dtype)).sum(dtype=jnp.int32)
             return count
 
         return jax.lax.fori_loop(0, 250, sums, jnp.int32(0))[None]
@@ -65,6 +74,40 @@ def test_a_thousand_sums_of_changing_sizes_mix_no_call_with_another(seed: int) -
     keys = jax.random.key_data(jax.random.split(jax.random.key(seed), 2))
     counts = mapped(differing, mesh)(jax.device_put(keys, NamedSharding(mesh, SPLIT)), peers.table)
     np.testing.assert_array_equal(counts, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("norm_type", ["rms_norm", "rms_norm_wide", "gemma_rms_norm"])
+@pytest.mark.parametrize("shape", [(1, 4096), (64, 4096), (3, 2560), (2, 16384), (5, 66)])
+def test_a_sum_is_added_to_its_residual_and_normed(
+    shape: tuple[int, ...], norm_type: str, dtype: str, seed: int
+) -> None:
+    mesh, peers = peers_of_two()
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (2, *shape), dtype)
+    residual = jax.random.normal(keys[1], shape, dtype)
+    norm: Any = RMSNorm(shape[-1], epsilon=0.01, dtype=dtype, norm_type=norm_type)
+    norm.weight[...] = jax.random.normal(keys[2], shape[-1:], dtype)
+
+    def both(x: jax.Array, table: jax.Array) -> tuple[jax.Array, ...]:
+        once = norm.of_sum(x[0], residual, "tp", table)
+        assert once is not None
+        total = residual + parallel.all_reduce(jnp.where(once[0][0, 0] > 1e9, 0, x[0]), "tp", table)
+        return *(each[None] for each in once), total[None]
+
+    total, normed, expected = (
+        np.asarray(each.astype(jnp.float32), np.float64)
+        for each in mapped(both, mesh)(jax.device_put(x, NamedSharding(mesh, SPLIT)), peers.table)
+    )
+    np.testing.assert_array_equal(total, expected)
+    np.testing.assert_array_equal(normed[0], normed[1])
+    wide = total / np.sqrt((total * total).mean(-1, keepdims=True) + 0.01)
+    wide *= np.asarray(norm.weight[...].astype(jnp.float32), np.float64) + (norm_type == "gemma_rms_norm")
+    numbers = jnp.finfo(dtype)
+    roundings = 1 if norm_type == "rms_norm" else 0.5
+    # What float32 has of the mean and of the root, too; of the smallest numbers, a step of theirs.
+    bound = (np.abs(wide) * roundings * 1.01 + float(numbers.smallest_normal)) * float(numbers.eps)
+    assert (np.abs(normed - wide) <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_core.all_reduce.kernel import all_reduce_kernel, exchange_kernel
+from torch_core.all_reduce.norm import all_reduce_norm_kernel
 from torch_core.errors import InvalidInput
-from torch_core.plan.operands import ceil_div, named_launch
-from torch_core.plan.plan import OperationPlan, Pointer, Scalar
+from torch_core.plan.operands import ceil_div, named_launch, power_of_two
+from torch_core.plan.plan import Argument, OperationPlan, Pointer, Scalar
 from torch_core.specs import DTYPE_BYTES, ArraySpec
 
-__all__ = ["exchanges", "peers_size", "plan_all_reduce", "plan_exchange", "sums", "workspace_words"]
+__all__ = [
+    "exchanges",
+    "peers_size",
+    "plan_all_reduce",
+    "plan_all_reduce_norm",
+    "plan_exchange",
+    "sums",
+    "sums_and_norms",
+    "workspace_words",
+]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # Bytes that a device sends to all others together.
 _MAX_BYTES = 1 << 20
 _WARPS = 8
+_OPTIONS: dict[str, Any] = {"writes": ("out",), "num_warps": _WARPS, "num_stages": 1, "hot": True}
+# Of a row's words in registers, of each rank and of three arrays besides: above, 16 warps spill (sm_90, by compiling).
+_MAX_ROW_WORDS = 44 << 10
 # A look takes about a microsecond. A device may load its kernels, or compile them, while another waits for it.
 _MAX_POLLS = 1 << 26
 
@@ -49,6 +62,18 @@ def sums(x: ArraySpec, world: int) -> bool:
     return x.dtype in _DTYPES and exchanges(_num_bytes(x), world)
 
 
+def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
+    """Returns whether the kernel sums rows x over so many devices, adds and norms them, and is the fastest to do it."""
+    width, rows = x.shape[-1], x.size // max(x.shape[-1], 1)
+    return (
+        sums(x, world)
+        and x.dtype == weight.dtype != "float32"
+        and width % 2 == 0
+        and width <= _max_width(world)
+        and 4 * rows * _row_blocks(width) * _SUMS.block <= _max_bytes(world)
+    )
+
+
 def exchanges(num_bytes: int, world: int) -> bool:
     """Returns whether the kernel exchanges parts of so many bytes between so many devices, and is the fastest."""
     return num_bytes % 4 == 0 and 0 < num_bytes <= _max_bytes(world)
@@ -79,7 +104,59 @@ def plan_all_reduce(x: ArraySpec, world: int) -> OperationPlan:
             f"all_reduce: x is {x.dtype}{list(x.shape)}; over {world} devices it must be of {', '.join(_DTYPES)}, and "
             f"of whole 32-bit words, {_max_bytes(world)} bytes at most. Sum it with jax.lax.psum."
         )
-    return _plan("all_reduce", all_reduce_kernel, x, x, _num_bytes(x) // 4, world, _SUMS)
+    words = _num_bytes(x) // 4
+    # Of a multiple of 16 the compiler makes wide loads and stores, where a thread has several words.
+    arguments = {**_pointers("x", "peers", "out"), "num_words": Scalar(words, "i32")}
+    launch = named_launch(
+        all_reduce_kernel, (ceil_div(words, _SUMS.block),), arguments, _constants(_SUMS, world), **_OPTIONS
+    )
+    return OperationPlan.of("all_reduce", _inputs(world, x=x), (launch,), {"out": _like(x)})
+
+
+def plan_all_reduce_norm(
+    x: ArraySpec, weight: ArraySpec, world: int, *, epsilon: float, round_first: bool, add_one: bool
+) -> OperationPlan:
+    """Plans residual + the sum of x over devices, and that row by row over its root mean square, times a weight.
+
+    Buffers are "x", "residual", "weight", "peers", "out" and "normed".
+
+    Args:
+        x: each device's part, [..., width], contiguous; residual, out and normed are like it.
+        weight: [width], of x's dtype.
+        world: devices.
+        epsilon: added to the mean square.
+        round_first: the norm is rounded before it is multiplied by the weight, too.
+        add_one: it is multiplied by 1 + weight.
+
+    Raises:
+        InvalidInput: what `sums_and_norms` does not name.
+    """
+    if not sums_and_norms(x, weight, world):
+        raise InvalidInput(
+            f"all_reduce_norm: x is {x.dtype}{list(x.shape)} and weight {weight.dtype}; over {world} devices both must "
+            f"be of bfloat16 or float16, and rows, of an even width up to {_max_width(world)}, take "
+            f"{_max_bytes(world)} bytes at most, each in steps of {4 * _SUMS.block}. Sum x by plan_all_reduce, then "
+            "add and divide."
+        )
+    width = x.shape[-1]
+    blocks = _row_blocks(width)
+    padded = power_of_two(blocks)
+    arguments = {
+        **_pointers("x", "residual", "weight", "peers", "out", "normed"),
+        "num_words": Scalar(width // 2, "i32"),
+        "epsilon": Scalar(epsilon, "fp32"),
+    }
+    constants = {
+        **_constants(_SUMS, world),
+        "ROW_BLOCKS": blocks,
+        "ALL_BLOCKS": padded,
+        "ROUND_FIRST": round_first,
+        "ADD_ONE": add_one,
+    }
+    options = {**_OPTIONS, "writes": ("out", "normed"), "num_warps": min(_WARPS * padded, 16)}
+    launch = named_launch(all_reduce_norm_kernel, (x.size // width,), arguments, constants, **options)
+    inputs = _inputs(world, x=x, residual=_like(x), weight=weight)
+    return OperationPlan.of("all_reduce_norm", inputs, (launch,), {"out": _like(x), "normed": _like(x)})
 
 
 def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
@@ -98,38 +175,47 @@ def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
             f"exchange: x is {x.dtype}{list(x.shape)}; over {world} devices it must be int32, one part or {world}, of "
             f"{_max_bytes(world)} bytes at most. Move it with jax.lax.all_gather or all_to_all."
         )
-    stride = {"part_stride": Scalar(words if parts > 1 else 0, "i32", specialize=False)}
-    out = ArraySpec((world, words), "int32")
-    return _plan("exchange", exchange_kernel, x, out, words, world, _EXCHANGES, stride)
-
-
-def _plan(
-    name: str,
-    kernel: object,
-    x: ArraySpec,
-    out: ArraySpec,
-    num_words: int,
-    world: int,
-    region: _Region,
-    further: dict[str, Scalar] | None = None,
-) -> OperationPlan:
     arguments = {
-        **{name: Pointer(name) for name in ("x", "peers", "out")},
-        # Of a multiple of 16 the compiler makes wide loads and stores, where a thread has several words.
-        "num_words": Scalar(num_words, "i32", specialize=region is _SUMS),
-        **(further or {}),
+        **_pointers("x", "peers", "out"),
+        "num_words": Scalar(words, "i32", specialize=False),
+        "part_stride": Scalar(words if parts > 1 else 0, "i32", specialize=False),
     }
-    constants = {
+    launch = named_launch(
+        exchange_kernel, (ceil_div(words, _EXCHANGES.block),), arguments, _constants(_EXCHANGES, world), **_OPTIONS
+    )
+    return OperationPlan.of("exchange", _inputs(world, x=x), (launch,), {"out": ArraySpec((world, words), "int32")})
+
+
+def _pointers(*names: str) -> dict[str, Argument]:
+    return {name: Pointer(name) for name in names}
+
+
+def _inputs(world: int, **arrays: ArraySpec) -> dict[str, ArraySpec]:
+    return {**arrays, "peers": ArraySpec((peers_size(world),), "int32")}
+
+
+def _like(x: ArraySpec) -> ArraySpec:
+    return ArraySpec(x.shape, x.dtype)
+
+
+def _constants(region: _Region, world: int) -> dict[str, int]:
+    return {
         "WORLD": world,
         "BLOCK": region.block,
         "MAX_BLOCKS": region.max_blocks,
         "MAX_POLLS": _MAX_POLLS,
         "REGION": sum(before.words(world) for before in _REGIONS[: _REGIONS.index(region)]),
     }
-    options = {"writes": ("out",), "num_warps": _WARPS, "num_stages": 1, "hot": True}
-    launch = named_launch(kernel, (ceil_div(num_words, region.block),), arguments, constants, **options)
-    inputs = {"x": x, "peers": ArraySpec((peers_size(world),), "int32")}
-    return OperationPlan.of(name, inputs, (launch,), {"out": ArraySpec(out.shape, out.dtype)})
+
+
+def _row_blocks(width: int) -> int:
+    return ceil_div(width, 2 * _SUMS.block)
+
+
+def _max_width(world: int) -> int:
+    blocks = _MAX_ROW_WORDS // ((world + 3) * _SUMS.block)
+    # The largest power of two: a program has the registers of as many blocks, whether its row needs them or not.
+    return 2 * _SUMS.block * (power_of_two(blocks + 1) // 2)
 
 
 def _num_bytes(x: ArraySpec) -> int:

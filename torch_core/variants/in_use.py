@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch_core.all_reduce.plan import plan_all_reduce
+from torch_core.all_reduce.plan import plan_all_reduce, plan_all_reduce_norm
 from torch_core.calls import (
     Call,
     ChoiceCall,
@@ -174,7 +174,11 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     for label, call in calls.items():
         with suppress(Unsupported):
             plans[label] = plan_call(call, DeviceLimits(arch=arch))
-    plans["sum over devices"] = plan_all_reduce(ArraySpec((1, 4096), "bfloat16"), 2)
+    row, weight = ArraySpec((1, 4096), "bfloat16"), ArraySpec((4096,), "bfloat16")
+    plans["sum over devices"] = plan_all_reduce(row, 2)
+    plans["sum over devices, normed"] = plan_all_reduce_norm(
+        row, weight, 2, epsilon=1e-5, round_first=True, add_one=False
+    )
     if arch == 90:
         older = DeviceLimits(arch=80)
         plans |= {
