@@ -323,7 +323,10 @@ def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
 
 
 def _called(modules: tuple[DecoderLayer, Any], *operands: Any) -> Any:
-    """Calls a layer with the norm of what follows; in a program, layers that are alike are traced and lowered once."""
+    """Calls a layer with the norm of what follows; in a program, pairs that are alike are traced and lowered once.
+
+    The last layer is for itself where the model's last norm is unlike that of a layer's input, or one is missing.
+    """
     *_, metadata = operands
     # Known values are looked at on the host, which a function of their own would hide, as it would what a layer notes.
     if isinstance(metadata.seq_lens, Tracer):

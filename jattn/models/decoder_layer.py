@@ -15,7 +15,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.cross_attention import CrossAttention
 from jattn.models.experts import SparseMLP
 from jattn.models.latent import LatentAttention, SparseAttention
-from jattn.models.layers import MLP, RMSNorm, norm
+from jattn.models.layers import MLP, norm
 from jattn.models.tensor_parallel import TensorParallel
 
 __all__ = ["DecoderLayer", "Encoded", "scaled", "through"]
@@ -71,7 +71,7 @@ class DecoderLayer(nnx.Module):
         Args:
             x: `[tokens, hidden]`, the residual stream.
             normed: the same through `input_layernorm`.
-            angles: of the positions, if they are rotary.
+            angles: what attention makes of positions, if anything; see `Decoder.embedded`.
             kv_cache: this layer's.
             metadata: of the step.
             following: the norm of what follows, `input_layernorm` of the next layer or the model's last; None for none.
@@ -83,7 +83,7 @@ class DecoderLayer(nnx.Module):
         cross = None
         if self.cross_attn is not None:
             cross = functools.partial(self.cross_attn.forward_paged, kv_cache=kv_cache, metadata=metadata)
-        return *self._added(x, normed, attended, lambda branch: branch, cross, following, metadata.peers), kv_cache
+        return *self._added(x, normed, attended, None, cross, following, metadata.peers), kv_cache
 
     def forward_dense(
         self,
@@ -107,24 +107,24 @@ class DecoderLayer(nnx.Module):
         x: jax.Array,
         normed: jax.Array,
         attended: jax.Array,
-        dropout: _Branch,
+        dropout: _Branch | None,
         cross: _Branch | None,
         following: Any = None,
         peers: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Adds what attention found, and what the other parts make of it, to the residual stream; see `__call__`."""
         if self.config.norm_placement == "residual":
-            x = through(self.attention_output_norm, x + dropout(self._summed(attended, "heads", peers)))
+            x = through(self.attention_output_norm, x + through(dropout, self._summed(attended, "heads", peers)))
             if cross is not None:
-                x = through(self.cross_attention_norm, x + dropout(cross(x)))
+                x = through(self.cross_attention_norm, x + through(dropout, cross(x)))
             branch, axis = self._feed_forward(x)
-            x = through(self.mlp_output_norm, x + dropout(self._summed(branch, axis, peers)))
+            x = through(self.mlp_output_norm, x + through(dropout, self._summed(branch, axis, peers)))
             return x, through(following, x)
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
         after, seen = self._add_branch(x, attended, "heads", self.attention_output_norm, before, dropout, peers)
         if cross is not None:
-            branch = dropout(cross(through(self.cross_attention_norm, after)))
+            branch = through(dropout, cross(through(self.cross_attention_norm, after)))
             after = after + scaled(branch, self.config.residual_multiplier)
             seen = through(self.post_attention_layernorm, after)
         elif kind is not None:
@@ -141,18 +141,16 @@ class DecoderLayer(nnx.Module):
         axis: str,
         own_norm: Any,
         following: Any,
-        dropout: _Branch,
+        dropout: _Branch | None,
         peers: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Adds a branch to the residual stream; returns that and what `following` makes of it."""
-        scale, parallel = self.config.residual_multiplier, self.parallel
-        if parallel is not None and peers is not None and parallel.parts(axis) > 1:
-            # Steps of an engine alone have peers, and no dropout.
-            is_plain = own_norm is None and scale == 1 and isinstance(following, RMSNorm)
-            found = following.of_sum(branch, x, parallel.axis, peers) if is_plain else None
+        scale = self.config.residual_multiplier
+        if self.parallel is not None and own_norm is None and dropout is None and scale == 1:
+            found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
             if found is not None:
                 return found
-        x = x + scaled(dropout(through(own_norm, self._summed(branch, axis, peers))), scale)
+        x = x + scaled(through(dropout, through(own_norm, self._summed(branch, axis, peers))), scale)
         return x, through(following, x)
 
     def _feed_forward(self, x: jax.Array) -> tuple[jax.Array, str]:

@@ -99,7 +99,17 @@ class RMSNorm(nnx.Module):
     def of_sum(
         self, x: jax.Array, residual: jax.Array, axis_name: str, peers: jax.Array
     ) -> tuple[jax.Array, jax.Array] | None:
-        """Returns residual + the sum of x over a mesh axis and its norm, as `jattn.parallel.all_reduce_norm` does."""
+        """Returns residual + the sum of x over a mesh axis, and its norm, by `jattn.parallel.all_reduce_norm`.
+
+        Args:
+            x: this device's part, [..., features].
+            residual: of the same shape, the same on all devices.
+            axis_name: the mesh axis.
+            peers: this device's part of `Peers.table`.
+
+        Returns:
+            None for a mean over the heads of all devices, and for what the kernel does not take.
+        """
         if self.parallel is not None:
             return None
         return all_reduce_norm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 
@@ -66,6 +67,14 @@ class TensorParallel:
     def summed(self, x: jax.Array, name: str, peers: jax.Array | None = None) -> jax.Array:
         """Returns the sum over the devices that split a logical axis; `peers` as in `jattn.parallel.all_reduce`."""
         return all_reduce(x, self.axis, peers) if self.parts(name) > 1 else x
+
+    def summed_and_normed(
+        self, x: jax.Array, residual: jax.Array, norm: Any, name: str, peers: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """Returns residual + the sum that `summed` is, and its norm, in one launch; None where no kernel does that."""
+        if peers is None or self.parts(name) == 1 or not hasattr(norm, "of_sum"):
+            return None
+        return norm.of_sum(x, residual, self.axis, peers)
 
     def first(self, name: str, count: int) -> jax.Array | int:
         """Returns the index of this device's first entry of an axis, of which each device has `count`."""

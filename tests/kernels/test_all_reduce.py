@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -191,21 +192,72 @@ def test_a_row_is_added_to_what_was_there_and_divided_by_its_root_mean_square(
         assert ((each["normed"].double() - expected).abs() <= bound).all()
 
 
-def test_sums_with_and_without_a_norm_follow_each_other(seed: int) -> None:
+PLAIN = 0
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [*itertools.permutations((PLAIN, 64, 2560)), (2560, PLAIN, 2560, PLAIN)],
+    ids=str,
+)
+def test_words_of_a_rank_that_is_a_call_ahead_wait_for_theirs(widths: tuple[int, ...], seed: int) -> None:
+    """Sums with and without a norm follow each other in the same blocks, of which their rows take different ones."""
     devices = Devices()
-    for call, width in enumerate((None, 2560, None, None, 64, 2560, None, 5120)):
-        parts = parts_of((2, width or 3000), "bfloat16", seed + call)
-        expected = (parts[0].float() + parts[1].float()).bfloat16()
-        if width is None:
-            assert all(torch.equal(result, expected) for result in devices.summed(parts))
-            continue
-        weight = torch.ones(width, dtype=torch.bfloat16)
-        plan = plan_all_reduce_norm(
-            spec_of(parts[0]), spec_of(weight), WORLD, epsilon=1e-6, round_first=True, add_one=False
-        )
-        zeros = torch.zeros_like(parts[0])
-        for found in devices.found(parts, plan, residual=zeros, weight=weight):
-            assert torch.equal(found["out"], expected)
+    calls = [Call(width, seed + at) for at, width in enumerate((*widths, widths[0], PLAIN))]
+    for rank in range(WORLD):
+        calls[0].send(devices, rank)
+    for call, following in itertools.pairwise(calls):
+        for rank in range(WORLD):
+            assert torch.equal(call.read(devices, rank), call.expected)
+            following.send(devices, rank)
+    for rank in range(WORLD):
+        assert torch.equal(calls[-1].read(devices, rank), calls[-1].expected)
+    # All that was sent has been read, and is there no more.
+    for rank in range(WORLD):
+        for width in (PLAIN, 2560):
+            assert Call(width, seed).read(devices, rank).isnan().all()
+
+
+class Call:
+    """A sum, with a norm behind it where rows have a width."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        self.parts = parts_of((2, width or 3000), "bfloat16", seed)
+        self.expected = (self.parts[0].float() + self.parts[1].float()).bfloat16()
+        self.plan = None
+        self.others: dict[str, torch.Tensor] = {}
+        if width:
+            weight = torch.ones(width, dtype=torch.bfloat16)
+            self.plan = plan_all_reduce_norm(
+                spec_of(self.parts[0]), spec_of(weight), WORLD, epsilon=1e-6, round_first=True, add_one=False
+            )
+            self.others = {"residual": torch.zeros_like(self.parts[0]), "weight": weight}
+
+    def send(self, devices: Devices, rank: int) -> None:
+        self._run(devices, rank, keeps=rank)
+
+    def read(self, devices: Devices, rank: int) -> torch.Tensor:
+        """What a rank finds, which sends for a second time what the other has already."""
+        return self._run(devices, rank, keeps=1 - rank)
+
+    def _run(self, devices: Devices, rank: int, keeps: int) -> torch.Tensor:
+        kept = devices.workspaces[keeps].clone()
+        found = devices.run(rank, self.parts[rank], self.plan, **self.others)["out"]
+        devices.workspaces[keeps].copy_(kept)
+        return found
+
+
+def test_four_ranks_norm_what_they_add_in_their_order(seed: int) -> None:
+    *parts, residual = parts_of((2, 2560), "bfloat16", seed, world=5)
+    weight = torch.ones(2560, dtype=torch.bfloat16)
+    plan = plan_all_reduce_norm(spec_of(residual), spec_of(weight), 4, epsilon=0.5, round_first=True, add_one=False)
+
+    found = Devices(4).found(parts, plan, residual=residual, weight=weight)
+
+    summed = (((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[3].float()).bfloat16()
+    for each in found:
+        assert torch.equal(each["out"], residual + summed)
+        assert torch.equal(each["normed"], found[0]["normed"])
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,15 @@ class Sums:
         config = tiny_config(**changes)
         layer: Any = DecoderLayer(config, rngs=nnx.Rngs(0), parallel=TensorParallel(size=2))
         self.monkeypatch.setattr(type(layer.self_attn), "forward_paged", lambda self, x, *_: (2 * x, None))
-        x = jax.random.normal(jax.random.key(0), (2, config.hidden_size))
+        keys = iter(jax.random.split(jax.random.key(0), 9))
+        following: Any = norm(config)
+        # Weights of ones would be equal.
+        for each in (layer.input_layernorm, layer.post_attention_layernorm, following):
+            if each is not None:
+                each.weight[...] = jax.random.normal(next(keys), each.weight.shape)
+        x = jax.random.normal(next(keys), (2, config.hidden_size))
         metadata: Any = SimpleNamespace(peers="kernel")
-        x, normed, _ = layer(x, through(layer.input_layernorm, x), None, None, metadata, norm(config))
+        x, normed, _ = layer(x, through(layer.input_layernorm, x), None, None, metadata, following)
         return x, normed
 
 

@@ -89,10 +89,12 @@ def test_a_step_changes_no_attribute_of_the_model(seed):
 
 
 @pytest.mark.parametrize(
-    ("windows", "traced"), [((), 1), ((None, 5, 5, None, 5), 2)], ids=["one kind", "with windows between"]
+    ("changes", "traced"),
+    [({}, 1), ({"layer_windows": (None, 5, 5, None, 5)}, 2), ({"norm_placement": "after"}, 2)],
+    ids=["one kind", "with windows between", "the last before a norm that no other has"],
 )
-def test_a_program_traces_layers_that_are_alike_once(windows, traced, seed, monkeypatch):
-    model = tiny_model(tiny_config(num_hidden_layers=5, layer_windows=windows), seed)
+def test_a_program_traces_layers_that_are_alike_once(changes, traced, seed, monkeypatch):
+    model = tiny_model(tiny_config(num_hidden_layers=5, **changes), seed)
     called, calls = DecoderLayer.__call__, []
     monkeypatch.setattr(
         DecoderLayer, "__call__", lambda self, *rest, **named: calls.append(self) or called(self, *rest, **named)

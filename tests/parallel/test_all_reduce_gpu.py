@@ -58,7 +58,7 @@ def test_a_thousand_sums_of_changing_sizes_mix_no_call_with_another(seed: int) -
                 # One sum waits for the last.
                 x = jnp.where(count < 0, 0, x)
                 found = [parallel.all_reduce(x, "tp", table)]
-                # Of other rows: one block for two or three, and one for each.
+                # The same words in rows that take one block, half of one, and two.
                 rows_x = x.reshape(-1, (512, 1024, 3584, 1024)[index])
                 rows_x = jnp.where(found[0][0, 0] > 1e9, 0, rows_x)
                 zeros, ones = jnp.zeros_like(rows_x), jnp.ones_like(rows_x[0])

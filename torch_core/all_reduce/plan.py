@@ -27,7 +27,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _MAX_BYTES = 1 << 20
 _WARPS = 8
 _OPTIONS: dict[str, Any] = {"writes": ("out",), "num_warps": _WARPS, "num_stages": 1, "hot": True}
-# Of a row's words in registers, of each rank and of three arrays besides: above, 16 warps spill (sm_90, by compiling).
+# Of a row's words in registers, of each rank and of three arrays besides: above, a thread of 16 warps spills 72 bytes
+# or more (sm_90, by compiling; at the limit up to 40, if a row is no whole 32 words).
 _MAX_ROW_WORDS = 44 << 10
 # A look takes about a microsecond. A device may load its kernels, or compile them, while another waits for it.
 _MAX_POLLS = 1 << 26
@@ -64,13 +65,15 @@ def sums(x: ArraySpec, world: int) -> bool:
 
 def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
     """Returns whether the kernel sums rows x over so many devices, adds and norms them, and is the fastest to do it."""
-    width, rows = x.shape[-1], x.size // max(x.shape[-1], 1)
+    if not x.shape or not sums(x, world):
+        return False
+    width = x.shape[-1]
     return (
-        sums(x, world)
-        and x.dtype == weight.dtype != "float32"
+        x.dtype == weight.dtype != "float32"
+        and weight.shape == (width,)
         and width % 2 == 0
         and width <= _max_width(world)
-        and 4 * rows * _row_blocks(width) * _SUMS.block <= _max_bytes(world)
+        and 4 * (x.size // width) * _row_blocks(width) * _SUMS.block <= _max_bytes(world)
     )
 
 
@@ -133,10 +136,10 @@ def plan_all_reduce_norm(
     """
     if not sums_and_norms(x, weight, world):
         raise InvalidInput(
-            f"all_reduce_norm: x is {x.dtype}{list(x.shape)} and weight {weight.dtype}; over {world} devices both must "
-            f"be of bfloat16 or float16, and rows, of an even width up to {_max_width(world)}, take "
-            f"{_max_bytes(world)} bytes at most, each in steps of {4 * _SUMS.block}. Sum x by plan_all_reduce, then "
-            "add and divide."
+            f"all_reduce_norm: x is {x.dtype}{list(x.shape)} and weight {weight.dtype}{list(weight.shape)}; over "
+            f"{world} devices both must be of the same dtype, bfloat16 or float16, with a weight for each element of a "
+            f"row, and rows, of an even width up to {_max_width(world)}, take {_max_bytes(world)} bytes at most, each "
+            f"in steps of {4 * _SUMS.block}. Sum x by plan_all_reduce, then add and divide."
         )
     width = x.shape[-1]
     blocks = _row_blocks(width)

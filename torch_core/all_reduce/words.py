@@ -34,7 +34,7 @@ def add_words(
     MAX_POLLS: tl.constexpr,
     REGION: tl.constexpr,
 ):
-    """Returns the sums over WORLD devices of floats in words, added in float32 in the order of ranks; `split_words`.
+    """Returns (low, high): the float32 sums over devices, in the order of ranks, of what `split_words` finds in words.
 
     Args:
         word: this device's, int32[blocks, BLOCK].
@@ -44,7 +44,10 @@ def add_words(
         mask: which words there are; the sums of others are noise.
         call: number of this call.
         dtype: of the floats.
+        WORLD: devices.
         SLOT: words between two ranks.
+        MAX_BLOCKS, REGION: where slots lie, see `slots_at`.
+        MAX_POLLS: looks.
     """
     rank = tl.load(peers)
     # All ones, a NaN in every type, would be zero: another NaN takes their place.
@@ -108,7 +111,7 @@ def await_words(own, place, mask, without, call, WORLD: tl.constexpr, SLOT: tl.c
 
 @triton.jit
 def is_none(word, call):
-    """Tells words and pairs that have come from what was there before."""
+    """Returns which words, or pairs, have not come."""
     return word == 0 if word.dtype == tl.int32 else (word >> 32).to(tl.int32) != call
 
 

@@ -174,11 +174,10 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     for label, call in calls.items():
         with suppress(Unsupported):
             plans[label] = plan_call(call, DeviceLimits(arch=arch))
-    row, weight = ArraySpec((1, 4096), "bfloat16"), ArraySpec((4096,), "bfloat16")
-    plans["sum over devices"] = plan_all_reduce(row, 2)
-    plans["sum over devices, normed"] = plan_all_reduce_norm(
-        row, weight, 2, epsilon=1e-5, round_first=True, add_one=False
-    )
+    plans["sum over devices"] = plan_all_reduce(ArraySpec((1, 4096), "bfloat16"), 2)
+    for label, width in (("sum over devices, normed", 4096), ("sum over devices, normed, wide rows", 16384)):
+        row, weight = (ArraySpec(shape, "bfloat16") for shape in ((1, width), (width,)))
+        plans[label] = plan_all_reduce_norm(row, weight, 2, epsilon=1e-5, round_first=True, add_one=False)
     if arch == 90:
         older = DeviceLimits(arch=80)
         plans |= {
