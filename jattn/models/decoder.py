@@ -163,10 +163,9 @@ class Decoder(nnx.Module):
             if self.config.index_head_dim is None:
                 x, normed, caches[array] = _called(modules, x, normed, angles, caches[array], own)
             else:
-                pair = array, len(self.layers) + array
-                cache = tuple(caches[at] for at in pair)
-                x, normed, cache = _called(modules, x, normed, angles, cache, own)
-                caches[pair[0]], caches[pair[1]] = cache
+                second = len(self.layers) + array
+                pair = caches[array], caches[second]
+                x, normed, (caches[array], caches[second]) = _called(modules, x, normed, angles, pair, own)
             yield x, tuple(caches)
         yield normed, tuple(caches)
 

@@ -111,12 +111,10 @@ def all_reduce_norm(
     """
     from torch_core.all_reduce.plan import plan_all_reduce_norm, sums_and_norms
 
-    spec, world = array_spec(x), jax.lax.axis_size(axis_name)
-    if residual.dtype != x.dtype or not sums_and_norms(spec, array_spec(weight), world):
+    specs, world = (array_spec(x), array_spec(weight)), jax.lax.axis_size(axis_name)
+    if residual.dtype != x.dtype or not sums_and_norms(*specs, world):
         return None
-    plan = plan_all_reduce_norm(
-        spec, array_spec(weight), world, epsilon=epsilon, round_first=round_first, add_one=add_one
-    )
+    plan = plan_all_reduce_norm(*specs, world, epsilon=epsilon, round_first=round_first, add_one=add_one)
     found = call_operation(plan, {"x": x, "residual": residual, "weight": weight, "peers": peers})
     return found["out"], found["normed"]
 

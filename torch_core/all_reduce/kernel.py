@@ -29,9 +29,7 @@ def all_reduce_kernel(
     own, calls, call, index, mask, place = _begin(peers, num_words, WORLD, BLOCK, MAX_BLOCKS, REGION)
     dtype: tl.constexpr = out.dtype.element_ty
     word = tl.load(x.to(tl.pointer_type(tl.int32)) + index, mask=mask, other=0)
-    low, high = add_words(
-        word, peers, own, place, mask, call, dtype, WORLD, MAX_BLOCKS * BLOCK, MAX_BLOCKS, MAX_POLLS, REGION
-    )
+    low, high = add_words(word, peers, own, place, mask, call, dtype, WORLD, MAX_BLOCKS, MAX_POLLS, REGION)
     tl.store(out.to(tl.pointer_type(tl.int32)) + index, join_words(low, high, dtype), mask=mask)
     tl.store(calls, call)
 

@@ -59,9 +59,7 @@ def all_reduce_norm_kernel(
     word = tl.load(x.to(words) + index, mask=mask, other=0)
     before = tl.load(residual.to(words) + index, mask=mask, other=0)
     scale_low, scale_high = split_words(tl.load(weight.to(words) + column, mask=mask, other=0), dtype)
-    low, high = add_words(
-        word, peers, own, place, mask, call[:, None], dtype, WORLD, MAX_BLOCKS * BLOCK, MAX_BLOCKS, MAX_POLLS, REGION
-    )
+    low, high = add_words(word, peers, own, place, mask, call[:, None], dtype, WORLD, MAX_BLOCKS, MAX_POLLS, REGION)
     before_low, before_high = split_words(before, dtype)
     # Rounded twice, as the sum alone and the addition behind it are.
     total = join_words(low.to(dtype).to(tl.float32) + before_low, high.to(dtype).to(tl.float32) + before_high, dtype)

@@ -29,7 +29,6 @@ def add_words(
     call,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    SLOT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     MAX_POLLS: tl.constexpr,
     REGION: tl.constexpr,
@@ -40,15 +39,15 @@ def add_words(
         word: this device's, int32[blocks, BLOCK].
         peers: the table.
         own: this device's slots.
-        place: of each word, behind the start of a rank's SLOT words.
+        place: of each word, behind the start of a rank's words.
         mask: which words there are; the sums of others are noise.
         call: number of this call.
         dtype: of the floats.
         WORLD: devices.
-        SLOT: words between two ranks.
         MAX_BLOCKS, REGION: where slots lie, see `slots_at`.
         MAX_POLLS: looks.
     """
+    SLOT: tl.constexpr = MAX_BLOCKS * word.shape[1]
     rank = tl.load(peers)
     # All ones, a NaN in every type, would be zero: another NaN takes their place.
     sent = ~tl.where(word == -1, 0x7FFFFFFF, word)
