@@ -21,8 +21,8 @@ import optax
 from flax import nnx
 
 from jattn import AttentionMetadata, EngineConfig, SamplingParams
-from jattn.engine import Engine
-from jattn.models import ModelConfig, PagedSpec
+from jattn.llm.engine import Engine
+from jattn.llm.models import ModelConfig, PagedSpec
 from jattn.nn import MultiHeadAttention
 
 CONFIG = ModelConfig(

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jattn import AttentionMetadata, KVCacheSpec, KVPool, SequenceRow, load_model
-from jattn.load import embedded_model_folder
+from jattn.llm.load import embedded_model_folder
 
 BLOCK_SIZE = 16
 NEW_TOKENS = 24

@@ -8,7 +8,7 @@ from __future__ import annotations
 from flax import nnx
 
 from jattn import LLM, MultiHeadAttention, SamplingParams
-from jattn.models import PagedSpec
+from jattn.llm.models import PagedSpec
 
 
 class OneLayer(nnx.Module):

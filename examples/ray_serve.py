@@ -78,9 +78,9 @@ def engine_app(settings: Settings) -> Any:
     """Returns the ASGI application of one replica: an engine of its own behind OpenAI's interface."""
     # Here: in the program that deploys, nothing should ask for a device.
     from jattn import LLM, EngineConfig
-    from jattn.load import embedded_model_folder
-    from jattn.serve.app import ServeConfig, create_app
-    from jattn.serve.async_llm import AsyncLLM
+    from jattn.llm.load import embedded_model_folder
+    from jattn.llm.serve.app import ServeConfig, create_app
+    from jattn.llm.serve.async_llm import AsyncLLM
 
     folder = Path(settings.model) if settings.model else embedded_model_folder()
     config = EngineConfig(

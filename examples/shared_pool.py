@@ -19,7 +19,7 @@ from flax import nnx
 
 from examples.torch_decode import BLOCK_SIZE, TorchDecoder
 from jattn import AttentionMetadata, KVCacheSpec, KVPool, load_model
-from jattn.load import embedded_model_folder, load_tokenizer
+from jattn.llm.load import embedded_model_folder, load_tokenizer
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
 from torch_core.metadata import CommonAttentionMetadata, build_common_metadata
 from torch_core.vllm import BuilderConfig, upload

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from torch_core.base.specs import KVCacheSpec
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
 from torch_core.metadata import (
     BlockTableCache,
@@ -32,7 +33,6 @@ from torch_core.metadata import (
     metadata_layout,
 )
 from torch_core.ops import copy_blocks
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     AttentionImpl,
     AttentionScales,

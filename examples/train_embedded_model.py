@@ -30,8 +30,8 @@ import optax
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from jattn.load import save_model
-from jattn.models import Decoder, ModelConfig
+from jattn.llm.load import save_model
+from jattn.llm.models import Decoder, ModelConfig
 
 END_OF_TEXT = "<|endoftext|>"
 CORPUS = "pydoc_data.topics (the Python language reference; Python Software Foundation, PSF licence)"

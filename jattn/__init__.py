@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from jattn.bridge import to_jax as to_jax
     from jattn.bridge import to_torch as to_torch
     from jattn.bridge import typed_errors as typed_errors
-    from jattn.engine import LLM as LLM
-    from jattn.engine import EngineConfig as EngineConfig
-    from jattn.engine import RequestOutput as RequestOutput
-    from jattn.engine import SamplingParams as SamplingParams
-    from jattn.engine import generate as generate
-    from jattn.load import load_model as load_model
-    from jattn.load import save_model as save_model
+    from jattn.llm.engine import LLM as LLM
+    from jattn.llm.engine import EngineConfig as EngineConfig
+    from jattn.llm.engine import RequestOutput as RequestOutput
+    from jattn.llm.engine import SamplingParams as SamplingParams
+    from jattn.llm.engine import generate as generate
+    from jattn.llm.load import load_model as load_model
+    from jattn.llm.load import save_model as save_model
     from jattn.metadata import AttentionMetadata as AttentionMetadata
     from jattn.nn import MultiHeadAttention as MultiHeadAttention
     from jattn.nn import MultiHeadLatentAttention as MultiHeadLatentAttention
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     from jattn.ops import write_kv_cache as write_kv_cache
     from jattn.ops import write_latent_cache as write_latent_cache
     from jattn.pool import KVPool as KVPool
-    from torch_core.errors import CacheCorruption as CacheCorruption
-    from torch_core.errors import EngineAsleep as EngineAsleep
-    from torch_core.errors import InvalidInput as InvalidInput
-    from torch_core.errors import JattnError as JattnError
-    from torch_core.errors import OutOfBlocks as OutOfBlocks
-    from torch_core.errors import PoolLost as PoolLost
-    from torch_core.errors import RequestTooLong as RequestTooLong
-    from torch_core.errors import Unsupported as Unsupported
+    from torch_core.base.errors import CacheCorruption as CacheCorruption
+    from torch_core.base.errors import EngineAsleep as EngineAsleep
+    from torch_core.base.errors import InvalidInput as InvalidInput
+    from torch_core.base.errors import JattnError as JattnError
+    from torch_core.base.errors import OutOfBlocks as OutOfBlocks
+    from torch_core.base.errors import PoolLost as PoolLost
+    from torch_core.base.errors import RequestTooLong as RequestTooLong
+    from torch_core.base.errors import Unsupported as Unsupported
+    from torch_core.base.specs import KVCacheSpec as KVCacheSpec
+    from torch_core.base.specs import LatentCacheSpec as LatentCacheSpec
     from torch_core.metadata import SequenceRow as SequenceRow
-    from torch_core.specs import KVCacheSpec as KVCacheSpec
-    from torch_core.specs import LatentCacheSpec as LatentCacheSpec
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "jattn.bridge": "to_jax to_torch typed_errors",
-    "jattn.engine": "LLM EngineConfig RequestOutput SamplingParams generate",
-    "jattn.load": "load_model save_model",
+    "jattn.llm.engine": "LLM EngineConfig RequestOutput SamplingParams generate",
+    "jattn.llm.load": "load_model save_model",
     "jattn.metadata": "AttentionMetadata",
     "jattn.nn": "MultiHeadAttention MultiHeadLatentAttention PagedAttention attention_fn",
     "jattn.ops": (
@@ -65,11 +65,11 @@ _HOMES = {
         "write_latent_cache"
     ),
     "jattn.pool": "KVPool",
-    "torch_core.errors": (
+    "torch_core.base.errors": (
         "CacheCorruption EngineAsleep InvalidInput JattnError OutOfBlocks PoolLost RequestTooLong Unsupported"
     ),
     "torch_core.metadata": "SequenceRow",
-    "torch_core.specs": "KVCacheSpec LatentCacheSpec",
+    "torch_core.base.specs": "KVCacheSpec LatentCacheSpec",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jattn import __version__
-from jattn.arguments import (
+from jattn.llm.arguments import (
     add_device_arguments,
     add_implementation,
     add_loading_arguments,
@@ -23,7 +23,7 @@ from jattn.arguments import (
     loading_options,
     tell_processes,
 )
-from torch_core.errors import InvalidInput, JattnError, Unsupported
+from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 
 __all__ = ["main"]
 
@@ -126,7 +126,7 @@ _DEFAULT_PROMPT = "The for statement is used to"
 
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.engine import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+    from jattn.llm.engine import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 
     join_processes(arguments)
     prompts = arguments.prompt or [_DEFAULT_PROMPT]
@@ -192,9 +192,9 @@ def _tell(llm: Any, prompts: list[str], params: list[Any], *, as_json: bool) -> 
 
 
 def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.chat import converse
-    from jattn.engine import LLM, EngineConfig, SamplingParams
-    from jattn.load.folder import read_given
+    from jattn.llm.chat import converse
+    from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+    from jattn.llm.load.folder import read_given
 
     template = None
     if arguments.chat_template is not None:
@@ -258,7 +258,7 @@ def _as_json(output: Any) -> dict[str, Any]:
 
 
 def _crosscheck(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.testing import check_picture_path, compare_with_torch, save_picture
+    from jattn.llm.testing import check_picture_path, compare_with_torch, save_picture
 
     if arguments.picture is not None:
         check_picture_path(arguments.picture)
@@ -284,7 +284,7 @@ def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _serve(arguments: argparse.Namespace, rest: list[str]) -> int:
     try:
-        from jattn.serve.server import main as serve
+        from jattn.llm.serve.server import main as serve
     except ImportError as error:
         raise Unsupported(f"serving needs {error.name}, which is not installed; pip install 'jattn[serve]'.") from None
     return serve(rest)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, EncoderRow, SequenceRowLike, build_common_metadata
 
 __all__ = ["AttentionMetadata", "CrossMetadata", "GroupedMetadata", "PrefixGroups"]

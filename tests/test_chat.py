@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from jattn import LLM, EngineConfig, SamplingParams, cli
-from jattn.chat import converse
+from jattn.llm.chat import converse
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

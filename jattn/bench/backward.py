@@ -16,11 +16,12 @@ from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS, check_lengths
 from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
-from torch_core.attention.backward.plan import backward_plan
-from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
-from torch_core.errors import InvalidInput
-from torch_core.run import array_spec
-from torch_core.run.launch import device_limits, run_operation
+from torch_core.attention.backward_call import DenseBackwardCall, backward_of
+from torch_core.attention.call import DenseCall
+from torch_core.attention.kernels.backward.plan import backward_plan
+from torch_core.base.errors import InvalidInput
+from torch_core.launch.launcher import device_limits, run_operation
+from torch_core.launch.tensors import array_spec
 
 __all__ = ["PASSES", "main", "run"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from jattn.bench import measure
-from torch_core.calls import DenseCall, PagedCall
-from torch_core.run import run
-from torch_core.specs import AttentionSpec
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.run import run
 
 __all__ = [
     "BLOCK_SIZE",

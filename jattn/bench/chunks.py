@@ -14,15 +14,15 @@ from jattn.bench.batch import Batch, cold_batches, fa3, paged_call
 from jattn.bench.mixed import bound_us
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
-from torch_core.attention.hopper.plan import hopper_launch
-from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
-from torch_core.attention.rows.plan import rows_launch
-from torch_core.calls import PagedCall
-from torch_core.plan.plan import DeviceLimits, LaunchPlan, OperationPlan
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.run.launch import run_operation
-from torch_core.specs import ArraySpec
+from torch_core.attention.call import PagedCall
+from torch_core.attention.kernels.hopper.plan import hopper_launch
+from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_launch
+from torch_core.attention.kernels.rows.plan import rows_launch
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.launcher import run_operation
+from torch_core.launch.plan import DeviceLimits, LaunchPlan, OperationPlan
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 __all__ = ["CONTEXTS", "SHAPES", "plans", "run"]
 

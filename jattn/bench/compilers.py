@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jattn.table import aligned
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["compare", "compile_all", "main"]
 

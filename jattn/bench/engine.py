@@ -23,9 +23,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jattn.bench.kernels import profiled
-from jattn.engine import EngineConfig, SamplingParams, open_engine
-from jattn.engine.replicas import AnyEngine
-from jattn.models import (
+from jattn.llm.engine import EngineConfig, SamplingParams, open_engine
+from jattn.llm.engine.replicas import AnyEngine
+from jattn.llm.models import (
     Decoder,
     ModelConfig,
     TensorParallel,

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import embedded_model_folder
-from torch_core.errors import InvalidInput, Unsupported
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.load import embedded_model_folder
+from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["GenerateRow", "main", "run"]
 

@@ -16,8 +16,8 @@ import jax
 from flax import nnx
 
 from jattn.bench.engine import SHAPES, random_decoder
-from jattn.load import load_model, save_model
-from jattn.models import ModelConfig
+from jattn.llm.load import load_model, save_model
+from jattn.llm.models import ModelConfig
 
 __all__ = ["main", "measure_rows"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 __all__ = [
     "chained_us",

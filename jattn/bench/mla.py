@@ -13,11 +13,11 @@ import torch
 from jattn.bench import measure, mla_prefill
 from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
-from torch_core.calls import LatentCall
-from torch_core.errors import InvalidInput
-from torch_core.packed import pack_latents
-from torch_core.run import run as run_call
-from torch_core.specs import AttentionSpec, packed_latent_bytes
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec, packed_latent_bytes
+from torch_core.latent.call import LatentCall
+from torch_core.latent.packed import pack_latents
+from torch_core.launch.run import run as run_call
 from torch_core.vllm.mla import compute_num_kv_splits
 
 __all__ = ["SHAPES", "main", "run"]

@@ -12,9 +12,9 @@ import torch
 from jattn.bench import measure, peers
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.session import Column, Session, in_graph
-from torch_core.calls import DenseCall
-from torch_core.run import run as run_call
-from torch_core.specs import AttentionSpec
+from torch_core.attention.call import DenseCall
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.run import run as run_call
 
 __all__ = ["HEADS", "KEY_SIZE", "LENGTHS", "VALUE_SIZE", "prompt_call", "run"]
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.bench.measure import jax_us
-from jattn.models import ModelConfig, MoEConfig
-from jattn.models.experts import SparseMLP
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput
+from jattn.llm.models import ModelConfig, MoEConfig
+from jattn.llm.models.experts import SparseMLP
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["SHAPES", "MoERow", "main", "measure_rows"]
 

@@ -17,7 +17,7 @@ from jattn.bench.batch import BLOCK_SIZE, HEADS, KV_HEADS, random_batch
 from jattn.bench.report import BenchReport, Row, check_places
 from jattn.bench.session import Session
 from torch_core import ops as torch_ops
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 __all__ = ["main", "run"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["cudnn", "cudnn_fp8", "load_peers", "pallas_paged", "sdpa", "xla_gather"]
 

@@ -16,7 +16,7 @@ from jattn.bench.batch import HEADS, Batch, dense_call, fa3, ours, packed, rando
 from jattn.bench.report import OURS, BenchReport, Row, check_places
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["HEAD_SIZES", "LENGTHS", "TOTAL_TOKENS", "check_lengths", "main", "run"]
 

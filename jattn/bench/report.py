@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jattn.table import aligned
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["OURS", "BenchReport", "Row", "check_places"]
 

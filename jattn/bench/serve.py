@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from jattn.bench.serve_picture import check_matplotlib, save_picture
-from jattn.engine import LLM, EngineConfig
-from jattn.serve import AsyncLLM
-from torch_core.errors import InvalidInput, Unsupported
+from jattn.llm.engine import LLM, EngineConfig
+from jattn.llm.serve import AsyncLLM
+from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["ServeRow", "main", "run"]
 
@@ -199,8 +199,8 @@ def _finite(value: Any) -> Any:
 
 def _own_server(model: str | None, config: EngineConfig) -> Any:
     try:
-        background = importlib.import_module("jattn.serve.background")
-        app = importlib.import_module("jattn.serve.app")
+        background = importlib.import_module("jattn.llm.serve.background")
+        app = importlib.import_module("jattn.llm.serve.app")
     except ImportError as error:
         raise Unsupported(f"serving needs {error.name}, which is not installed; pip install 'jattn[serve]'.") from None
     llm = LLM(model, config=config)

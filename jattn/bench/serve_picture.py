@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 __all__ = ["Measured", "check_matplotlib", "save_picture"]
 

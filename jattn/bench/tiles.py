@@ -16,14 +16,14 @@ import torch
 
 from jattn.bench.report import BenchReport, Row
 from jattn.bench.session import Session, in_graph
-from torch_core.attention.hopper.plan import hopper_launch
-from torch_core.attention.hopper.tiles import HopperTile
-from torch_core.calls import AttentionCall, DenseCall, PagedCall
-from torch_core.plan.compile import KernelVariant, compile_variant, kernel_variant
-from torch_core.plan.plan import DeviceLimits, OperationPlan
-from torch_core.planner import plan_call
-from torch_core.run.launch import run_operation
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
+from torch_core.attention.kernels.hopper.plan import hopper_launch
+from torch_core.attention.kernels.hopper.tiles import HopperTile
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.compile import KernelVariant, compile_variant, kernel_variant
+from torch_core.launch.launcher import run_operation
+from torch_core.launch.plan import DeviceLimits, OperationPlan
+from torch_core.launch.planner import plan_call
 
 __all__ = ["CANDIDATES", "LENGTHS", "plans", "search", "write_results"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jattn.bench import tiles
 from jattn.table import aligned
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["PLACES", "compile_table", "main"]
 

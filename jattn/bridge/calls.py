@@ -10,25 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_core.calls import (
-    Call,
-    ChoiceCall,
-    CopyCall,
-    DenseBackwardCall,
-    DenseCall,
-    ExpertsCall,
-    IndexerCall,
-    LatentCall,
-    LatentWriteCall,
-    MergeCall,
-    PagedCall,
-    RotaryWriteCall,
-    RouteCall,
-    SharedPrefix,
-    WriteCall,
-)
-from torch_core.calls.call import array_fields
-from torch_core.specs import ArraySpec
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.cascade import SharedPrefix
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.specs import ArraySpec
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.cache_writes.rotary_call import RotaryWriteCall
+from torch_core.experts.call import ExpertsCall
+from torch_core.experts.routing_call import RouteCall
+from torch_core.latent.call import LatentCall, LatentWriteCall
+from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
+from torch_core.launch.call import Call, array_fields
 
 __all__ = ["Runtime", "array_spec", "empty_outputs", "run", "varying"]
 

@@ -6,8 +6,8 @@ import jax
 import torch
 from jax.core import Tracer
 
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import row_major_strides
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import row_major_strides
 
 __all__ = ["to_jax", "to_torch"]
 

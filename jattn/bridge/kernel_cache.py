@@ -1,8 +1,8 @@
 """Compiled kernels for the native bridge: in memory, and on disk in a directory that only its owner can write.
 
 Triton keeps a disk cache of its own and believes what it finds there, in a directory that TRITON_CACHE_DIR may put
-anywhere. A compilation here neither reads nor writes it. What torch runs (`torch_core.run`) still does, as every Triton
-kernel of the process does: whoever shares an account or sets that variable should know.
+anywhere. A compilation here neither reads nor writes it. What torch runs (`torch_core.launch.run`) still does, as
+every Triton kernel of the process does: whoever shares an account or sets that variable should know.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 if TYPE_CHECKING:
-    from torch_core.plan.compile import KernelVariant
+    from torch_core.launch.compile import KernelVariant
 
 __all__ = ["KernelCache", "KernelImage", "TensorMap", "default_directory"]
 
@@ -130,7 +130,7 @@ def _key(variant: KernelVariant, arch: int) -> str:
 
 
 def _compile(variant: KernelVariant, arch: int) -> KernelImage:
-    from torch_core.plan.compile import compile_variant
+    from torch_core.launch.compile import compile_variant
 
     with _without_tritons_cache():
         compiled = compile_variant(variant, arch)

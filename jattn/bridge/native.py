@@ -23,10 +23,10 @@ from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
 from jattn.bridge.launch import TARGET, KernelCode, launch_kernel
 from jattn.bridge.platforms import refused_on
-from torch_core.calls import Call
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
-from torch_core.specs import ArraySpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import Call
+from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = ["TARGET", "call_operation", "device_limits", "kernel_cache", "run_native", "why_not"]
 
@@ -51,7 +51,7 @@ _not_on_a_cpu = refused_on(
 def run_native(call: Call[jax.Array]) -> dict[str, jax.Array]:
     """Runs a call by its plan's kernels as native custom calls: implementation="triton"; see `call_operation`."""
     # Imports Triton; this module must load without it.
-    from torch_core.planner import plan_call
+    from torch_core.launch.planner import plan_call
 
     name, array = next(iter(call.arrays().items()))
     arrays = {**call.arrays(), name: _not_on_a_cpu(array)}
@@ -157,7 +157,7 @@ def _code(
 ) -> KernelCode:
     launcher = _launcher()
     # Needs triton, which _launcher has found.
-    from torch_core.plan.compile import check_fits, kernel_variant
+    from torch_core.launch.compile import check_fits, kernel_variant
 
     variant = kernel_variant(launch, dict(specs))
     image = cache.get(variant, limits.arch)

@@ -19,8 +19,9 @@ from jattn.bridge.calls import Runtime, array_spec
 from jattn.bridge.errors import recorded
 from jattn.bridge.split import HEADS, Split, dims_of, rows_of_a_sequence, split_of
 from jattn.bridge.torch_runtime import run_torch
-from torch_core.calls import Call, WriteCall
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
+from torch_core.cache_writes.call import WriteCall
+from torch_core.launch.call import Call
 
 __all__ = ["partitioned"]
 

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from torch_core.calls import AttentionCall, Call, DenseBackwardCall, DenseCall
-from torch_core.calls.call import array_fields
-from torch_core.errors import Unsupported
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.attention.call import AttentionCall, DenseCall
+from torch_core.base.errors import Unsupported
+from torch_core.launch.call import Call, array_fields
 
 __all__ = ["HEADS", "Split", "dims_of", "rows_of_a_sequence", "split_of"]
 

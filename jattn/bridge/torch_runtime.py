@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import jax
 
 from jattn.bridge.calls import array_spec
-from torch_core.calls import Call, DenseCall, TableCall, check_values
-from torch_core.plan.plan import OperationPlan
-from torch_core.specs import ArraySpec
+from torch_core.attention.call import DenseCall, TableCall
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import Call
+from torch_core.launch.plan import OperationPlan
+from torch_core.launch.values import check_values
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +30,10 @@ def run_torch(call: Call[jax.Array]) -> dict[str, jax.Array]:
     specs = call.map(array_spec)
     if jax.default_backend() == "gpu":
         from jattn.bridge.native import device_limits
-        from torch_core.planner import plan_call
+        from torch_core.launch.planner import plan_call
 
         return launch_operation(plan_call(specs, device_limits()), call.arrays())
-    from torch_core.cpu import run_on_cpu
+    from torch_core.launch.cpu import run_on_cpu
 
     arrays = call.arrays()
     outputs = call.outputs()
@@ -64,7 +66,7 @@ def launch_operation(plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> di
     import torch
 
     if torch.cuda.is_available():
-        from torch_core.run.launch import prepare_operation
+        from torch_core.launch.launcher import prepare_operation
 
         # While XLA captures, neither code may be loaded nor a context be made.
         prepare_operation(plan, torch.device("cuda", torch.cuda.current_device()))
@@ -106,7 +108,7 @@ class _Launch:
     plan: OperationPlan
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        from torch_core.run.launch import run_operation
+        from torch_core.launch.launcher import run_operation
 
         names = [name for name, _ in (*self.plan.inputs, *self.plan.outputs, *self.plan.scratch)]
         buffers = dict(zip(names, tensors, strict=True))

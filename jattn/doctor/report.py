@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jattn.doctor import machine, trials
 from jattn.table import aligned
-from torch_core.errors import JattnError
+from torch_core.base.errors import JattnError
 
 __all__ = ["Check", "DoctorReport", "Part", "collect", "look_at"]
 

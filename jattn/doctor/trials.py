@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from torch_core.errors import JattnError
+from torch_core.base.errors import JattnError
 
 __all__ = ["bits", "implementations", "shared_memory"]
 
@@ -93,8 +93,8 @@ def bits() -> Iterator[tuple[str, Callable[[], str]]]:
 def _batch_bits() -> str:
     import torch
 
+    from torch_core.base.specs import AttentionSpec
     from torch_core.ops import paged_attention
-    from torch_core.specs import AttentionSpec
 
     num_seqs, block_size = 6, 16
     random = torch.Generator().manual_seed(0)
@@ -156,7 +156,7 @@ def _pool_address() -> str:
 
     from jattn.ops import write_kv_cache
     from jattn.pool import KVPool
-    from torch_core.specs import KVCacheSpec
+    from torch_core.base.specs import KVCacheSpec
 
     spec = KVCacheSpec(num_kv_heads=1, head_size=64, block_size=16, dtype="float32")
     pool = KVPool(spec, num_layers=2, num_blocks=4)

@@ -11,8 +11,8 @@ from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import attention_fn as own_attention_fn
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KV_CACHE_DTYPES
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KV_CACHE_DTYPES
 
 __all__ = [
     "POSITIONS_WITHOUT_ROPE",

@@ -14,7 +14,7 @@ from flax.nnx.nn import dtypes
 from jattn import ops
 from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from jattn.ops.attention import dense_call
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["attention_fn", "dense_attention"]
 

@@ -17,8 +17,8 @@ from jattn.metadata import AttentionMetadata
 from jattn.nn.checks import refuse_donated
 from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from jattn.nn.paged import PagedAttention
-from torch_core.errors import InvalidInput, RequestTooLong
-from torch_core.specs import PAD_SLOT_ID
+from torch_core.base.errors import InvalidInput, RequestTooLong
+from torch_core.base.specs import PAD_SLOT_ID
 
 __all__ = ["HeldCache", "PagedCache", "check_held", "decode_held", "new_held_cache"]
 

@@ -12,8 +12,8 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
 
 if TYPE_CHECKING:
     from jattn.nn.kv_scales import KVRange, KVScales

@@ -15,7 +15,7 @@ from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, check_cache_dtype, checked_f
 from jattn.nn.dense import attention_fn, rotated
 from jattn.nn.held import HeldCache, check_held, decode_held, new_held_cache
 from jattn.nn.paged import CORE_OPTIONS, PagedAttention
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["MultiHeadAttention"]
 

@@ -24,7 +24,7 @@ from jattn.nn.checks import (
 from jattn.nn.dense import rotated
 from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache
 from jattn.nn.paged import CORE_OPTIONS, PagedAttention
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["MultiHeadAttention"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["Packing", "flat_lengths", "real_tokens"]
 

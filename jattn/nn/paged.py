@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 if TYPE_CHECKING:
     from jattn.nn.kv_scales import KVRange, KVScales

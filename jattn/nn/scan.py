@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.metadata import AttentionMetadata
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["layer_metadata", "scan_layers"]
 

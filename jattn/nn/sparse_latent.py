@@ -13,9 +13,9 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
 from jattn.nn.latent import MultiHeadLatentAttention
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput
-from torch_core.specs import LatentCacheSpec
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import LatentCacheSpec
 
 __all__ = ["LatentIndexer", "SparseLatentAttention"]
 

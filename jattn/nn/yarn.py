@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["DeepSeekRoPE", "yarn_kept", "yarn_weight"]
 

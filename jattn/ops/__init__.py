@@ -26,7 +26,7 @@ from jattn.ops.masked import masked_attention
 from jattn.ops.run import run
 from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
 from jattn.ops.transforms import RESIDUAL_NAMES
-from torch_core.calls import IMPLEMENTATIONS
+from torch_core.launch.serves import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from torch_core.errors import InvalidInput
-from torch_core.specs import AttentionSpec
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec
 
 __all__ = ["MASK_OPTIONS", "attention_spec"]
 

@@ -15,9 +15,9 @@ from jattn.metadata import PrefixGroups
 from jattn.ops.arguments import MASK_OPTIONS, attention_spec
 from jattn.ops.cascade import attend_groups
 from jattn.ops.run import run
-from torch_core.calls import AttentionCall, DenseCall, PagedCall, cache_fields
-from torch_core.checks import call_named, shown
-from torch_core.errors import InvalidInput
+from torch_core.attention.call import AttentionCall, DenseCall, PagedCall, cache_fields
+from torch_core.base.checks import call_named, shown
+from torch_core.base.errors import InvalidInput
 
 __all__ = [
     "POSITIONAL",
@@ -201,7 +201,8 @@ def _dense(
         dropout_rate: static, the share of softmax weights that go, to a multiple of 2^-16; the others are divided by
             the share that stays. The LSE is without it.
         dropout_seeds: int32[num_seqs, num_heads, 2], any numbers; `jattn.dropout_seeds` draws them. Which weights go is
-            a function of seed, query and key position (`torch_core.calls.dropout`), the same by every implementation.
+            a function of seed, query and key position (`torch_core.attention.dropout`), the same by every
+            implementation.
         deterministic: static, gradients have the same bits every time; without it, some kernels are faster.
 
     Returns:

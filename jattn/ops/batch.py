@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_core.calls import DenseBackwardCall, DenseCall
-from torch_core.calls.call import array_fields
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.attention.call import DenseCall
+from torch_core.launch.call import array_fields
 
 __all__ = ["fold", "folds"]
 

@@ -7,8 +7,11 @@ from typing import Any, TypedDict, TypeVar
 import jax
 
 from jattn.ops.run import run
-from torch_core.calls import MergeCall, RotaryWriteCall, WriteCall, cache_fields
-from torch_core.errors import InvalidInput
+from torch_core.attention.call import cache_fields
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import InvalidInput
+from torch_core.cache_writes.call import WriteCall
+from torch_core.cache_writes.rotary_call import RotaryWriteCall
 
 __all__ = ["CacheScales", "merge_states", "rotate_and_write", "write_kv_cache", "write_kv_cache_per_token_head"]
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jattn.metadata import PrefixGroups
 from jattn.ops.run import run
-from torch_core import calls
-from torch_core.calls import PagedCall, SharedPrefix
+from torch_core.attention import cascade
+from torch_core.attention.call import PagedCall
+from torch_core.attention.cascade import SharedPrefix
 
 __all__ = ["attend_groups", "cascade_attention", "shared_prefix"]
 
@@ -46,7 +47,7 @@ def shared_prefix(call: PagedCall[jax.Array], common_prefix_len: int, *, piece_t
         piece_tokens: static; queries that attend to the prefix as one sequence, from
             `torch_core.metadata.prefix_piece_tokens`.
     """
-    return calls.shared_prefix(
+    return cascade.shared_prefix(
         jnp.asarray(call.block_tables),
         jnp.asarray(call.seq_lens),
         jnp.asarray(call.query_start_loc),
@@ -77,4 +78,4 @@ def cascade_attention(
         InvalidInput: the call or the prefix does not hold together.
         Unsupported: the implementation cannot run here, or the mask depends on the distance to the prefix.
     """
-    return calls.cascade_attention(call, prefix, functools.partial(run, implementation=implementation))
+    return cascade.cascade_attention(call, prefix, functools.partial(run, implementation=implementation))

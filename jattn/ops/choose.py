@@ -13,9 +13,12 @@ from jattn.bridge import native, torch_runtime
 from jattn.bridge.calls import Runtime
 from jattn.bridge.platforms import refused_on
 from jattn.ops import xla
-from torch_core.calls import IMPLEMENTATIONS, Call, LatentCall, PagedCall, TableCall, unserved
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import ArraySpec, AttentionSpec, KVCacheSpec, LatentCacheSpec
+from torch_core.attention.call import PagedCall, TableCall
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import ArraySpec, AttentionSpec, KVCacheSpec, LatentCacheSpec
+from torch_core.latent.call import LatentCall
+from torch_core.launch.call import Call
+from torch_core.launch.serves import IMPLEMENTATIONS, unserved
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -34,7 +37,8 @@ def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
     """Returns the implementation to use; an explicit request is honoured or refused, never replaced.
 
     None means the default of the platform: "triton" where the default backend is CUDA, `_CPU_DEFAULT` on a CPU, "xla"
-    anywhere else. A call that the default does not serve, by the table `torch_core.calls.SERVES`, goes to "xla" where
+    anywhere else. A call that the default does not serve, by the table `torch_core.launch.serves.SERVES`, goes to
+    "xla" where
     that serves it. What only the device at hand lacks (e4m3 on old ones, shared memory) is refused with the remedy.
 
     Args:
@@ -106,7 +110,7 @@ def for_this_platform(call: Call[jax.Array]) -> Call[jax.Array]:
 
 
 def runtime_of(implementation: str) -> tuple[Runtime, str]:
-    """Returns the runtime of an implementation, and whose row of `torch_core.calls.SERVES` says what it serves.
+    """Returns the runtime of an implementation, and whose row of `torch_core.launch.serves.SERVES` says what it serves.
 
     On CUDA torch launches the same kernels as "triton".
     """

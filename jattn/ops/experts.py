@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.run import run
-from torch_core.calls import ExpertsCall, RouteCall
+from torch_core.experts.call import ExpertsCall
+from torch_core.experts.routing_call import RouteCall
 
 __all__ = ["fused_experts", "route_experts"]
 
@@ -38,7 +39,7 @@ def fused_experts(
         down_kernel: float[num_experts, intermediate_size, hidden_size].
         gate_up_bias: float[num_experts, 2 * intermediate_size], or None.
         down_bias: float[num_experts, hidden_size], or None.
-        activation: of the gate; one of `torch_core.calls.ACTIVATIONS`.
+        activation: of the gate; one of `torch_core.experts.call.ACTIVATIONS`.
         out_dtype: that of `hidden_states` when None, or "float32".
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 

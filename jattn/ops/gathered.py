@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.softmax import first_visible
-from torch_core.calls import AttentionCall, DenseCall, PagedCall
-from torch_core.calls.backward import DIFFERENTIATED
+from torch_core.attention.backward_call import DIFFERENTIATED
+from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
 
 __all__ = ["gathered", "gathered_with_pullback"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from torch_core.calls import ChoiceCall, IndexerCall
+from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
 
 __all__ = ["chosen_slots", "indexer_logits"]
 

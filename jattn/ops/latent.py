@@ -6,8 +6,8 @@ import jax
 
 from jattn.ops.attention import Request, operation, output, output_and_lse, request_of
 from jattn.ops.run import run
-from torch_core.calls import LatentCall, LatentWriteCall
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.latent.call import LatentCall, LatentWriteCall
 
 __all__ = ["latent_request", "mla_attention", "mla_attention_with_lse", "write_latent_cache"]
 

@@ -1,4 +1,4 @@
-"""Packed latents and rotated keys in plain jnp; see `torch_core.specs.LatentCacheSpec` for the bytes of a row."""
+"""Packed latents and rotated keys in plain jnp; see `torch_core.base.specs.LatentCacheSpec` for the bytes of a row."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.rotary import rotate
-from torch_core.calls import LatentWriteCall
-from torch_core.specs import PACKED_GROUP
+from torch_core.base.specs import PACKED_GROUP
+from torch_core.latent.call import LatentWriteCall
 
 __all__ = ["packed", "rotated", "unpacked"]
 

@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["refuse_leaked"]
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jattn.ops import softmax
 from jattn.ops.attention import dense_call
-from torch_core.calls import DenseCall
-from torch_core.calls.call import array_fields
+from torch_core.attention.call import DenseCall
+from torch_core.launch.call import array_fields
 
 __all__ = ["masked_attention"]
 

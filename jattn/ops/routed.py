@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.activations import gated
-from torch_core.calls import ExpertsCall, RouteCall
+from torch_core.experts.call import ExpertsCall
+from torch_core.experts.routing_call import RouteCall
 
 __all__ = [
     "ExpertKernels",

@@ -12,17 +12,12 @@ from jattn.bridge.calls import varying
 from jattn.ops import transforms
 from jattn.ops.choose import choose, for_this_platform, runtime_of
 from jattn.ops.leaks import refuse_leaked
-from torch_core.calls import (
-    BIAS_FIELDS,
-    AttentionCall,
-    Call,
-    DenseBackwardCall,
-    check_values,
-    dtype_name,
-    refuse_unserved,
-)
-from torch_core.calls.call import array_fields
-from torch_core.errors import InvalidInput
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.attention.call import BIAS_FIELDS, AttentionCall
+from torch_core.base.errors import InvalidInput
+from torch_core.launch.call import Call, array_fields, dtype_name
+from torch_core.launch.serves import refuse_unserved
+from torch_core.launch.values import check_values
 
 __all__ = ["run"]
 

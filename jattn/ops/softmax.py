@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from torch_core.calls import AttentionCall
+from torch_core.attention.call import AttentionCall
 
 __all__ = [
     "SoftmaxState",

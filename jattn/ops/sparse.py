@@ -11,8 +11,9 @@ from jax.core import Tracer
 from jattn.ops.attention import Request, operation, output, output_and_lse
 from jattn.ops.latent import latent_request
 from jattn.ops.run import run
-from torch_core.calls import IndexerCall, LatentCall, check_chosen_values, choice_of, chosen_latents
-from torch_core.checks import check_int
+from torch_core.base.checks import check_int
+from torch_core.latent.call import LatentCall
+from torch_core.latent.sparse_call import IndexerCall, check_chosen_values, choice_of, chosen_latents
 
 __all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse"]
 

@@ -1,8 +1,8 @@
 """What JAX transformations do with a call that XLA cannot look into: its own derivative, jnp's, or a reasoned refusal.
 
 The rule: an implementation that the caller names is differentiated by itself or not at all. With `implementation=None`
-its own derivative is taken where it has one (`torch_core.calls.SERVES`), and jnp's everywhere else: no derivative that
-"xla" could give ends in an error. Forward derivatives of attention are jnp's.
+its own derivative is taken where it has one (`torch_core.launch.serves.SERVES`), and jnp's everywhere else: no
+derivative that "xla" could give ends in an error. Forward derivatives of attention are jnp's.
 
 Paged attention is differentiated as dense attention over the keys and values that its tables name, gathered for the
 backward pass alone; a write as the scatter that it is. So gradients flow through a cache that new keys are written to,
@@ -26,17 +26,13 @@ from jattn.bridge.calls import Runtime, varying
 from jattn.ops import batch, xla
 from jattn.ops.gathered import gathered, gathered_with_pullback
 from jattn.ops.linear import Arrays, linear_map
-from torch_core.calls import (
-    AttentionCall,
-    Call,
-    DenseCall,
-    PagedCall,
-    RotaryWriteCall,
-    WriteCall,
-    backward_of,
-    refuse_unserved,
-)
-from torch_core.errors import Unsupported
+from torch_core.attention.backward_call import backward_of
+from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
+from torch_core.base.errors import Unsupported
+from torch_core.cache_writes.call import WriteCall
+from torch_core.cache_writes.rotary_call import RotaryWriteCall
+from torch_core.launch.call import Call
+from torch_core.launch.serves import refuse_unserved
 
 __all__ = ["RESIDUAL_NAMES", "Way", "transformable"]
 
@@ -53,7 +49,7 @@ class Way:
     Attributes:
         runtime: what runs it.
         implementation: its name.
-        served_by: the column of `torch_core.calls.SERVES` that says what it serves.
+        served_by: the column of `torch_core.launch.serves.SERVES` that says what it serves.
         chosen: the caller named no implementation, so that jnp may stand in for a derivative.
     """
 

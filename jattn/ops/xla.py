@@ -21,28 +21,19 @@ from jattn.ops.indexer import chosen_slots, indexer_logits
 from jattn.ops.rotary import rotate
 from jattn.ops.routed import fused_experts, route_experts
 from jattn.ops.softmax import compute_dtype
-from torch_core.calls import (
-    AttentionCall,
-    Call,
-    ChoiceCall,
-    DenseBackwardCall,
-    DenseCall,
-    ExpertsCall,
-    IndexerCall,
-    LatentCall,
-    LatentWriteCall,
-    MergeCall,
-    PagedCall,
-    RotaryWriteCall,
-    RouteCall,
-    TableCall,
-    WriteCall,
-    forward_of,
-    keep_factor,
-    keep_mask,
-)
-from torch_core.errors import Unsupported
-from torch_core.specs import LARGEST_CODE, SMALLEST_SCALE
+from torch_core.attention.backward_call import DenseBackwardCall, forward_of
+from torch_core.attention.call import AttentionCall, DenseCall, PagedCall, TableCall
+from torch_core.attention.dropout import keep_factor, keep_mask
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import LARGEST_CODE, SMALLEST_SCALE
+from torch_core.cache_writes.call import WriteCall
+from torch_core.cache_writes.rotary_call import RotaryWriteCall
+from torch_core.experts.call import ExpertsCall
+from torch_core.experts.routing_call import RouteCall
+from torch_core.latent.call import LatentCall, LatentWriteCall
+from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
+from torch_core.launch.call import Call
 
 __all__ = ["run"]
 

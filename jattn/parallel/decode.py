@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jattn import ops
-from torch_core.calls import DenseCall, PagedCall, WriteCall
-from torch_core.calls.call import array_fields
-from torch_core.checks import check_int
-from torch_core.context_parallel import context_call, local_call, merge_parts
-from torch_core.errors import InvalidInput
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.context_parallel import context_call, local_call, merge_parts
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
+from torch_core.cache_writes.call import WriteCall
+from torch_core.launch.call import array_fields
 from torch_core.metadata import get_dcp_local_slots
 
 __all__ = ["merge_over_axis", "paged_attention", "write_kv_cache"]
@@ -85,7 +86,7 @@ def paged_attention(
 
     Raises:
         InvalidInput: the call does not hold together, or groups do not fill the axis.
-        Unsupported: a mask that one device's share does not tell; see `torch_core.context_parallel`.
+        Unsupported: a mask that one device's share does not tell; see `torch_core.attention.context_parallel`.
     """
     place = _place(axis_name, interleave_size, group_size)
     groups = _groups(axis_name, group_size)

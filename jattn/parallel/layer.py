@@ -9,7 +9,7 @@ import jax
 from jattn.metadata import AttentionMetadata
 from jattn.ops.attention import paged_call
 from jattn.parallel.decode import paged_attention, write_kv_cache
-from torch_core.calls import WriteCall
+from torch_core.cache_writes.call import WriteCall
 
 __all__ = ["attend_spread"]
 
@@ -47,7 +47,7 @@ def attend_spread(
 
     Raises:
         InvalidInput: shapes do not fit.
-        Unsupported: a mask that one device's share does not tell; see `torch_core.context_parallel`.
+        Unsupported: a mask that one device's share does not tell; see `torch_core.attention.context_parallel`.
     """
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     place: dict[str, Any] = {"group_size": group_size, "implementation": implementation}

@@ -16,11 +16,12 @@ import numpy as np
 
 from jattn import ops
 from jattn.ops.arguments import attention_spec
-from torch_core.calls import DenseCall, backward_of
-from torch_core.checks import check_int
-from torch_core.context_parallel import merge_parts
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.attention.backward_call import backward_of
+from torch_core.attention.call import DenseCall
+from torch_core.attention.context_parallel import merge_parts
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
 
 __all__ = ["all_gather_attention", "ring_attention", "zigzag_order"]
 

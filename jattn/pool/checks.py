@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from torch_core.checks import shown
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = [
     "DROP_VIEWS",

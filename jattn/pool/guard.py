@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from jattn.bridge import original_error
-from torch_core.errors import PoolLost
+from torch_core.base.errors import PoolLost
 
 __all__ = ["Guard"]
 

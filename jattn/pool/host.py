@@ -10,8 +10,8 @@ import numpy as np
 
 from jattn.pool.kv_pool import KVPool
 from jattn.pool.plan import host_memory
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["HostBlocks", "SwapLike"]
 

@@ -27,9 +27,9 @@ from jattn.pool.checks import (
 )
 from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["PoolPlan", "check_room", "free_bytes", "host_memory", "plan_pool"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge import native, partitioned, run
-from torch_core.calls import CopyCall
+from torch_core.cache_writes.call import CopyCall
 
 __all__ = [
     "copy_program",

@@ -11,7 +11,7 @@ import torch
 from jattn.bench import cascade, decode
 from jattn.bench.batch import HEADS, KV_HEADS, Batch
 from jattn.bench.report import Row
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 
 def test_both_steps_compute_the_same():

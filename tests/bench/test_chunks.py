@@ -12,10 +12,10 @@ import torch
 
 from jattn.bench import batch as batches
 from jattn.bench import chunks, measure, prefill
-from torch_core.calls import PagedCall
-from torch_core.errors import Unsupported
-from torch_core.plan.plan import OperationPlan
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.call import PagedCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.plan import OperationPlan
 
 
 def _plans(seqs: int, new: int, before: int, dtype: str = "bfloat16") -> dict[str, OperationPlan]:

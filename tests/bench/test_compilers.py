@@ -9,7 +9,7 @@ import pytest
 import triton
 
 from jattn.bench import compilers
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.variants import resources
 from torch_core.variants.in_use import variants_in_use
 

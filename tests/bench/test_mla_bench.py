@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jattn.bench import mla
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")

@@ -8,7 +8,7 @@ import pytest
 from jattn import cli
 from jattn.bench import moe
 from jattn.bench.moe import measure_rows
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 
 def test_the_table_has_a_row_for_each_number_of_tokens(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import pytest
 
 from jattn.bench import backward, decode, measure, mla, overhead, peers, prefill
 from jattn.bench.report import BenchReport, Row
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from jattn.bench import measure
 from jattn.bench.report import Row
 from jattn.bench.session import Session, in_graph
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 
 @pytest.fixture

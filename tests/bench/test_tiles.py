@@ -10,9 +10,9 @@ import pytest
 
 from jattn.bench import measure, tiles, tune
 from jattn.bench.report import BenchReport, Row
-from torch_core.attention.hopper.plan import hopper_tile
-from torch_core.errors import Unsupported
-from torch_core.plan.plan import DeviceLimits
+from torch_core.attention.kernels.hopper.plan import hopper_tile
+from torch_core.base.errors import Unsupported
+from torch_core.launch.plan import DeviceLimits
 
 
 @pytest.mark.parametrize("head_size", tiles.CANDIDATES)

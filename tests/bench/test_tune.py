@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jattn.bench import tiles, tune
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.variants import in_use, resources
 from torch_core.variants.resources import Resources, Table, read_table
 

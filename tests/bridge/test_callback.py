@@ -20,7 +20,7 @@ from jax import lax
 
 from jattn.bridge import call_torch, errors, typed_errors
 from jattn.bridge import callback as callback_module
-from torch_core.errors import PoolLost
+from torch_core.base.errors import PoolLost
 
 CACHE_SHAPE = (64, 32)
 CACHE_BYTES = 64 * 32 * 4

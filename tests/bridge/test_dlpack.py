@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jattn.bridge import to_jax, to_torch
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 SHARED = [
     "float32",
@@ -194,7 +194,7 @@ def test_an_array_over_two_devices_is_refused_and_its_shards_are_viewed() -> Non
     program = """
 import jax, jax.numpy as jnp
 from jattn.bridge import to_torch
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 mesh = jax.sharding.Mesh(jax.devices(), ("x",))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
 array = jax.device_put(jnp.arange(4.0), sharding)

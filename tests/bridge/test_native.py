@@ -15,9 +15,9 @@ import pytest
 from jattn.bridge import native
 from jattn.bridge.kernel_cache import KernelCache
 from tests.support.sample_kernels import double_and_add, product
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.plan import Descriptor, DeviceLimits
-from torch_core.specs import ArraySpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import Descriptor, DeviceLimits
 
 LIMITS = DeviceLimits()
 

@@ -15,7 +15,7 @@ from jattn.bridge import native, to_torch
 from tests.support.gluon_kernels import scaled_copy
 from tests.support.sample_kernels import double_and_add
 from torch_core import ops as torch_ops
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 64, 16, 8, 2, 64

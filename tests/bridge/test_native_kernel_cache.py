@@ -13,8 +13,8 @@ from triton import knobs
 
 from jattn.bridge.kernel_cache import KernelCache, default_directory
 from tests.support.sample_kernels import double_and_add
-from torch_core.errors import Unsupported
-from torch_core.plan.compile import KernelVariant, compile_variant, kernel_variant
+from torch_core.base.errors import Unsupported
+from torch_core.launch.compile import KernelVariant, compile_variant, kernel_variant
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,14 @@ import pytest
 from jattn.bridge import native, run
 from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache
-from torch_core.calls import CopyCall, DenseCall, MergeCall, PagedCall, WriteCall, backward_of
-from torch_core.errors import Unsupported
-from torch_core.plan.plan import DeviceLimits
-from torch_core.planner import plan_call
-from torch_core.specs import AttentionSpec
+from torch_core.attention.backward_call import backward_of
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
 
 SPEC = AttentionSpec(scale=0.088)
 

@@ -16,21 +16,14 @@ from jattn import ops
 from jattn.bridge import partitioned, typed_errors
 from jattn.ops import xla
 from tests.support.devices import CACHE, HEADS, WHOLE, addresses, collectives, mesh, on_four_devices, place
-from torch_core.calls import (
-    Call,
-    CopyCall,
-    DenseBackwardCall,
-    DenseCall,
-    LatentCall,
-    LatentWriteCall,
-    MergeCall,
-    PagedCall,
-    WriteCall,
-    backward_of,
-    forward_of,
-)
-from torch_core.errors import Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.attention.backward_call import DenseBackwardCall, backward_of, forward_of
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.latent.call import LatentCall, LatentWriteCall
+from torch_core.launch.call import Call
 
 TABLES = np.array([[1, 2, 0], [3, 4, 5]], np.int32)
 SEQ_LENS, STARTS = np.array([7, 9], np.int32), np.array([0, 2, 6], np.int32)

@@ -18,10 +18,12 @@ from jattn.bridge.kernel_cache import KernelCache
 from jattn.ops import xla
 from tests.bridge.test_partition import WAYS, assert_close, each_kind, gradients, opaque, run_opaque
 from tests.support.devices import WHOLE, addresses, collectives, mesh, on_four_devices, place
-from torch_core.calls import CopyCall, DenseCall, PagedCall, WriteCall, backward_of
-from torch_core.errors import Unsupported
-from torch_core.plan.plan import DeviceLimits
-from torch_core.specs import AttentionSpec
+from torch_core.attention.backward_call import backward_of
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.launch.plan import DeviceLimits
 
 SPEC = AttentionSpec(scale=0.25)
 ROWS = PartitionSpec("dp", "tp")

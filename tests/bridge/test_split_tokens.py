@@ -13,9 +13,11 @@ from jattn import ops
 from jattn.bridge import typed_errors
 from tests.bridge.test_partition import assert_close, each_kind, each_way, opaque, run_opaque
 from tests.support.devices import collectives, mesh, on_four_devices, place
-from torch_core.calls import Call, ExpertsCall, RouteCall
-from torch_core.calls.sparse import ChoiceCall, IndexerCall
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
+from torch_core.experts.call import ExpertsCall
+from torch_core.experts.routing_call import RouteCall
+from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
+from torch_core.launch.call import Call
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("dp")
 

@@ -12,7 +12,7 @@ from jattn import ops
 from jattn.bridge import torch_runtime
 from tests.support.interpret import run_interpreted_operation
 from tests.support.sample_kernels import double_and_add
-from torch_core.run import launch
+from torch_core.launch import launcher as launch
 
 
 @pytest.fixture(autouse=True)

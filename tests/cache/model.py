@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.cache.snapshot import snapshot
+from torch_core.base.errors import JattnError, OutOfBlocks
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
-from torch_core.errors import JattnError, OutOfBlocks
 
 
 class BrokenPromiseError(AssertionError):

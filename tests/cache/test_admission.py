@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from torch_core.base.errors import OutOfBlocks, RequestTooLong
 from torch_core.cache import CacheConfig, CacheGroup, CacheManager
-from torch_core.errors import OutOfBlocks, RequestTooLong
 
 
 def finishes_alone(cache: CacheManager, prompt: int, total: int, most: int, ahead: int) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from torch_core.base.errors import CacheCorruption
 from torch_core.cache import CacheConfig, CacheManager
 from torch_core.cache.state import CacheState
-from torch_core.errors import CacheCorruption
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from torch_core.base.errors import InvalidInput
 from torch_core.cache import group_layers
-from torch_core.errors import InvalidInput
 
 
 @pytest.mark.parametrize(

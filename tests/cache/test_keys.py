@@ -11,9 +11,9 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from torch_core.base.errors import InvalidInput
 from torch_core.cache import CacheConfig, CacheManager
 from torch_core.cache.keys import KeyChain, LineageNode, encode_root, same_lineage
-from torch_core.errors import InvalidInput
 
 FIELDS = {"salt": b"tenant", "model_fingerprint": b"model", "cache_dtype": "bfloat16", "block_size": 4}
 

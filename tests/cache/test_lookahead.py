@@ -8,8 +8,8 @@ import pytest
 
 from tests.cache.model import BrokenPromiseError, Model
 from tests.cache.snapshot import snapshot
+from torch_core.base.errors import CacheCorruption, InvalidInput
 from torch_core.cache import CacheConfig, CacheGroup, CacheManager, stepping
-from torch_core.errors import CacheCorruption, InvalidInput
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from tests.cache.snapshot import snapshot
+from torch_core.base.errors import OutOfBlocks
 from torch_core.cache import BlockCopy, CacheConfig, CacheGroup, CacheManager
 from torch_core.cache.config import GroupLayout
-from torch_core.errors import OutOfBlocks
 
 
 def make(num_blocks: int = 10, block_size: int = 4, **options) -> CacheManager:

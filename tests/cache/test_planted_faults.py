@@ -10,13 +10,13 @@ import pytest
 
 from tests.cache.model import BrokenPromiseError, Model
 from tests.cache.snapshot import snapshot
+from torch_core.base.errors import CacheCorruption, InvalidInput, OutOfBlocks, RequestTooLong
 from torch_core.cache import CacheConfig, keys, lifecycle, manager, stepping
 from torch_core.cache.config import GroupLayout
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.state import CacheState
 from torch_core.cache.table import SequenceTable
-from torch_core.errors import CacheCorruption, InvalidInput, OutOfBlocks, RequestTooLong
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

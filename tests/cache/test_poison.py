@@ -10,9 +10,9 @@ import torch
 
 from tests.cache.driver import Driver
 from tests.cache.model import BrokenPromiseError, Flight, Model
+from torch_core.base.specs import AttentionSpec
 from torch_core.cache import CacheConfig
 from torch_core.ops import copy_blocks, paged_attention, write_kv_cache
-from torch_core.specs import AttentionSpec
 
 HEAD_SIZE = 8
 MOVES = 300

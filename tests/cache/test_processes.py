@@ -12,13 +12,13 @@ import pytest
 
 from tests.cache.driver import Driver, draw_config
 from tests.cache.model import Model
+from torch_core.base.errors import JattnError, OutOfBlocks, Unsupported
 from torch_core.cache import CacheConfig, CacheManager
-from torch_core.errors import JattnError, OutOfBlocks, Unsupported
 
 TRACE = """
 import hashlib, random
 from torch_core.cache import CacheConfig, CacheManager
-from torch_core.errors import OutOfBlocks
+from torch_core.base.errors import OutOfBlocks
 
 source = random.Random(7)
 cache = CacheManager(CacheConfig(num_blocks=24, block_size=2, sliding_window=8, num_host_blocks=8))
@@ -142,7 +142,7 @@ def test_a_forked_process_is_refused_even_if_the_lock_was_held(monkeypatch):
 FORK = """
 import os
 from torch_core.cache import CacheConfig, CacheManager
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 cache = CacheManager(CacheConfig(num_blocks=4, block_size=4))
 child = os.fork()

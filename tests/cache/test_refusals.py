@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.cache.snapshot import snapshot
+from torch_core.base.errors import CacheCorruption, InvalidInput, OutOfBlocks, RequestTooLong
 from torch_core.cache import CacheConfig, CacheGroup, CacheManager
-from torch_core.errors import CacheCorruption, InvalidInput, OutOfBlocks, RequestTooLong
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.cache.model import BrokenPromiseError, Model
+from torch_core.base.errors import CacheCorruption, InvalidInput
 from torch_core.cache import CacheConfig, CacheManager
 from torch_core.cache.pool import BlockPool
-from torch_core.errors import CacheCorruption, InvalidInput
 
 
 def make(**options) -> CacheManager:

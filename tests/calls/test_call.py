@@ -9,10 +9,12 @@ import pytest
 
 import jattn.bridge  # noqa: F401 - calls become pytrees
 from tests.support.attention_plans import dense_call, paged_call
-from torch_core.calls import CopyCall, MergeCall, PagedCall, WriteCall
-from torch_core.calls.call import array_fields
-from torch_core.errors import InvalidInput
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.call import PagedCall
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.launch.call import array_fields
 
 CALLS = {
     "paged": paged_call(sinks=ArraySpec((8,), "float32"), k_scale=0.5),

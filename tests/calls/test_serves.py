@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.attention_plans import backward_call, dense_call, latent_call, paged_call
-from torch_core.calls import (
-    IMPLEMENTATIONS,
-    SERVES,
-    LatentWriteCall,
-    MergeCall,
-    WriteCall,
-    refuse_unserved,
-    serves_table,
-)
-from torch_core.errors import Unsupported
-from torch_core.specs import ArraySpec
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import ArraySpec
+from torch_core.cache_writes.call import WriteCall
+from torch_core.latent.call import LatentWriteCall
+from torch_core.launch.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
 
 
 def _wide(*shape: int) -> ArraySpec:

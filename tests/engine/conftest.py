@@ -9,7 +9,7 @@ import jax
 import pytest
 from flax import nnx
 
-from jattn.models import Decoder, ModelConfig
+from jattn.llm.models import Decoder, ModelConfig
 
 
 def tiny_decoder(**changes: Any) -> Decoder:

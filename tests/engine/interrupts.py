@@ -13,7 +13,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-ROOMS = ("/jattn/engine/", "/jattn/pool/", "/torch_core/cache/")
+ROOMS = ("/jattn/llm/engine/", "/jattn/pool/", "/torch_core/cache/")
 
 
 class InterruptAt:

@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jattn.engine import Engine, EngineConfig, SamplingParams, join
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams, join
 from tests.engine.conftest import tiny_decoder
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, tensor_parallel_size=2)
 PROMPTS = [list(range(start, start + 9)) for start in (1, 20)]

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jattn.engine import EngineConfig, SamplingParams, SpeculativeConfig
-from jattn.engine.placement import Placement
-from jattn.engine.program import Bucket
-from jattn.engine.request import Request, RequestMetrics
-from jattn.engine.runner import ModelRunner, _buckets
-from jattn.engine.sampler import SamplingKind
-from jattn.engine.scheduler import ScheduledRow, ScheduledStep
+from jattn.llm.engine import EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.llm.engine.placement import Placement
+from jattn.llm.engine.program import Bucket
+from jattn.llm.engine.request import Request, RequestMetrics
+from jattn.llm.engine.runner import ModelRunner, _buckets
+from jattn.llm.engine.sampler import SamplingKind
+from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
 from torch_core.cache import CommittedStep, group_layers

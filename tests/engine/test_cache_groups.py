@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import alternating_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 
 # Few shapes, and one pool, so that tests share what they compile.
 SIZES: dict[str, Any] = {

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jattn.engine import LLM, Engine, EngineConfig, Outbox, SamplingParams
-from jattn.load import TextTokenizer
+from jattn.llm.engine import LLM, Engine, EngineConfig, Outbox, SamplingParams
+from jattn.llm.load import TextTokenizer
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, batch_invariant=True)
 

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
-from jattn.engine.cascade import Cascade
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.cascade import Cascade
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_weights import other_decoder
+from torch_core.base.errors import InvalidInput
 from torch_core.cache import group_layers
-from torch_core.errors import InvalidInput
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 PARAMS = SamplingParams(temperature=0.8, max_tokens=9, ignore_eos=True)

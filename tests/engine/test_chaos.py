@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jattn.engine import Engine, EngineConfig
-from jattn.models import Decoder
+from jattn.llm.engine import Engine, EngineConfig
+from jattn.llm.models import Decoder
 from tests.engine.conftest import alternating_decoder, tiny_decoder
 from tests.engine.test_interrupts import SIZES, Service, lose_pool_in
 

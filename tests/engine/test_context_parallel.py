@@ -11,14 +11,14 @@ import jax
 import pytest
 from flax import nnx
 
-from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
 from tests.engine.test_tensor_parallel import COLLECTIVE, prompts_of
 from tests.models.test_sharding import LATENT
 from tests.support.devices import on_four_devices
 from tests.support.tiny_models import write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 # One shape for all steps: little to compile.
 SIZES: dict[str, Any] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
-from jattn.load import TextTokenizer
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.load import TextTokenizer
 from tests.engine.conftest import greedy_kind, tiny_decoder
 from tests.engine.test_engine import prompts_of
 from tests.support.tiny_models import byte_tokenizer

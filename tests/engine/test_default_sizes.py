@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import pytest
 
-from jattn.engine import Engine, EngineConfig
-from jattn.engine import device as engine_device
-from jattn.models import Decoder
-from torch_core.errors import InvalidInput, Unsupported
+from jattn.llm.engine import Engine, EngineConfig
+from jattn.llm.engine import device as engine_device
+from jattn.llm.models import Decoder
+from torch_core.base.errors import InvalidInput, Unsupported
 
 # Of the session's decoder: two layers of keys and values, two heads of 8 float32, blocks of 4 tokens.
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 8 * 4

@@ -17,14 +17,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn import AttentionMetadata, SequenceRow, ops, parallel
-from jattn.engine import Engine, EngineConfig, SamplingParams, open_engine
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams, open_engine
 from jattn.pool import HostBlocks, KVPool
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.engine.test_processes import PROMPT, free_port
+from torch_core.attention.call import PagedCall
+from torch_core.base.specs import AttentionSpec, KVCacheSpec
 from torch_core.cache import BlockSwap
-from torch_core.calls import PagedCall, WriteCall
-from torch_core.specs import AttentionSpec, KVCacheSpec
+from torch_core.cache_writes.call import WriteCall
 
 pytestmark = pytest.mark.gpu
 

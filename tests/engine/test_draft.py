@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from jattn.models import Decoder
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 # One shape of a step each for prompts and for tokens, and one pool: few programs to compile.
 SIZES: dict[str, Any] = {
@@ -213,7 +213,7 @@ def test_a_draft_is_read_from_a_folder_and_may_have_another_shape_and_a_window(p
         ),
         (
             lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-            "the draft model is a Linear; it must be a jattn.models.PagedModel.",
+            "the draft model is a Linear; it must be a jattn.llm.models.PagedModel.",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jattn import parallel
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
 from tests.engine.test_tensor_parallel import COLLECTIVE

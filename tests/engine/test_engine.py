@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
-from jattn.models import Decoder
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.models import Decoder
 from tests.engine.conftest import greedy_kind, tiny_decoder
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

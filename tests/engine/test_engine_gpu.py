@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
-from jattn.engine.program import Bucket
-from jattn.engine.sampler import Sampler, SamplingKind
-from jattn.models import Decoder
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.program import Bucket
+from jattn.llm.engine.sampler import Sampler, SamplingKind
+from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_chaos import CONFIGS, chaos
 from tests.engine.test_engine import GREEDY, prompts_of, run

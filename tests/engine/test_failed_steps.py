@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jattn.engine import Engine, EngineConfig
+from jattn.llm.engine import Engine, EngineConfig
 from tests.engine.test_engine import GREEDY, prompts_of, run
-from torch_core.errors import PoolLost
+from torch_core.base.errors import PoolLost
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
 

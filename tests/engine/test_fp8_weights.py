@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
-from jattn.models import Decoder, quantize_fp8, shard_model
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.models import Decoder, quantize_fp8, shard_model
 from tests.engine.conftest import tiny_decoder
 from tests.support.devices import mesh, on_four_devices
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
 PROMPT = [5, 9, 2, 40, 7, 7, 31, 90, 1, 6, 12]

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
-from jattn.engine.request import Request
-from jattn.load import TextTokenizer
-from jattn.models import Decoder
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.request import Request
+from jattn.llm.load import TextTokenizer
+from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.interrupts import InterruptAt, InterruptAtRelease
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
-from torch_core.errors import InvalidInput, PoolLost
+from torch_core.base.errors import InvalidInput, PoolLost
 
 # One shape of a step each for prompts and for tokens: what is compiled here is interrupted, not compared.
 SIZES: dict[str, Any] = {

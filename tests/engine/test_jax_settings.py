@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 CONFIG = EngineConfig(
     block_size=4,
@@ -31,7 +31,7 @@ PROGRAM = """
 from tests.engine.test_jax_settings import CONFIG, FULL
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.conftest import tiny_decoder
-from jattn.engine import Engine
+from jattn.llm.engine import Engine
 print(run(Engine(tiny_decoder(), CONFIG), prompts_of(3, 17, 2, 9), FULL))
 """
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.engine import (
+from jattn.llm.engine import (
     LLM,
     Engine,
     EngineConfig,
@@ -19,15 +19,15 @@ from jattn.engine import (
     SamplingParams,
     calibrate_kv_cache,
 )
-from jattn.load import embedded_model_folder, load_model, save_model
+from jattn.llm.load import embedded_model_folder, load_model, save_model
+from jattn.llm.models import Decoder, LatentConfig
 from jattn.metadata import AttentionMetadata
-from jattn.models import Decoder, LatentConfig
 from jattn.nn import MultiHeadLatentAttention, PagedAttention
 from jattn.nn.kv_scales import KVScales, paged_layers
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "batch_invariant": True}

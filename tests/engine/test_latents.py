@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.models import Decoder
-from jattn.models.parts import LatentConfig
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.models import Decoder
+from jattn.llm.models.parts import LatentConfig
 from tests.support.tiny_models import tiny_config, tiny_model
 
 LATENT = LatentConfig(

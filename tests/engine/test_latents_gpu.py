@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jattn.engine import Engine, EngineConfig
-from jattn.load import parse_config
-from jattn.models import Decoder
+from jattn.llm.engine import Engine, EngineConfig
+from jattn.llm.load import parse_config
+from jattn.llm.models import Decoder
 from tests.engine.test_engine import prompts_of, run
 
 pytestmark = pytest.mark.gpu

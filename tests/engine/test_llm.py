@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from jattn.engine import LLM, EngineConfig, SamplingParams, generate
-from jattn.engine.prompts import chat_prompt
-from jattn.load import load_tokenizer
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams, generate
+from jattn.llm.engine.prompts import chat_prompt
+from jattn.llm.load import load_tokenizer
 from tests.support.tiny_models import write_tiny_model
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 
 CONFIG = EngineConfig(block_size=8, max_num_seqs=2, max_num_batched_tokens=32)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -212,7 +212,7 @@ def test_generate_takes_an_llm_a_decoder_or_a_folder(llm, folder) -> None:
     [
         ({"model": 5}, "folder is a int; it must be a path."),
         ({"model": b"folder"}, "folder is a bytes; it must be a path."),
-        ({"tokenizer": 5}, "tokenizer is 5; it must be a jattn.load.TextTokenizer, or None."),
+        ({"tokenizer": 5}, "tokenizer is 5; it must be a jattn.llm.load.TextTokenizer, or None."),
         ({"config": {"max_num_seqs": 4}}, "config is a dict; it must be an EngineConfig, or None."),
         ({"model": None, "config": {"max_num_seqs": 4}}, "config is a dict; it must be an EngineConfig, or None."),
     ],

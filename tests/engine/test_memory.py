@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from jattn.engine import LLM, Engine, EngineConfig
+from jattn.llm.engine import LLM, Engine, EngineConfig
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
-from torch_core.errors import InvalidInput, PoolLost
+from torch_core.base.errors import InvalidInput, PoolLost
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_host_blocks=4, scrub_on_free=True)
 

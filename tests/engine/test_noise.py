@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
 from tests.support.devices import on_four_devices
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 DECODES = "1 sequences, 1 tokens, queries up to 1, plain"
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
 
-from jattn.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.models import PagedSpec
 from jattn.metadata import AttentionMetadata
-from jattn.models import PagedSpec
 from jattn.nn import PagedAttention
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "max_model_len": 64, "num_layers": 1, "num_kv_heads": 2, "head_dim": 8}
@@ -107,15 +107,16 @@ class NoLogits(nnx.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("folder", "model is a str; it must be an nnx.Module: a jattn.models.PagedModel."),
+        ("folder", "model is a str; it must be an nnx.Module: a jattn.llm.models.PagedModel."),
         (
             NoSpec(),
             (
-                "model is a NoSpec without a paged_spec; give it one, a jattn.models.PagedSpec, as an attribute of its "
+                "model is a NoSpec without a paged_spec; give it one, a jattn.llm.models.PagedSpec, as an "
+                "attribute of its "
                 "class or its own."
             ),
         ),
-        (NoLogits(), "model is a NoLogits without logits(hidden); see jattn.models.PagedModel."),
+        (NoLogits(), "model is a NoLogits without logits(hidden); see jattn.llm.models.PagedModel."),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jattn.engine import (
+from jattn.llm.engine import (
     DataParallelEngine,
     Engine,
     EngineConfig,
@@ -18,15 +18,15 @@ from jattn.engine import (
     calibrate_kv_cache,
     open_engine,
 )
-from jattn.engine.device import Device
-from jattn.engine.weights import Weights
+from jattn.llm.engine.device import Device
+from jattn.llm.engine.weights import Weights
 from tests.engine.conftest import tiny_decoder
 from tests.engine.interrupts import InterruptAtRelease
 from tests.engine.test_engine import run
 from tests.engine.test_interrupts import interrupted
 from tests.engine.test_tensor_parallel import SIZES, large_decoder, prompts_of
 from tests.support.devices import mesh, on_four_devices
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
@@ -156,7 +156,7 @@ def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
 
     engine.sleep()
     with (
-        mock.patch("jattn.engine.owner.check_room", side_effect=[None, InvalidInput("no room")]),
+        mock.patch("jattn.llm.engine.owner.check_room", side_effect=[None, InvalidInput("no room")]),
         pytest.raises(InvalidInput, match="no room"),
     ):
         engine.wake()

@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jattn.engine.params import SamplingParams, StructuredOutputsParams
-from jattn.engine.request import Request, RequestMetrics, RequestState
-from torch_core.errors import InvalidInput
+from jattn.llm.engine.params import SamplingParams, StructuredOutputsParams
+from jattn.llm.engine.request import Request, RequestMetrics, RequestState
+from torch_core.base.errors import InvalidInput
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jattn.engine.params import SamplingParams
-from jattn.engine.sampler import (
+from jattn.llm.engine.params import SamplingParams
+from jattn.llm.engine.sampler import (
     Rows,
     Sampler,
     SamplingKind,
@@ -24,8 +24,8 @@ from jattn.engine.sampler import (
     sample,
     sample_fully,
 )
-from jattn.engine.tables import SamplerState, SlotTables, mask_of
-from torch_core.errors import InvalidInput
+from jattn.llm.engine.tables import SamplerState, SlotTables, mask_of
+from torch_core.base.errors import InvalidInput
 
 VOCAB, LENGTH, ROWS, DRAWS = 40, 24, 4, 4000
 NEUTRAL = SlotTables.neutral(max_model_len=LENGTH, vocab_size=VOCAB, num_processors=1)

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
-from jattn.engine.grammar import GrammarCompiler
-from jattn.engine.logprobs import Logprobs
-from jattn.engine.reader import PromptReader
-from jattn.load import TextTokenizer, load_tokenizer
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
+from jattn.llm.engine.grammar import GrammarCompiler
+from jattn.llm.engine.logprobs import Logprobs
+from jattn.llm.engine.reader import PromptReader
+from jattn.llm.load import TextTokenizer, load_tokenizer
 from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 PROMPT = list(b"abcab")
 NEW = 10

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jattn.engine import EngineConfig, SamplingParams
-from jattn.engine.request import Request, RequestMetrics, RequestState
-from jattn.engine.scheduler import ScheduledStep, Scheduler
+from jattn.llm.engine import EngineConfig, SamplingParams
+from jattn.llm.engine.request import Request, RequestMetrics, RequestState
+from jattn.llm.engine.scheduler import ScheduledStep, Scheduler
+from torch_core.base.errors import RequestTooLong
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
-from torch_core.errors import RequestTooLong
 
 
 class Bench:

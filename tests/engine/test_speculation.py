@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from jattn.engine.guesses import NGramGuesses
-from jattn.engine.request import Request, RequestMetrics
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.llm.engine.guesses import NGramGuesses
+from jattn.llm.engine.request import Request, RequestMetrics
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_weights import other_decoder
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 NGRAMS = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1)

@@ -12,14 +12,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.engine import Engine, EngineConfig, SamplingParams, calibrate_kv_cache
-from jattn.engine.embeddings import embed
-from jattn.engine.placement import Placement
-from jattn.models import Decoder, TensorParallel, partition_specs, shard_model
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams, calibrate_kv_cache
+from jattn.llm.engine.embeddings import embed
+from jattn.llm.engine.placement import Placement
+from jattn.llm.models import Decoder, TensorParallel, partition_specs, shard_model
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
 from tests.support.devices import mesh, on_four_devices
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 64}
 COLLECTIVE = re.compile(r"= (\([^)]*\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")

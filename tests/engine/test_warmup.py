@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
-from jattn.engine.progress import progress
-from jattn.load import TextTokenizer
-from jattn.models import Decoder
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
+from jattn.llm.engine.progress import progress
+from jattn.llm.load import TextTokenizer
+from jattn.llm.models import Decoder
 from tests.engine.conftest import greedy_kind, tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 from tests.support.compilation_cache import programs_kept_in

@@ -13,14 +13,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
-from jattn.engine.weights import Weights
-from jattn.models import Decoder
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.weights import Weights
+from jattn.llm.models import Decoder
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.devices import WHOLE, mesh, on_four_devices
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
 
@@ -141,7 +141,7 @@ def told(engine, monkeypatch) -> list[Any]:
         found.extend(has_failed.tolist())
         return has_failed
 
-    monkeypatch.setattr("jattn.engine.processes.multihost_utils.process_allgather", gather)
+    monkeypatch.setattr("jattn.llm.engine.processes.multihost_utils.process_allgather", gather)
     channel = mock.Mock(send=lambda what, *_: found.append(what))
     engine._owner._device = replace(engine._owner.device, channel=channel)
     return found
@@ -311,7 +311,7 @@ def test_an_engine_without_room_sleeps_on(engine, monkeypatch) -> None:
         raise InvalidInput("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jattn.engine.owner.check_room", refuse)
+        patch.setattr("jattn.llm.engine.owner.check_room", refuse)
         with pytest.raises(InvalidInput, match="planted"):
             engine.wake()
 

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from examples import ray_serve
 from examples.ray_serve import Settings
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 
 def test_settings_come_as_text_and_give_each_replica_its_gpus() -> None:

@@ -22,7 +22,7 @@ from tests.support.latent_writes import rotary_write
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 __all__ = ["backward_shapes", "dropout_shapes", "latent_shapes", "shapes"]
 

@@ -19,10 +19,10 @@ from torch_core.all_reduce.plan import (
     sums_and_norms,
     workspace_words,
 )
-from torch_core.errors import InvalidInput
-from torch_core.plan.plan import OperationPlan
-from torch_core.run import dtype_name, torch_dtype
-from torch_core.specs import ArraySpec
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import OperationPlan
+from torch_core.launch.tensors import dtype_name, torch_dtype
 
 WORLD = 2
 

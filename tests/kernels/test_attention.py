@@ -9,11 +9,11 @@ from tests.support.attention_cases import assert_matches_reference, dense_case, 
 from tests.support.interpret import run_interpreted_operation
 from tests.support.kernel_cases import interpreter_case
 from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
-from torch_core.attention.split import partials
-from torch_core.plan.plan import DeviceLimits
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.specs import AttentionSpec
+from torch_core.attention.kernels.split import partials
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 
 @pytest.mark.parametrize(

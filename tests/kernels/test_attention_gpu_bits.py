@@ -9,7 +9,7 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, paged_case
 from tests.support.triton_ops import paged_attention_with_lse
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 

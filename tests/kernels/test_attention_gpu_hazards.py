@@ -9,9 +9,9 @@ from tests.support import reference
 from tests.support.attention_cases import assert_as_exact, assert_matches_reference, paged_case
 from tests.support.triton_ops import paged_attention, paged_attention_with_lse
 from torch_core import ops
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 pytestmark = pytest.mark.gpu
 

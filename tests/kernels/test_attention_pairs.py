@@ -13,8 +13,8 @@ from tests.support.attention_cases import assert_matches_reference, paged_case
 from tests.support.attention_plans import paged_plan
 from tests.support.interpret import run_interpreted
 from tests.support.triton_ops import paged_attention_with_lse
-from torch_core.attention.split.pairs import widened
-from torch_core.specs import ArraySpec
+from torch_core.attention.kernels.split.pairs import widened
+from torch_core.base.specs import ArraySpec
 
 _ELEMENTS = {
     "float8_e4m3fn": (tl.float8e4nv, torch.float8_e4m3fn),

@@ -10,7 +10,7 @@ from tests.support.attention_cases import AttentionCase, dense_case
 from tests.support.backward_cases import assert_gradients_match, backward_call, random_backward_case
 from tests.support.triton_ops import run_triton
 from torch_core import ops
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 
 def _check(case: AttentionCase, *, with_d_lse: bool = False) -> None:

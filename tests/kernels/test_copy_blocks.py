@@ -7,7 +7,7 @@ import torch
 
 from tests.support import reference
 from tests.support.triton_ops import copy_blocks
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 PAIRS = torch.tensor([[1, 4], [0, 2], [-1, -1], [1, 3]], dtype=torch.int32)
 

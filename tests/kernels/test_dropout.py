@@ -18,8 +18,9 @@ from tests.support.attention_cases import (
 )
 from tests.support.backward_cases import assert_gradients_match, backward_call, random_backward_case
 from torch_core import ops
-from torch_core.calls import dropout, keep_mask
-from torch_core.errors import InvalidInput
+from torch_core.attention import dropout
+from torch_core.attention.dropout import keep_mask
+from torch_core.base.errors import InvalidInput
 
 
 def test_the_generator_gives_the_words_of_its_authors() -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.support.emulated.machine import Deadlock, Machine
 from tests.support.emulated.run import run_emulated_launch
 from tests.support.gluon_kernels import squares_kernel
-from torch_core.plan.plan import Descriptor, LaunchPlan, Pointer
+from torch_core.launch.plan import Descriptor, LaunchPlan, Pointer
 
 _TILES = 6
 

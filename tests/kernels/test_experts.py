@@ -9,10 +9,10 @@ import torch
 
 from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
 from tests.support.triton_ops import run_triton
-from torch_core.calls import ACTIVATIONS
-from torch_core.experts.plan import plan_experts
-from torch_core.plan.plan import DeviceLimits
-from torch_core.run import array_spec
+from torch_core.experts.call import ACTIVATIONS
+from torch_core.experts.kernels.plan import plan_experts
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.tensors import array_spec
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 21, 130])

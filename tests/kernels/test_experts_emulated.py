@@ -10,9 +10,9 @@ import torch
 
 from tests.support.emulated.run import run_emulated_operation
 from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
-from torch_core.plan.plan import DeviceLimits
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 
 def _run(call: Any, seed: int) -> torch.Tensor:

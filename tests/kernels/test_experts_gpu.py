@@ -14,7 +14,7 @@ from jattn.bridge import to_jax
 from jattn.ops import fused_experts
 from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
 from torch_core import ops
-from torch_core.calls import ACTIVATIONS, ExpertsCall
+from torch_core.experts.call import ACTIVATIONS, ExpertsCall
 
 pytestmark = pytest.mark.gpu
 # For each way of a plan: one token; rows looked up pair by pair, and expert by expert; sorted tiles of 64 rows, and of

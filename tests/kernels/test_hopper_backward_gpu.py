@@ -17,11 +17,11 @@ from tests.ops.runner import keywords
 from tests.support.attention_cases import AttentionCase, dense_case
 from tests.support.backward_cases import assert_poisoned_match, backward_call, hopper_backward_case, poisoned
 from torch_core import ops
-from torch_core.calls import DenseBackwardCall
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.run.launch import device_limits
-from torch_core.specs import AttentionSpec
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.launcher import device_limits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 pytestmark = pytest.mark.gpu
 

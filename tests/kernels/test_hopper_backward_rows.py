@@ -12,8 +12,8 @@ from tests.support.attention_cases import dense_case
 from tests.support.backward_cases import backward_call
 from tests.support.interpret import run_interpreted_operation
 from torch_core import ops, reference
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 
 @pytest.mark.parametrize("with_d_lse", [False, True])

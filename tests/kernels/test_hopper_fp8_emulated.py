@@ -11,12 +11,12 @@ import torch
 from tests.support.attention_cases import AttentionCase, paged_case
 from tests.support.emulated.run import run_emulated_operation
 from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_case, random_fp8_chunk_case
-from torch_core.attention.hopper import plan as attention_hopper
-from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch
-from torch_core.plan.plan import DeviceLimits
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.specs import AttentionSpec
+from torch_core.attention.kernels.hopper import plan as attention_hopper
+from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_launch
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 # Few programs, so that each has several work items.
 _FEW = DeviceLimits(num_sms=3)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.attention_cases import paged_case
 from tests.support.fp8_cases import assert_matches_fp8_weights, with_e4m3_weights
-from torch_core.attention.hopper_fp8 import transpose as hopper_fp8_transpose
-from torch_core.specs import AttentionSpec
+from torch_core.attention.kernels.hopper_fp8 import transpose as hopper_fp8_transpose
+from torch_core.base.specs import AttentionSpec
 
 _LAYOUTS = {64: ("_NARROW_RAW", "_NARROW_TURNED"), 128: ("_WIDE_RAW", "_WIDE_TURNED")}
 

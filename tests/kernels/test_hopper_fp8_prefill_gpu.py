@@ -11,10 +11,10 @@ import torch
 from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_case
 from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_case
 from tests.support.triton_ops import paged_attention, paged_attention_with_lse
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.run.launch import device_limits
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.launcher import device_limits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 pytestmark = pytest.mark.gpu
 _SCALES = ("q_scale", "k_scale", "v_scale")

@@ -11,12 +11,12 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
 from tests.support.triton_ops import paged_attention, paged_attention_with_lse
-from torch_core.attention.hopper import plan as attention_hopper
-from torch_core.plan.plan import OperationPlan
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.run.launch import device_limits, run_operation
-from torch_core.specs import AttentionSpec
+from torch_core.attention.kernels.hopper import plan as attention_hopper
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.launcher import device_limits, run_operation
+from torch_core.launch.plan import OperationPlan
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
 from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.run.launch import device_limits
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.launcher import device_limits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 pytestmark = pytest.mark.gpu
 

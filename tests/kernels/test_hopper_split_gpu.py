@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, paged_case
-from torch_core.attention.hopper import plan as attention_hopper
-from torch_core.plan.plan import OperationPlan
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.run.launch import device_limits, run_operation
-from torch_core.specs import AttentionSpec
+from torch_core.attention.kernels.hopper import plan as attention_hopper
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.launcher import device_limits, run_operation
+from torch_core.launch.plan import OperationPlan
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 pytestmark = pytest.mark.gpu
 

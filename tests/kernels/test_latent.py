@@ -9,9 +9,9 @@ from tests.support.attention_cases import assert_matches_reference
 from tests.support.latent_cases import latent_case, random_latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.triton_ops import run_triton
-from torch_core.calls import LatentWriteCall
+from torch_core.base.specs import AttentionSpec
+from torch_core.latent.call import LatentWriteCall
 from torch_core.reference import write_latent_cache
-from torch_core.specs import AttentionSpec
 
 
 def _check(case, **changes):

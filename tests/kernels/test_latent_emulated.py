@@ -10,10 +10,10 @@ import pytest
 from tests.support.attention_cases import assert_matches_reference
 from tests.support.emulated.run import run_emulated_operation
 from tests.support.latent_cases import latent_case
-from torch_core.plan.plan import DeviceLimits
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 
 def _check(seed: int, kernel: str, **options: Any) -> None:

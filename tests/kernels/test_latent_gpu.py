@@ -16,8 +16,8 @@ from tests.support.attention_cases import assert_matches_reference
 from tests.support.latent_cases import latent_case, random_latent_case
 from tests.support.latent_writes import rotary_write
 from torch_core import ops, reference
-from torch_core.calls import LatentWriteCall
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
+from torch_core.latent.call import LatentWriteCall
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.support import reference
 from tests.support.triton_ops import merge_states
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 
 def _states(seed: int, dtype: torch.dtype = torch.float32, tokens: int = 5, heads: int = 3, size: int = 24):

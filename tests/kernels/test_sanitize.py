@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests.kernels import sanitize
-from torch_core.attention.backward_hopper.tiles import hopper_backward_tile
-from torch_core.attention.hopper.tiles import hopper_tile
-from torch_core.attention.hopper_fp8.tiles import hopper_fp8_tile
-from torch_core.calls import AttentionCall, DenseCall, backward_of
-from torch_core.plan.plan import DeviceLimits, LaunchPlan
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.specs import ArraySpec
+from torch_core.attention.backward_call import backward_of
+from torch_core.attention.call import AttentionCall, DenseCall
+from torch_core.attention.kernels.backward_hopper.tiles import hopper_backward_tile
+from torch_core.attention.kernels.hopper.tiles import hopper_tile
+from torch_core.attention.kernels.hopper_fp8.tiles import hopper_fp8_tile
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import DeviceLimits, LaunchPlan
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 _TILES = {
     "hopper_prefill_kernel": hopper_tile,

@@ -9,8 +9,8 @@ from tests.support.attention_cases import assert_matches_reference
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import run_triton
 from torch_core import ops, reference
-from torch_core.attention.indexer import plan
-from torch_core.calls import ChoiceCall
+from torch_core.latent.kernels.indexer import plan
+from torch_core.latent.sparse_call import ChoiceCall
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from tests.support import reference
 from tests.support.triton_ops import write_kv_cache
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 4
 

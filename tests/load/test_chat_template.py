@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jattn.load import ChatTemplate
-from torch_core.errors import InvalidInput
+from jattn.llm.load import ChatTemplate
+from torch_core.base.errors import InvalidInput
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from jattn.load import parse_config, render_config
-from jattn.models import RopeScaling
+from jattn.llm.load import parse_config, render_config
+from jattn.llm.models import RopeScaling
 from tests.support import encoder_decoders, family_models
 from tests.support.tiny_models import tiny_config
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,7 +56,7 @@ REFUSED = [
     (
         {"architectures": ["LlamaModelOfMine"]},
         Unsupported,
-        "BartForConditionalGeneration. jattn.load.register_family adds another.",
+        "BartForConditionalGeneration. jattn.llm.load.register_family adds another.",
     ),
     ({"model_type": "qwen2"}, InvalidInput, "model_type is 'qwen2'; LlamaForCausalLM needs 'llama'."),
     ({"auto_map": {}}, Unsupported, "config.json has auto_map; code from a model folder is never run."),

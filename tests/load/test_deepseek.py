@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jattn.load import load_model, parse_config, save_model
+from jattn.llm.load import load_model, parse_config, save_model
 from tests.support.family_models import reference_logits, write_checkpoint
 from tests.support.tiny_models import dense_logits, reference_bound
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 _COMMON: dict[str, Any] = {
     "attention_bias": False, "ep_size": 1, "hidden_act": "silu", "kv_lora_rank": 512, "max_position_embeddings": 163840,

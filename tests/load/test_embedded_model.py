@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jattn.load import embedded_model_folder, load_model, load_tokenizer
+from jattn.llm.load import embedded_model_folder, load_model, load_tokenizer
 from tests.support.tiny_models import dense_logits, reference_bound, transformers_logits
 
 #: Written for this test in the manner of the training text; no sentence of it is from there.

@@ -11,14 +11,14 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import Family, known_families, load_model, parse_config, register_family, save_model
-from jattn.testing.torch_side import FirstOfEqual
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.load import Family, known_families, load_model, parse_config, register_family, save_model
+from jattn.llm.testing.torch_side import FirstOfEqual
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.saved import assert_saved_as_it_was
 from tests.support.tiny_models import PagedRun, dense_logits, reference_bound, tiny_config, tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 #: Of each family the variant in which most options are on.
 LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CASES.items()]
@@ -117,7 +117,7 @@ OWN = Family(
 
 @pytest.fixture
 def own_family(monkeypatch):
-    monkeypatch.setattr("jattn.load.families.registry._FAMILIES", known_families())
+    monkeypatch.setattr("jattn.llm.load.families.registry._FAMILIES", known_families())
     register_family(OWN)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jattn.load import load_model
+from jattn.llm.load import load_model
 from tests.load.test_families import LAST, assert_greedy_as_transformers, paged_logits
 from tests.support.family_models import reference_logits, write_checkpoint
 from tests.support.tiny_models import reference_bound

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import load_model
-from jattn.models import Decoder, partition_specs
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.load import load_model
+from jattn.llm.models import Decoder, partition_specs
 from tests.support.devices import mesh, on_four_devices
 from tests.support.family_models import CASES, write_checkpoint
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from jattn.load.folder import check_folder, member, read_json, read_text
-from torch_core.errors import InvalidInput
+from jattn.llm.load.folder import check_folder, member, read_json, read_text
+from torch_core.base.errors import InvalidInput
 
 
 @pytest.mark.parametrize(

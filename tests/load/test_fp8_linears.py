@@ -14,15 +14,15 @@ import safetensors.numpy
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import load_model, save_model
-from jattn.models import Decoder, Fp8Linear, quantize_fp8, shard_model
-from jattn.models.quantized import QuantizedExpertLinear
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.load import load_model, save_model
+from jattn.llm.models import Decoder, Fp8Linear, quantize_fp8, shard_model
+from jattn.llm.models.quantized import QuantizedExpertLinear
 from tests.load.test_kept_quantized import BLOCKWISE, BY_OUTPUT, by_block, by_output, by_tensor, in_fp8
 from tests.support.devices import mesh, on_four_devices
 from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import tiny_config, tiny_model, write_tiny_model
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 
 def load(folder: Path, quantization: str | None = "fp8", dtype: str = "float32") -> Decoder:

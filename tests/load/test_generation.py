@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from jattn.engine.prompts import chat_prompt
-from jattn.load import load_generation_defaults, load_model, load_tokenizer, save_model
-from jattn.load.folder import check_folder
+from jattn.llm.engine.prompts import chat_prompt
+from jattn.llm.load import load_generation_defaults, load_model, load_tokenizer, save_model
+from jattn.llm.load.folder import check_folder
 from tests.support.tiny_models import byte_tokenizer, write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

@@ -15,13 +15,13 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.load import load_model, save_model
-from jattn.models import Decoder
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.load import load_model, save_model
+from jattn.llm.models import Decoder
 from tests.support.devices import on_four_devices
 from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import reference_bound, write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9)))
 BLOCKWISE = {"quant_method": "fp8", "weight_block_size": [128, 128]}

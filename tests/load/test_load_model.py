@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer, models
 
-from jattn.load import TextTokenizer, load_model, load_tokenizer, save_model
-from jattn.models.attention import Attention
+from jattn.llm.load import TextTokenizer, load_model, load_tokenizer, save_model
+from jattn.llm.models.attention import Attention
 from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
-from torch_core.errors import InvalidInput, JattnError, Unsupported
+from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 
 
 def refused(folder, message, error: type[JattnError] = InvalidInput):

@@ -12,8 +12,8 @@ import jax
 import pytest
 from flax import nnx
 
-from jattn.load import load_model, save_model
-from jattn.load.read_ahead import FileRange, read_ahead
+from jattn.llm.load import load_model, save_model
+from jattn.llm.load.read_ahead import FileRange, read_ahead
 from tests.support.tiny_models import tiny_config, tiny_model
 
 # Of the embedding, in MiB: far more than the threads' buffers.
@@ -69,9 +69,9 @@ def test_what_follows_a_tensor_larger_than_the_bound_is_read_while_it_is_used(tm
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     following = threading.Event()
-    monkeypatch.setattr("jattn.load.read_ahead._MOST_AHEAD", 10)
+    monkeypatch.setattr("jattn.llm.load.read_ahead._MOST_AHEAD", 10)
     monkeypatch.setattr(
-        "jattn.load.read_ahead._touch", lambda file, start, end: following.set() if start == 60 else None
+        "jattn.llm.load.read_ahead._touch", lambda file, start, end: following.set() if start == 60 else None
     )
 
     found = read_ahead([[FileRange(path, 0, 60)], [FileRange(path, 60, 40)]])

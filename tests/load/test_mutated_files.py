@@ -8,13 +8,13 @@ import struct
 import numpy as np
 import pytest
 
-from jattn.load.config import parse_config
-from jattn.load.folder import check_folder, read_json
-from jattn.load.plan import plan_parameters
-from jattn.load.weights import check_weights, find_weights, read_parameter
+from jattn.llm.load.config import parse_config
+from jattn.llm.load.folder import check_folder, read_json
+from jattn.llm.load.plan import plan_parameters
+from jattn.llm.load.weights import check_weights, find_weights, read_parameter
 from tests.support.family_models import CASES, write_checkpoint
 from tests.support.tiny_models import tiny_config, write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 MUTANTS = 300
 #: Keys that few files have, and that decide about whole layers or positions.

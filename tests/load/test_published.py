@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jattn.load import load_model, parse_config
+from jattn.llm.load import load_model, parse_config
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, write_checkpoint
 from tests.support.tiny_models import dense_logits, reference_bound, write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 #: What files of the hub have beside the keys that transformers writes today.
 KEYS: list[tuple[str, dict[str, Any]]] = [

@@ -13,14 +13,14 @@ import safetensors.numpy
 import safetensors.torch
 from flax import nnx
 
-from jattn.load import load_model
-from jattn.load.folder import check_folder
-from jattn.load.plan import plan_parameters
-from jattn.load.weights import find_weights, read_parameter
-from jattn.models.quantized import dequantize
+from jattn.llm.load import load_model
+from jattn.llm.load.folder import check_folder
+from jattn.llm.load.plan import plan_parameters
+from jattn.llm.load.weights import find_weights, read_parameter
+from jattn.llm.models.quantized import dequantize
 from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import tiny_config, write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 CONFIG = tiny_config(hidden_size=160, intermediate_size=200, num_hidden_layers=1)
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jattn.load.safetensors_file import open_safetensors, read_tensor
-from torch_core.errors import InvalidInput, Unsupported
+from jattn.llm.load.safetensors_file import open_safetensors, read_tensor
+from torch_core.base.errors import InvalidInput, Unsupported
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

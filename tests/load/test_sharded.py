@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.load import load_model, save_model
-from jattn.models import MoEConfig, shard_model
+from jattn.llm.load import load_model, save_model
+from jattn.llm.models import MoEConfig, shard_model
 from tests.support.devices import mesh, on_four_devices
 from tests.support.tiny_models import write_tiny_model
 

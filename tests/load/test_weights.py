@@ -12,15 +12,15 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jattn.engine import KVCacheScales
-from jattn.load import load_model, parse_config
-from jattn.load.folder import check_folder, read_object
-from jattn.load.plan import plan_parameters
-from jattn.load.weights import find_weights, read_parameter
-from jattn.models import Decoder
+from jattn.llm.engine import KVCacheScales
+from jattn.llm.load import load_model, parse_config
+from jattn.llm.load.folder import check_folder, read_object
+from jattn.llm.load.plan import plan_parameters
+from jattn.llm.load.weights import find_weights, read_parameter
+from jattn.llm.models import Decoder
 from tests.support.family_models import write_checkpoint
 from tests.support.tiny_models import tiny_config, write_tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -271,6 +271,6 @@ def test_parameters_are_made_on_a_device_as_on_the_host(architecture, sizes, tmp
 
 
 def test_nothing_is_read_from_the_files_before_all_checks_have_passed(folder, monkeypatch):
-    monkeypatch.setattr("jattn.load.model.read_parameter", lambda *_, **__: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("jattn.llm.load.model.read_parameter", lambda *_, **__: pytest.fail("a tensor was read"))
     (folder / "tokenizer.json").unlink()
     refused(folder, "the folder has no tokenizer.json; load_model(folder, with_tokenizer=False) reads the model alone")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jattn import AttentionMetadata, SequenceRow
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata import build_common_metadata, metadata_layout
 
 ROWS = [SequenceRow([5, 2], 0, 6), SequenceRow([9], 3, 1)]

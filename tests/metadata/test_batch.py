@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata import (
     SequenceRow,
     build_common_metadata,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata import (
     BlockTableCache,
     SequenceRow,

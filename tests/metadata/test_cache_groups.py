@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torch_core.base.errors import InvalidInput
 from torch_core.cache import StepRow
-from torch_core.errors import InvalidInput
 from torch_core.metadata import (
     BlockTableCache,
     CommonAttentionMetadata,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow, build_common_metadata, check_metadata
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata import (
     BlockTableCache,
     Buckets,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow, build_common_metadata, check_metadata, metadata_layout
 from torch_core.metadata import tables as tables_module
 from torch_core.vllm import StepBuffers

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import BlockTableCache, SequenceRow, build, build_common_metadata, check_metadata
 from torch_core.metadata.check import check_written_blocks
 from torch_core.metadata.rows import RowColumns, lengths_of

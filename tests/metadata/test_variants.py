@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata import (
     EncoderRow,
     SequenceRow,

@@ -9,9 +9,9 @@ import jax
 import pytest
 from flax import nnx
 
-from jattn.models import Decoder, LatentConfig, MoEConfig, RopeScaling
+from jattn.llm.models import Decoder, LatentConfig, MoEConfig, RopeScaling
 from tests.support.tiny_models import tiny_config
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 MOE = MoEConfig(
     num_experts=3,

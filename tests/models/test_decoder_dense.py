@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.load import load_model
-from jattn.models import RopeScaling
+from jattn.llm.load import load_model
+from jattn.llm.models import RopeScaling
 from tests.support.tiny_models import (
     dense_logits,
     reference_bound,
@@ -18,7 +18,7 @@ from tests.support.tiny_models import (
     transformers_logits,
     write_tiny_model,
 )
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
 VARIANTS = {

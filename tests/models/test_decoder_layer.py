@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.models import TensorParallel
-from jattn.models.decoder_layer import DecoderLayer, through
-from jattn.models.layers import RMSNorm, norm
+from jattn.llm.models import TensorParallel
+from jattn.llm.models.decoder_layer import DecoderLayer, through
+from jattn.llm.models.layers import RMSNorm, norm
 from tests.support.tiny_models import tiny_config
 
 

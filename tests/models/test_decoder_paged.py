@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.models.decoder_layer import DecoderLayer
+from jattn.llm.models.decoder_layer import DecoderLayer
 from tests.support.tiny_models import PagedRun, dense_logits, paged_step, tiny_config, tiny_model
 
 IMPLEMENTATIONS = ["xla", "torch"]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jattn.engine import LLM, Engine
-from jattn.engine.embeddings import embed
-from jattn.load import load_model, save_model
+from jattn.llm.engine import LLM, Engine
+from jattn.llm.engine.embeddings import embed
+from jattn.llm.load import load_model, save_model
+from jattn.llm.testing import compare_with_torch
 from jattn.metadata import AttentionMetadata
-from jattn.testing import compare_with_torch
 from tests.support.tiny_models import reference_bound, tiny_config, tiny_model
-from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 from torch_core.metadata import SequenceRow
 
 LENGTHS = (9, 4)

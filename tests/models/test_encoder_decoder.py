@@ -14,19 +14,19 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.engine.delivery import Outbox
-from jattn.engine.intake import Intake
-from jattn.load import load_model, parse_config
-from jattn.load.config import render_config
-from jattn.load.folder import read_object
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.engine.delivery import Outbox
+from jattn.llm.engine.intake import Intake
+from jattn.llm.load import load_model, parse_config
+from jattn.llm.load.config import render_config
+from jattn.llm.load.folder import read_object
+from jattn.llm.models import EncoderDecoder, ModelConfig, PagedSpec
+from jattn.llm.models.relative import relative_buckets
 from jattn.metadata import AttentionMetadata
-from jattn.models import EncoderDecoder, ModelConfig, PagedSpec
-from jattn.models.relative import relative_buckets
 from tests.support.encoder_decoders import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.saved import assert_saved_as_it_was
 from tests.support.tiny_models import reference_bound, tiny_config, tiny_model
-from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 from torch_core.metadata import EncoderRow, SequenceRow
 
 #: Of each family the variant in which most options are on.

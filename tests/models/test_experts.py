@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.models import MoEConfig
-from jattn.models.experts import SparseMLP
+from jattn.llm.models import MoEConfig
+from jattn.llm.models.experts import SparseMLP
 from jattn.ops.routed import ExpertKernels, by_groups, by_rows
 from tests.support.tiny_models import tiny_config
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 MOE = MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, router_bias=True, expert_bias=True)
 

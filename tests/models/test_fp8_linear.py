@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.models import Fp8Linear, quantize_fp8
-from jattn.models.fp8 import round_to_fp8
+from jattn.llm.models import Fp8Linear, quantize_fp8
+from jattn.llm.models.fp8 import round_to_fp8
 from tests.support.tiny_models import tiny_config, tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 # A rounded number is off by a sixteenth of itself at most, or by half the smallest one of its row.
 HALF_STEP, SMALLEST = 2.0**-4, 2.0**-10 / 448

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, EngineConfig, SamplingParams
-from jattn.load import save_model
-from jattn.load.plan import plan_parameters
-from jattn.models import last_of_each_window
-from jattn.models.rotary import apply_rotary, inverse_frequencies, rotary_angles
-from jattn.models.shapes import parameter_shapes
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.load import save_model
+from jattn.llm.load.plan import plan_parameters
+from jattn.llm.models import last_of_each_window
+from jattn.llm.models.rotary import apply_rotary, inverse_frequencies, rotary_angles
+from jattn.llm.models.shapes import parameter_shapes
 from tests.support.tiny_models import PagedRun, dense_logits, tiny_config, tiny_model
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 # Windows and their full layers, the last three without keys and values: Gemma 3n's pattern.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.models.layers import LayerNorm, RMSNorm, linear
+from jattn.llm.models.layers import LayerNorm, RMSNorm, linear
 from jattn.ops.activations import gated
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from jattn.models import RopeScaling
-from jattn.models.rotary import apply_rotary, attention_factor, inverse_frequencies, rotary_angles
+from jattn.llm.models import RopeScaling
+from jattn.llm.models.rotary import apply_rotary, attention_factor, inverse_frequencies, rotary_angles
 from tests.support.tiny_models import tiny_config
 
 SCALINGS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.models import (
+from jattn.llm.models import (
     DEFAULT_RULES,
     Decoder,
     LatentConfig,
@@ -27,7 +27,7 @@ from jattn.models import (
 from jattn.nn import MultiHeadAttention
 from tests.support.devices import WHOLE, collectives, mesh, on_four_devices
 from tests.support.tiny_models import tiny_config, tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 LATENT = LatentConfig(kv_lora_rank=16, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "columns": (
         {"intermediate_size": 82},
         {},
-        r"intermediate_size is 82; it must be a multiple of tensor_parallel.size \(4\). Keep it whole by jattn.models",
+        r"intermediate_size is 82; it must be a multiple of tensor_parallel.size \(4\). Keep it whole by jattn",
     ),
     "experts": (
         {"moe": MoEConfig(num_experts=6, num_experts_per_tok=2, intermediate_size=24)},

@@ -15,8 +15,8 @@ from flax import linen, nnx
 from jattn import attention, dropout_seeds, ops
 from jattn.nn import DeepSeekRoPE, MultiHeadAttention, MultiHeadLatentAttention, attention_fn
 from jattn.nn.linen import MultiHeadAttention as LinenMultiHeadAttention
-from torch_core.calls import keep_factor, keep_mask
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.attention.dropout import keep_factor, keep_mask
+from torch_core.base.errors import InvalidInput, Unsupported
 
 BATCH, LENGTH, KEYS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 6, 4, 2, 8
 PADDING = jnp.array([[1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0]], bool)[:, None, None]

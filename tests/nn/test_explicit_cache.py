@@ -14,7 +14,7 @@ from flax import nnx
 from jattn import SequenceRow
 from jattn.metadata import AttentionMetadata
 from jattn.nn import MultiHeadAttention, PagedAttention, scan_layers
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 4, 2, 4, 4, 8
 

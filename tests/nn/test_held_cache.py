@@ -18,7 +18,7 @@ from flax import errors, nnx
 
 from jattn.nn import MultiHeadAttention, PagedCache
 from tests.support.pretended_gpu import pretended_gpu
-from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
 BATCH, LENGTH, FEATURES, BLOCK_SIZE = 2, 7, 16, 4
 

@@ -17,7 +17,7 @@ from jattn import KVPool, LatentCacheSpec, MultiHeadLatentAttention
 from jattn.metadata import AttentionMetadata
 from jattn.nn import DeepSeekRoPE
 from tests.ops.runner import QUICK_COMPILE
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow
 
 SIZES: dict[str, Any] = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}

@@ -13,7 +13,7 @@ from flax.nnx import bridge
 
 from jattn.nn import MultiHeadAttention, PagedAttention
 from jattn.nn import linen as twin
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 BATCH, LENGTH, FEATURES = 2, 6, 16
 KEY = jax.random.key(0)

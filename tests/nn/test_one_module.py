@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from examples.flax_policy_gradient import CONFIG, LanguageModel
 from jattn import EngineConfig, SamplingParams
-from jattn.engine import Engine
+from jattn.llm.engine import Engine
 
 PROMPTS, NEW = 100, 6
 

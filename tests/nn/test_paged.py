@@ -17,8 +17,8 @@ from jattn.nn import PagedAttention
 from jattn.pool import KVPool
 from tests.support import reference
 from tests.support.attention_cases import assert_as_exact, to_torch
-from torch_core.errors import InvalidInput
-from torch_core.specs import AttentionSpec, KVCacheSpec
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec, KVCacheSpec
 
 IMPLEMENTATIONS = ("torch", "xla")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 8, 4, 8

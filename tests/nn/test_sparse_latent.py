@@ -16,9 +16,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 from jattn.metadata import AttentionMetadata
 from jattn.nn import DeepSeekRoPE, LatentIndexer, SparseLatentAttention
 from tests.ops.runner import QUICK_COMPILE
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import LatentCacheSpec
 from torch_core.metadata import SequenceRow
-from torch_core.specs import LatentCacheSpec
 
 SIZES: dict[str, Any] = {
     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": 10,

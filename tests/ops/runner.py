@@ -14,8 +14,8 @@ import torch
 from jattn import ops
 from jattn.bridge import to_jax
 from tests.support.attention_cases import AttentionCase, to_torch
-from torch_core.calls import Call
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.call import Call
 
 __all__ = ["IMPLEMENTATIONS", "QUICK_COMPILE", "arrays", "arrays_of", "keywords", "run_case", "run_numpy"]
 

@@ -17,7 +17,7 @@ import jattn
 from jattn import ops
 from tests.ops.runner import IMPLEMENTATIONS
 from tests.support.pretended_gpu import ON_CUDA
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 
 def int32(*values: Any) -> jax.Array:

@@ -17,9 +17,10 @@ import jattn.ops
 import torch_core.ops
 from tests.support import reference
 from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_case, to_torch
-from torch_core.calls import PagedCall, SharedPrefix, cascade_calls, shared_prefix
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.attention.call import PagedCall
+from torch_core.attention.cascade import SharedPrefix, cascade_calls, shared_prefix
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
 
 BLOCK, SHARED = 16, 3
 SPEC = AttentionSpec(scale=0.2)

@@ -14,7 +14,7 @@ import torch
 
 from jattn import ops
 from jattn.ops.choose import choose
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 # An import would bind the function of that name.
 choose_module: Any = sys.modules["jattn.ops.choose"]

@@ -17,8 +17,8 @@ from jattn.ops.choose import choose, choose_for_cache
 from tests.calls.test_serves import BEYOND
 from tests.support.attention_plans import backward_call, dense_call, latent_call, paged_call
 from tests.support.pretended_gpu import pretended_gpu
-from torch_core.errors import Unsupported
-from torch_core.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
 # Two sequences of 5 and 3 tokens in blocks of 4, each with one new token.
 TABLES, LENS, STARTS = jnp.array([[1, 2], [3, 0]]), jnp.array([5, 3]), jnp.array([0, 1, 2])

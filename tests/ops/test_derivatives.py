@@ -19,8 +19,8 @@ from tests.ops.runner import QUICK_COMPILE, keywords
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case
 from tests.support.backward_cases import random_backward_case
 from tests.support.pretended_gpu import ON_CUDA
-from torch_core.errors import Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
 
 jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 BIAS = np.tril(np.ones((5, 5), np.float32))

@@ -12,7 +12,7 @@ import pytest
 import jattn.ops
 from jattn.metadata import PrefixGroups
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, paged_case, to_torch
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 BLOCK = 16
 IMPLEMENTATIONS = ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)]

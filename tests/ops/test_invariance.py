@@ -12,7 +12,7 @@ import pytest
 from tests.ops import runner
 from tests.ops.runner import IMPLEMENTATIONS
 from tests.support.attention_cases import AttentionCase, paged_case
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 SPECS = {
     "causal": AttentionSpec(scale=0.2),

@@ -17,8 +17,8 @@ from tests.ops.runner import QUICK_COMPILE, arrays, arrays_of, keywords
 from tests.support.attention_cases import assert_matches_reference, to_torch
 from tests.support.latent_cases import LatentCase, latent_case, random_latent_case
 from tests.support.latent_writes import rotary_write
-from torch_core.errors import InvalidInput
-from torch_core.packed import unpack_latents
+from torch_core.base.errors import InvalidInput
+from torch_core.latent.packed import unpack_latents
 from torch_core.reference import write_latent_cache
 
 each_implementation = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from jattn import ops
 from jattn.nn import attention_fn
 from jattn.nn import linen as twin
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 X = jnp.ones((3, 2, 8))
 

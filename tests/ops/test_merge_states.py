@@ -11,7 +11,7 @@ from jattn import ops
 from tests.ops.runner import IMPLEMENTATIONS, run_numpy
 from tests.support import reference
 from tests.support.attention_cases import assert_as_exact, dense_case, to_torch
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 

@@ -14,7 +14,7 @@ import pytest
 from jattn import AttentionMetadata, PagedAttention, SequenceRow, ops
 from tests.ops.runner import QUICK_COMPILE, keywords
 from tests.support.attention_cases import AttentionCase, paged_case
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 

@@ -21,7 +21,7 @@ from tests.support.attention_cases import (
     dense_case,
     paged_case,
 )
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 each_implementation = pytest.mark.parametrize(
     "implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)]

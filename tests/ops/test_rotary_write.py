@@ -12,8 +12,8 @@ import torch
 from flax import nnx
 
 from jattn import ops
+from jattn.llm.models import Decoder, ModelConfig
 from jattn.metadata import AttentionMetadata
-from jattn.models import Decoder, ModelConfig
 from jattn.nn import PagedAttention
 from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
@@ -21,7 +21,7 @@ from tests.support.rotary_writes import quarter_turns
 from tests.support.triton_ops import run_triton
 from torch_core import ops as torch_ops
 from torch_core import reference
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]

@@ -15,7 +15,7 @@ from jattn.ops import route_experts
 from tests.ops.runner import IMPLEMENTATIONS
 from tests.support.expert_cases import assert_routed_as_exactly_as_torch, route_call
 from torch_core import ops
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "scoring_func": "sigmoid", "corrected": True}
 

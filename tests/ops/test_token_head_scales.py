@@ -13,8 +13,8 @@ import torch
 from jattn import ops
 from tests.support import reference
 from tests.support.attention_cases import DTYPES, to_torch
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 9, 4, 4, 2, 16
 SLOTS = [*range(4, 13), -1]

@@ -15,7 +15,7 @@ from jax import lax
 from jattn import ops
 from tests.ops.runner import IMPLEMENTATIONS, QUICK_COMPILE, arrays, keywords
 from tests.support.attention_cases import dense_case, paged_case
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 CASE = paged_case(1, seq_lens=[9, 21], query_lens=[1, 1], num_heads=4, num_kv_heads=2, head_size=8, block_size=8)
 SLOTS = np.array([7, 8], np.int32)

@@ -21,7 +21,7 @@ from tests.support.attention_cases import (
     random_dense_case,
     random_paged_case,
 )
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 # XLA compiles every case for about a second, so it gets the few seeds that together draw nearly every feature, cache
 # dtype, window and kind of batch.

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn import parallel
 from jattn.bridge.native import TARGET
-from jattn.models.layers import RMSNorm
+from jattn.llm.models.layers import RMSNorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two GPUs")]
 

@@ -16,9 +16,10 @@ from jattn.bridge import typed_errors
 from tests.bridge.test_partition import assert_close
 from tests.support.devices import addresses, collectives, mesh, on_four_devices, place
 from tests.support.ranks import of_rank
-from torch_core.calls import PagedCall, WriteCall
-from torch_core.errors import InvalidInput
-from torch_core.specs import AttentionSpec
+from torch_core.attention.call import PagedCall
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec
+from torch_core.cache_writes.call import WriteCall
 
 RANKS = PartitionSpec("cp")
 WHOLE = PartitionSpec()

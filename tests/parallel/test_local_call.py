@@ -19,10 +19,10 @@ from tests.support.attention_cases import (
     to_torch,
 )
 from tests.support.ranks import of_rank
-from torch_core.calls import PagedCall
-from torch_core.context_parallel import context_call, local_call, merge_parts
-from torch_core.errors import Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.attention.call import PagedCall
+from torch_core.attention.context_parallel import context_call, local_call, merge_parts
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
 
 SINKS = np.linspace(-1, 2, 6).astype(np.float32)
 SLOPES = np.linspace(0.1, 1, 6).astype(np.float32)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jattn import ops, parallel
 from tests.support.devices import collectives, mesh, on_four_devices
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 TOKENS = PartitionSpec(None, "cp")
 BATCH, LENGTH = 2, 32

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.support.attention_plans import backward_call, backward_plan
-from torch_core.calls import backward_of, forward_of
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.compile import compile_variant, kernel_variant
-from torch_core.plan.plan import DeviceLimits
-from torch_core.specs import ArraySpec
+from torch_core.attention.backward_call import backward_of, forward_of
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.compile import compile_variant, kernel_variant
+from torch_core.launch.plan import DeviceLimits
 
 OLDER = DeviceLimits(arch=86, shared_memory=101376)
 SLOPES = ArraySpec((8,), "bfloat16")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import paged_plan
-from torch_core.attention.hopper.tiles import hopper_chunk
-from torch_core.plan.plan import DeviceLimits, OperationPlan, Scalar
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.kernels.hopper.tiles import hopper_chunk
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.plan import DeviceLimits, OperationPlan, Scalar
 
 _IN_CHUNKS = ["hopper_prefill_kernel", "attention_combine_kernel"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import paged_plan
-from torch_core.attention.hopper_fp8.tiles import hopper_fp8_tile
-from torch_core.errors import InvalidInput
-from torch_core.plan.plan import ABSENT, Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.kernels.hopper_fp8.tiles import hopper_fp8_tile
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.plan import ABSENT, Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
 _FP8 = "float8_e4m3fn"
 _SCALE = ArraySpec((1,), "float32")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import dense_plan, paged_plan
-from torch_core.attention.hopper.tiles import hopper_tile
-from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.kernels.hopper.tiles import hopper_tile
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan
 
 _ROWS = "attention_rows_kernel"
 _HOPPER = "hopper_prefill_kernel"

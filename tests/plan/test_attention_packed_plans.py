@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import dense_plan, paged_plan
-from torch_core.attention.hopper.tiles import hopper_pack
-from torch_core.plan.compile import compile_variant, kernel_variant
-from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.kernels.hopper.tiles import hopper_pack
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.compile import compile_variant, kernel_variant
+from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan
 
 
 def _short(group: int = 4, head_size: int = 128, **changes: Any) -> OperationPlan:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.attention_plans import dense_plan, paged_plan
-from torch_core.attention.split.tiles import chunk_size
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.plan import DeviceLimits, OperationPlan
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.kernels.split.tiles import chunk_size
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.plan import DeviceLimits, OperationPlan
 
 
 def _kernels(plan: OperationPlan) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.attention_plans import backward_plan
-from torch_core.plan.plan import Descriptor, DeviceLimits, OperationPlan
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.launch.plan import Descriptor, DeviceLimits, OperationPlan
 
 _HOPPER = ["prepare_backward_kernel", "hopper_backward_kernel", "finish_backward_kernel"]
 

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from torch_core.plan.compile import compile_variant
+from torch_core.launch.compile import compile_variant
 from torch_core.variants.in_use import variants_in_use
 
 _VARIANTS = {label: variant for label, (variant, _) in variants_in_use().items() if variant.is_gluon}

@@ -10,10 +10,10 @@ from triton.experimental import gluon
 
 from tests.support.gluon_kernels import scaled_copy
 from tests.support.sample_kernels import double_kernel, double_launch, product
-from torch_core.errors import Unsupported
-from torch_core.plan.compile import check_fits, compile_variant, kernel_variant
-from torch_core.plan.plan import Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
-from torch_core.specs import ArraySpec
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.compile import check_fits, compile_variant, kernel_variant
+from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
 
 SPECS = {"x": ArraySpec((64,), "bfloat16"), "bias": ArraySpec((1,), "float32"), "doubled": ArraySpec((64,), "float32")}
 

@@ -11,7 +11,7 @@ import pytest
 import triton
 
 import torch_core
-from torch_core.plan.plan import DeviceLimits
+from torch_core.launch.plan import DeviceLimits
 from torch_core.variants.in_use import variants_in_use
 from torch_core.variants.resources import Resources, Table, measure, read_table, write_table
 

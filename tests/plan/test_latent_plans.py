@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import latent_call
-from torch_core.attention.mla.tiles import latent_chunk, latent_tile
-from torch_core.plan.plan import Descriptor, DeviceLimits, OperationPlan
-from torch_core.planner import plan_call
-from torch_core.specs import ArraySpec
+from torch_core.base.specs import ArraySpec
+from torch_core.latent.kernels.mla.tiles import latent_chunk, latent_tile
+from torch_core.launch.plan import Descriptor, DeviceLimits, OperationPlan
+from torch_core.launch.planner import plan_call
 
 
 def _plan(**changes: Any) -> OperationPlan:

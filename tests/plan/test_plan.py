@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from tests.support.sample_kernels import add_into_kernel, double_and_add, double_kernel, double_launch
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
-from torch_core.specs import ArraySpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
 
 SPEC = ArraySpec((16,), "float32")
 

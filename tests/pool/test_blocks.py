@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from jattn.pool import HostBlocks, KVPool
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.cache import BlockSwap, CacheConfig, CacheManager
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec, LatentCacheSpec
 
 SPEC = KVCacheSpec(num_kv_heads=1, head_size=4, block_size=2, dtype="float32")
 

@@ -13,8 +13,8 @@ import torch
 
 from jattn.bridge import call_torch, to_torch
 from jattn.pool import KVPool
-from torch_core.errors import InvalidInput, PoolLost, Unsupported
-from torch_core.specs import KVCacheSpec
+from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
+from torch_core.base.specs import KVCacheSpec
 
 SPEC = KVCacheSpec(num_kv_heads=2, head_size=4, block_size=4, dtype="float32")
 SHAPE = (8, 2, 4, 2, 4)

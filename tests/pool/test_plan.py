@@ -10,8 +10,8 @@ import pytest
 
 from jattn.pool import KVPool, plan_pool
 from jattn.pool.plan import check_room
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import KVCacheSpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec
 
 SPEC = KVCacheSpec(num_kv_heads=2, head_size=32, block_size=16, dtype="float32")
 LAYER_BLOCK = 2 * 16 * 2 * 32 * 4

@@ -10,7 +10,7 @@ import pytest
 
 from jattn.bridge import native
 from jattn.pool import KVPool, programs
-from torch_core.specs import KVCacheSpec
+from torch_core.base.specs import KVCacheSpec
 
 
 def chosen(pairs: list[tuple[int, int]], platform: str = "gpu") -> tuple[object, list[list[int]]]:

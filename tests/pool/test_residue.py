@@ -12,10 +12,10 @@ import pytest
 
 from jattn import ops
 from jattn.pool import HostBlocks, KVPool
+from torch_core.base.errors import InvalidInput, OutOfBlocks
+from torch_core.base.specs import KVCacheSpec
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
-from torch_core.errors import InvalidInput, OutOfBlocks
 from torch_core.metadata import build_common_metadata, metadata_layout
-from torch_core.specs import KVCacheSpec
 
 BLOCK_SIZE, HEAD_SIZE, NUM_BLOCKS = 4, 8, 12
 MOST_ROWS, MOST_TOKENS, WIDTH = 3, 16, 8

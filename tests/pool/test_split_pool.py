@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.pool import HostBlocks, KVPool, kv_pool, programs
 from tests.support.devices import CACHE, collectives, mesh, on_four_devices
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import KVCacheSpec
 from torch_core.cache import BlockSwap
-from torch_core.errors import InvalidInput
-from torch_core.specs import KVCacheSpec
 
 SPEC = KVCacheSpec(num_kv_heads=4, head_size=4, block_size=2, dtype="float32")
 

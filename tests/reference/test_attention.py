@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from tests.support import reference
 from tests.support.attention_cases import dense_case, paged_case, random_paged_case, to_torch
-from torch_core.errors import InvalidInput
-from torch_core.reference.sequence import attend_sequence
-from torch_core.specs import AttentionSpec
+from torch_core.attention.reference.sequence import attend_sequence
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec
 
 PLAIN = AttentionSpec(scale=1.0)
 

@@ -7,7 +7,8 @@ import torch
 
 from tests.support.backward_cases import backward_call, random_backward_case
 from torch_core import reference
-from torch_core.calls import DenseCall, forward_of
+from torch_core.attention.backward_call import forward_of
+from torch_core.attention.call import DenseCall
 
 
 def _forward(call: DenseCall[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from torch_core.reference.masks import score_bias, visible_keys
-from torch_core.specs import AttentionSpec
+from torch_core.attention.reference.masks import score_bias, visible_keys
+from torch_core.base.specs import AttentionSpec
 
 
 def rows(text: str) -> torch.Tensor:

@@ -17,69 +17,93 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch_core", "jattn")
 MAX_LINES = 500
 
-# Which of our own rooms a room may import. errors, checks and specs are open to everybody.
+# Which of our own rooms a room may import. torch_core.base is open to all.
 ARROWS: dict[str, set[str]] = {
-    "torch_core.errors": set(),
-    "torch_core.checks": set(),
-    "torch_core.specs": set(),
+    "torch_core.base": set(),
     "torch_core.cache": set(),
     "torch_core.metadata": set(),
-    "torch_core.calls": set(),
-    "torch_core.packed": set(),
-    "torch_core.plan": set(),
     "torch_core.device": set(),
-    "torch_core.blocks": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
-    "torch_core.attention": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
-    "torch_core.experts": {"torch_core.plan", "torch_core.device", "torch_core.calls"},
-    "torch_core.all_reduce": {"torch_core.plan"},
-    "torch_core.planner": {
-        "torch_core.plan",
+    "torch_core.launch": {
         "torch_core.attention",
-        "torch_core.blocks",
+        "torch_core.latent",
+        "torch_core.cache_writes",
         "torch_core.experts",
-        "torch_core.calls",
     },
-    "torch_core.variants": {"torch_core.plan", "torch_core.all_reduce", "torch_core.calls", "torch_core.planner"},
-    "torch_core.cpu": {"torch_core.calls", "torch_core.packed"},
-    "torch_core.run": {"torch_core.plan", "torch_core.planner", "torch_core.cpu", "torch_core.calls"},
-    "torch_core.ops": {"torch_core.run", "torch_core.calls", "torch_core.packed"},
-    "torch_core.reference": {"torch_core.calls"},
-    "torch_core.context_parallel": {"torch_core.metadata", "torch_core.calls"},
+    "torch_core.attention": {
+        "torch_core.launch",
+        "torch_core.device",
+        "torch_core.latent",
+        "torch_core.metadata",
+    },
+    "torch_core.latent": {
+        "torch_core.launch",
+        "torch_core.device",
+        "torch_core.attention",
+        "torch_core.cache_writes",
+    },
+    "torch_core.cache_writes": {"torch_core.launch", "torch_core.device", "torch_core.attention"},
+    "torch_core.experts": {"torch_core.launch", "torch_core.device"},
+    "torch_core.all_reduce": {"torch_core.launch"},
+    "torch_core.variants": {
+        "torch_core.launch",
+        "torch_core.attention",
+        "torch_core.latent",
+        "torch_core.cache_writes",
+        "torch_core.experts",
+        "torch_core.all_reduce",
+    },
+    "torch_core.ops": {"torch_core.launch", "torch_core.attention", "torch_core.latent", "torch_core.cache_writes"},
+    "torch_core.reference": {
+        "torch_core.attention",
+        "torch_core.latent",
+        "torch_core.cache_writes",
+        "torch_core.experts",
+    },
     "torch_core.vllm": {
         "torch_core.ops",
-        "torch_core.run",
+        "torch_core.launch",
+        "torch_core.attention",
+        "torch_core.latent",
+        "torch_core.cache_writes",
         "torch_core.metadata",
-        "torch_core.calls",
-        "torch_core.context_parallel",
     },
     "jattn.bridge": {
-        "torch_core.calls",
-        "torch_core.cpu",
-        "torch_core.plan",
-        "torch_core.planner",
-        "torch_core.run",
+        "torch_core.launch",
+        "torch_core.attention",
+        "torch_core.latent",
+        "torch_core.cache_writes",
+        "torch_core.experts",
     },
     "jattn.table": set(),
-    "jattn.arguments": {"jattn.engine", "jattn.load"},
     "jattn.metadata": {"torch_core.metadata"},
-    "jattn.ops": {"jattn.bridge", "jattn.metadata", "torch_core.calls"},
+    "jattn.ops": {
+        "jattn.bridge",
+        "jattn.metadata",
+        "torch_core.launch",
+        "torch_core.attention",
+        "torch_core.latent",
+        "torch_core.cache_writes",
+        "torch_core.experts",
+    },
     "jattn.parallel": {
         "jattn.bridge",
         "jattn.ops",
         "jattn.metadata",
-        "torch_core.calls",
+        "torch_core.launch",
+        "torch_core.attention",
+        "torch_core.cache_writes",
         "torch_core.metadata",
         "torch_core.all_reduce",
-        "torch_core.context_parallel",
     },
-    "jattn.pool": {"jattn.bridge", "torch_core.calls"},
+    "jattn.pool": {"jattn.bridge", "torch_core.cache_writes"},
     "jattn.nn": {"jattn.ops", "jattn.pool", "jattn.metadata"},
-    "jattn.models": {"jattn.nn", "jattn.ops", "jattn.metadata", "jattn.parallel"},
-    "jattn.load": {"jattn.models"},
-    "jattn.engine": {
+    "jattn.llm": set(),
+    "jattn.llm.models": {"jattn.nn", "jattn.ops", "jattn.metadata", "jattn.parallel"},
+    "jattn.llm.load": {"jattn.llm.models"},
+    "jattn.llm.engine": {
         "jattn.nn",
-        "jattn.models",
-        "jattn.load",
+        "jattn.llm.models",
+        "jattn.llm.load",
         "jattn.ops",
         "jattn.parallel",
         "jattn.pool",
@@ -87,42 +111,54 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache",
         "torch_core.metadata",
     },
-    "jattn.serve": {"jattn.arguments", "jattn.engine", "jattn.load"},
-    "jattn.chat": {"jattn.engine"},
-    "jattn.testing": {
-        "jattn.engine",
-        "jattn.load",
-        "jattn.models",
+    "jattn.llm.arguments": {"jattn.llm.engine", "jattn.llm.load"},
+    "jattn.llm.serve": {"jattn.llm.arguments", "jattn.llm.engine", "jattn.llm.load"},
+    "jattn.llm.chat": {"jattn.llm.engine"},
+    "jattn.llm.testing": {
+        "jattn.llm.engine",
+        "jattn.llm.load",
+        "jattn.llm.models",
         "jattn.metadata",
         "jattn.ops",
         "jattn.pool",
         "jattn.table",
         "torch_core.metadata",
+        "torch_core.attention",
         "torch_core.reference",
-        "torch_core.calls",
     },
 }
-OPEN_TO_ALL = {"torch_core.errors", "torch_core.checks", "torch_core.specs"}
-# The rooms on top, which may use everything below them.
-TOP = {"jattn", "jattn.__main__", "jattn.cli", "jattn.doctor", "jattn.bench"}
+OPEN_TO_ALL = {"torch_core.base"}
+# The rooms on top, which may use everything below them; the last five are earlier names of rooms of jattn.llm.
+TOP = {"jattn", "jattn.__main__", "jattn.cli", "jattn.doctor", "jattn.bench"} | {
+    f"jattn.{name}" for name in ("engine", "load", "models", "serve", "testing")
+}
+# Rooms with rooms of their own.
+NESTED = ("jattn.llm",)
 
-# What each room may take from outside the standard library; None for anything that is a dependency.
+# What each room, and each folder of a room, may take from outside the standard library, by the longest name that
+# fits; a room that is not here takes any dependency.
 OUTSIDE: dict[str, set[str]] = {
     "torch_core": set(),
-    "torch_core.errors": set(),
-    "torch_core.checks": set(),
-    "torch_core.specs": set(),
-    "torch_core.cache": set(),
+    "torch_core.launch": {"numpy", "jaxtyping", "triton"},
+    "torch_core.launch.run": {"torch"},
+    "torch_core.launch.launcher": {"torch", "triton"},
+    "torch_core.launch.tensors": {"numpy", "torch"},
+    "torch_core.launch.cpu": {"torch"},
     "torch_core.metadata": {"numpy"},
-    "torch_core.calls": {"numpy", "jaxtyping"},
-    "torch_core.plan": {"triton"},
-    "torch_core.planner": set(),
-    "torch_core.context_parallel": set(),
     "torch_core.device": {"triton"},
-    "torch_core.blocks": {"triton"},
-    "torch_core.attention": {"triton"},
-    "torch_core.experts": {"triton"},
+    "torch_core.latent.packed": {"torch"},
+    "torch_core.variants": {"triton"},
     "torch_core.all_reduce": {"triton"},
+    "torch_core.vllm": {"numpy", "torch"},
+    **{
+        f"torch_core.{op}{place}": libraries
+        for op in ("attention", "latent", "cache_writes", "experts")
+        for place, libraries in {
+            "": {"jaxtyping", "numpy", "triton"},
+            ".kernels": {"triton"},
+            **{key: {"numpy", "torch"} for key in (".cpu", ".reference", ".torch", ".torch_cascade", ".torch_sparse")},
+        }.items()
+    },
 }
 NEVER = {"torch_core": {"jax", "jaxlib", "flax"}}
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -131,12 +167,16 @@ FORBIDDEN_CALLS = {"eval", "exec"}
 def sources() -> Iterator[tuple[str, Path]]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            yield room_of(path), path
+            yield room_of(module_of(path)), path
 
 
-def room_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[0] if parts[1] == "__init__" else ".".join(parts[:2])
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[: 3 if ".".join(parts[:2]) in NESTED else 2])
 
 
 def import_statements(tree: ast.AST, *, for_types_too: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -160,36 +200,41 @@ def imported(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [alias.name for alias in node.names]
             # "from torch_core import launch" imports the room, not the package alone.
-            is_package = node.module in PACKAGES
+            is_package = node.module in PACKAGES + NESTED
             yield from (f"{node.module}.{name}" if is_package else node.module for name in names)
         else:
             yield f"relative import of level {node.level}"
 
 
-def broken_arrows(room: str, modules: Iterator[str]) -> list[str]:
-    return [f"{room} imports {module}" for module in modules if not may_import(room, module)]
+def broken_arrows(importer: str, modules: Iterator[str]) -> list[str]:
+    return [f"{importer} imports {module}" for module in modules if not may_import(importer, module)]
 
 
-def may_import(room: str, module: str) -> bool:
+def may_import(importer: str, module: str) -> bool:
+    room = room_of(importer)
     first = module.split(".")[0]
     if first.startswith("relative import"):
         return False
     if first in PACKAGES:
-        target = ".".join(module.split(".")[:2])
+        target = room_of(module)
         return room in TOP or target in ARROWS.get(room, set()) | OPEN_TO_ALL | {room, first}
     if first in NEVER.get(room.split(".")[0], set()):
         return False
     if first in sys.stdlib_module_names:
         # What begins with an underscore goes without notice: _sha256 left with Python 3.12.
         return first == "__future__" or not first.startswith("_")
-    return first in OUTSIDE.get(room, {first})
+    parts = importer.split(".")
+    named = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
+    return first in next(
+        (OUTSIDE[name] for name in named if name in OUTSIDE), {first} if parts[0] == "jattn" else set()
+    )
 
 
 def test_every_import_follows_an_arrow() -> None:
     broken = [
         f"{path.relative_to(ROOT)}: {line}"
-        for room, path in sources()
-        for line in broken_arrows(room, imported(ast.parse(path.read_text())))
+        for _, path in sources()
+        for line in broken_arrows(module_of(path), imported(ast.parse(path.read_text())))
     ]
 
     assert broken == []
@@ -207,12 +252,16 @@ def test_every_room_is_drawn_on_the_map() -> None:
         ("torch_core.cache", "import numpy", ["torch_core.cache imports numpy"]),
         ("torch_core.cache", "from _sha256 import sha256", ["torch_core.cache imports _sha256"]),
         ("torch_core.metadata", "from torch_core.cache import pool", ["torch_core.metadata imports torch_core.cache"]),
-        ("torch_core.run", "import jax.numpy", ["torch_core.run imports jax.numpy"]),
-        ("jattn.ops", "from torch_core import run", ["jattn.ops imports torch_core.run"]),
+        ("torch_core.launch.run", "import jax.numpy", ["torch_core.launch.run imports jax.numpy"]),
+        ("jattn.ops", "from torch_core import device", ["jattn.ops imports torch_core.device"]),
         ("jattn.nn", "from . import paged", ["jattn.nn imports relative import of level 1"]),
-        ("jattn.engine", "from torch_core.reference import attention", ["jattn.engine imports torch_core.reference"]),
-        ("jattn.engine", "from torch_core.cache import CacheManager", []),
-        ("jattn.engine", "if TYPE_CHECKING:\n    import torch_core.reference", []),
+        (
+            "jattn.llm.engine",
+            "from torch_core.reference import attention",
+            ["jattn.llm.engine imports torch_core.reference"],
+        ),
+        ("jattn.llm.engine", "from torch_core.cache import CacheManager", []),
+        ("jattn.llm.engine", "if TYPE_CHECKING:\n    import torch_core.reference", []),
     ],
 )
 def test_a_wrong_import_is_found(room: str, line: str, verdict: list[str]) -> None:
@@ -239,11 +288,7 @@ def import_circle(modules: dict[str, ast.AST], *, for_types_too: bool = False) -
 
 
 def modules_of(*rooms: str) -> dict[str, ast.AST]:
-    return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
-        for room, path in sources()
-        if not rooms or room in rooms
-    }
+    return {module_of(path): ast.parse(path.read_text()) for room, path in sources() if not rooms or room in rooms}
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -280,7 +325,7 @@ def test_no_file_is_longer_than_a_person_reads() -> None:
 def test_a_family_takes_one_short_file() -> None:
     """What families share has files of its own; a family that does not fit wants an option of the decoder."""
     shared = ("__init__.py", "family.py", "registry.py")
-    files = (path for path in ROOT.glob("jattn/load/families/*.py") if path.name not in shared)
+    files = (path for path in ROOT.glob("jattn/llm/load/families/*.py") if path.name not in shared)
     lengths = {path.name: len(path.read_text().splitlines()) for path in files}
     assert lengths
     assert {name: length for name, length in lengths.items() if length >= 80} == {}
@@ -361,7 +406,7 @@ def in_fresh_process(imports: str, libraries: str = "") -> dict:
 
 def test_importing_jattn_changes_no_environment_no_jax_config_and_no_device() -> None:
     state = in_fresh_process(
-        "import jattn, jattn.engine, jattn.ops, jattn.nn, jattn.pool, jattn.load, jattn.serve, jattn.cli",
+        "import jattn, jattn.llm.engine, jattn.ops, jattn.nn, jattn.pool, jattn.llm.load, jattn.llm.serve, jattn.cli",
         libraries=WITH_DEFAULTS,
     )
 
@@ -403,14 +448,14 @@ def test_import_jattn_loads_neither_jax_nor_torch() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import jattn.engine, jattn.nn, jattn.parallel, jattn.pool",
+        "import jattn.llm.engine, jattn.nn, jattn.parallel, jattn.pool",
         "import jattn; jattn.LLM().generate('Once', jattn.SamplingParams(max_tokens=2))",
-        "import torch_core.planner, torch_core.variants, triton",
+        "import torch_core.launch.planner, torch_core.variants, triton",
     ],
     ids=["imported", "a generation by jnp", "what plans and compiles kernels"],
 )
 def test_torch_is_loaded_where_tensors_are_asked_for_alone(imports: str) -> None:
-    """It takes half of what `import jattn.engine` takes in all, and seconds from a slow disk."""
+    """It takes half of what `import jattn.llm.engine` takes in all, and seconds from a slow disk."""
     libraries = "import jax; default_config = dict(jax.config.values)"
     assert "torch" not in in_fresh_process(imports, libraries)["loaded"]
 

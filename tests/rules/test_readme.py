@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from jattn.load import known_families
-from torch_core.calls import serves_table
+from jattn.llm.load import known_families
+from torch_core.launch.serves import serves_table
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -16,7 +16,7 @@ def warn_from(module: str) -> None:
     warnings.warn_explicit("out of use", DeprecationWarning, "somewhere.py", 1, module=module)
 
 
-@pytest.mark.parametrize("module", ["torch_core.run.cuda", "jattn", "jattn.ops.paged", "tests.rules.test_warnings"])
+@pytest.mark.parametrize("module", ["torch_core.launch.cuda", "jattn", "jattn.ops.paged", "tests.rules.test_warnings"])
 def test_a_warning_of_our_own_module_is_an_error(module: str) -> None:
     with pytest.raises(DeprecationWarning, match="out of use"):
         warn_from(module)

@@ -9,8 +9,8 @@ import torch
 
 from tests.support.attention_cases import dense_case, paged_case
 from torch_core import ops
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
 
 
 def ints(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:

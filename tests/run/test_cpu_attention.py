@@ -20,9 +20,9 @@ from tests.support.attention_cases import (
     to_torch,
 )
 from torch_core import ops
-from torch_core.cpu import rows as rows_module
-from torch_core.cpu.decode import padded_blocks
-from torch_core.specs import AttentionSpec
+from torch_core.attention.cpu import rows as rows_module
+from torch_core.attention.cpu.decode import padded_blocks
+from torch_core.base.specs import AttentionSpec
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +258,7 @@ def test_long_rows_match_the_reference(options, slopes):
 def test_numpy_and_torch_gather_the_same(monkeypatch):
     case = random_paged_case(11, rare=False)
     expected = case.run(ops.paged_attention)
-    monkeypatch.setattr("torch_core.cpu.gather._MAX_NUMPY_BYTES", 0)
+    monkeypatch.setattr("torch_core.attention.cpu.gather._MAX_NUMPY_BYTES", 0)
     assert torch.equal(case.run(ops.paged_attention), expected)
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.support import reference
 from tests.support.attention_cases import DTYPES, assert_as_exact, to_torch
 from torch_core import ops
-from torch_core.specs import PAD_SLOT_ID
+from torch_core.base.specs import PAD_SLOT_ID
 
 BLOCKS, BLOCK_SIZE, HEADS = 5, 4, 2
 

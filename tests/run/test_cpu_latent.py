@@ -10,10 +10,10 @@ from tests.support.attention_cases import assert_matches_reference
 from tests.support.latent_cases import latent_case, random_latent_case
 from tests.support.latent_writes import rotary_write
 from torch_core import ops
-from torch_core.calls import LatentWriteCall
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec, LatentCacheSpec
+from torch_core.latent.call import LatentWriteCall
 from torch_core.reference import write_latent_cache
-from torch_core.specs import AttentionSpec, LatentCacheSpec
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -9,8 +9,8 @@ import torch
 
 from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
 from torch_core import ops
-from torch_core.calls import ACTIVATIONS
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.experts.call import ACTIVATIONS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

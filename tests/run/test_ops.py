@@ -10,7 +10,7 @@ import torch
 
 from tests.support.attention_cases import dense_case, paged_case
 from torch_core import ops
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 
 
 def test_cpu_tensors_never_import_triton():
@@ -18,7 +18,7 @@ def test_cpu_tensors_never_import_triton():
 import sys, torch
 before = set(sys.modules)
 from torch_core import ops
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 x, cache = torch.ones(1, 1, 16), torch.ones(2, 2, 4, 1, 16)
 row = torch.tensor([0, 1], dtype=torch.int32)
 one = torch.ones(1, dtype=torch.int32)

@@ -9,11 +9,11 @@ from triton.experimental import gluon
 from tests.support.gluon_kernels import scaled_copy
 from tests.support.interpret import run_interpreted, run_interpreted_operation
 from tests.support.sample_kernels import double_and_add, double_kernel, double_launch
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.plan.compile import compile_variant, kernel_variant
-from torch_core.run import array_spec, torch_dtype
-from torch_core.run.launch import run_operation
-from torch_core.specs import ArraySpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.compile import compile_variant, kernel_variant
+from torch_core.launch.launcher import run_operation
+from torch_core.launch.tensors import array_spec, torch_dtype
 
 
 def test_launches_of_an_operation_see_what_earlier_ones_wrote():

@@ -11,8 +11,8 @@ import torch
 from tests.support.attention_cases import assert_matches_reference
 from tests.support.sparse_cases import indexer_call, sparse_case
 from torch_core import ops, reference
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
 
 BATCH: dict[str, Any] = {"seq_lens": [40, 0, 7, 19], "query_lens": [3, 0, 7, 1]}
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.support.latent_cases import latent_case
-from torch_core.plan.plan import DeviceLimits
-from torch_core.run import launch, scratch_of
-from torch_core.run.tensors import array_spec
+from torch_core.launch import launcher as launch
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.run import scratch_of
+from torch_core.launch.tensors import array_spec
 from torch_core.vllm import WorkspaceManager
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from jattn.engine import LLM, EngineConfig
-from jattn.serve import AsyncLLM
-from jattn.serve.app import ServeConfig
-from jattn.serve.background import BackgroundServer
+from jattn.llm.engine import LLM, EngineConfig
+from jattn.llm.serve import AsyncLLM
+from jattn.llm.serve.app import ServeConfig
+from jattn.llm.serve.background import BackgroundServer
 
 MODEL = "embedded"
 KEY = "a key"

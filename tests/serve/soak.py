@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from jattn.engine import LLM, EngineConfig, SamplingParams
-from jattn.serve import AsyncLLM
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.serve import AsyncLLM
 
 #: Small enough a pool that requests are preempted and cached prefixes evicted.
 CONFIG = EngineConfig(max_num_seqs=32, max_num_batched_tokens=256, max_model_len=128, num_blocks=129)

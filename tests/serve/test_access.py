@@ -8,7 +8,7 @@ import logging
 import httpx
 import pytest
 
-from jattn.serve.access import log
+from jattn.llm.serve.access import log
 from tests.serve.conftest import KEY
 
 BODY = {"prompt": "The list", "max_tokens": 3, "ignore_eos": True}
@@ -66,6 +66,6 @@ def test_a_failure_of_the_servers_own_is_logged_with_its_id_and_hides_its_inside
 
     assert response.status_code == 500
     assert "inside" not in response.text
-    (record,) = [record for record in caplog.records if record.name == "jattn.serve"]
+    (record,) = [record for record in caplog.records if record.name == "jattn.llm.serve"]
     assert response.headers["x-request-id"] in record.getMessage()
     assert "inside" in caplog.text

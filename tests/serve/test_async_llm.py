@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from jattn.engine import LLM, EngineConfig, RequestOutputKind, SamplingParams
-from jattn.serve import AsyncLLM
+from jattn.llm.engine import LLM, EngineConfig, RequestOutputKind, SamplingParams
+from jattn.llm.serve import AsyncLLM
 from tests.support.tiny_models import write_tiny_model
-from torch_core.errors import InvalidInput, PoolLost
+from torch_core.base.errors import InvalidInput, PoolLost
 
 CONFIG = EngineConfig(
     block_size=8, max_num_seqs=4, max_num_batched_tokens=64, num_scheduler_steps=1, batch_invariant=True

@@ -10,10 +10,10 @@ import pytest
 
 from jattn.bench.serve import main, run
 from jattn.cli import main as cli
-from jattn.engine import Engine
+from jattn.llm.engine import Engine
 from tests.serve.conftest import KEY
 from tests.support.tiny_models import write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 
 def test_every_request_is_counted_and_timed(capsys, tmp_path, monkeypatch) -> None:

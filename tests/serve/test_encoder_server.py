@@ -8,11 +8,11 @@ import httpx
 import numpy as np
 import pytest
 
-from jattn.engine import LLM
-from jattn.load import TextTokenizer
-from jattn.serve import AsyncLLM
-from jattn.serve.app import ServeConfig
-from jattn.serve.background import BackgroundServer
+from jattn.llm.engine import LLM
+from jattn.llm.load import TextTokenizer
+from jattn.llm.serve import AsyncLLM
+from jattn.llm.serve.app import ServeConfig
+from jattn.llm.serve.background import BackgroundServer
 from tests.support.tiny_models import byte_tokenizer, tiny_config, tiny_model
 
 NAME = "encoder"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from jattn.engine import LLM, EngineConfig
-from jattn.serve import AsyncLLM
-from jattn.serve.app import ServeConfig
-from jattn.serve.background import BackgroundServer
-from jattn.serve.keys import KeyRing, read_keys
-from torch_core.errors import InvalidInput
+from jattn.llm.engine import LLM, EngineConfig
+from jattn.llm.serve import AsyncLLM
+from jattn.llm.serve.app import ServeConfig
+from jattn.llm.serve.background import BackgroundServer
+from jattn.llm.serve.keys import KeyRing, read_keys
+from torch_core.base.errors import InvalidInput
 
 TENANTS = {"red-1": "red", "red-2": "red", "blue-1": "blue"}
 

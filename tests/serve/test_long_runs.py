@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from jattn.engine import LLM, EngineConfig
-from jattn.serve import AsyncLLM
+from jattn.llm.engine import LLM, EngineConfig
+from jattn.llm.serve import AsyncLLM
 from tests.serve.soak import CONFIG, kinds_of, read, soak, summary
 from tests.serve.streams import run
 from tests.support.tiny_models import write_tiny_model

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from jattn.engine import SamplingParams
+from jattn.llm.engine import SamplingParams
 from tests.serve.conftest import MODEL, wait_until_idle
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 8}

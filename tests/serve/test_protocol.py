@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jattn.serve.fields import RequestError, as_request_error
-from jattn.serve.protocol import parse_chat, parse_completion
-from torch_core.errors import Unsupported
+from jattn.llm.serve.fields import RequestError, as_request_error
+from jattn.llm.serve.protocol import parse_chat, parse_completion
+from torch_core.base.errors import Unsupported
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 50}
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -16,7 +16,7 @@ import torch
 
 from tests.support import reference
 from torch_core import ops
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 __all__ = [
     "DTYPES",

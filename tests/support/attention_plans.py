@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_core.calls import DenseBackwardCall, DenseCall, LatentCall, PagedCall, backward_of, cache_fields
-from torch_core.plan.plan import DeviceLimits, OperationPlan
-from torch_core.planner import plan_call
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.backward_call import DenseBackwardCall, backward_of
+from torch_core.attention.call import DenseCall, PagedCall, cache_fields
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.latent.call import LatentCall
+from torch_core.launch.plan import DeviceLimits, OperationPlan
+from torch_core.launch.planner import plan_call
 
 __all__ = [
     "SPEC",

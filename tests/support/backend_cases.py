@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.support import reference
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import SequenceRow, build_common_metadata
 from torch_core.ops import write_kv_cache
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import AttentionScales, BuilderConfig, TritonAttentionMetadataBuilder
 
 __all__ = [

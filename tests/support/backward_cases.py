@@ -19,9 +19,10 @@ from tests.support.attention_cases import (
 )
 from tests.support.kernel_cases import wide_case
 from torch_core import reference
-from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
-from torch_core.reference.masks import visible_keys
-from torch_core.specs import AttentionSpec
+from torch_core.attention.backward_call import DenseBackwardCall, backward_of
+from torch_core.attention.call import DenseCall
+from torch_core.attention.reference.masks import visible_keys
+from torch_core.base.specs import AttentionSpec
 
 __all__ = [
     "assert_gradients_match",

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_core import ops
-from torch_core.calls import DenseBackwardCall, DenseCall, backward_of
-from torch_core.planner import plan_call
-from torch_core.run import array_spec
-from torch_core.run.launch import device_limits
-from torch_core.specs import AttentionSpec
+from torch_core.attention.backward_call import DenseBackwardCall, backward_of
+from torch_core.attention.call import DenseCall
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.launcher import device_limits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 __all__ = ["KINDS", "Guest", "Work", "attention", "busy_device"]
 

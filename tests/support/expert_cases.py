@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from torch_core import reference
-from torch_core.calls import ExpertsCall, RouteCall
+from torch_core.experts.call import ExpertsCall
+from torch_core.experts.routing_call import RouteCall
 
 __all__ = ["assert_as_exact_as_torch", "assert_routed_as_exactly_as_torch", "experts_call", "route_call"]
 

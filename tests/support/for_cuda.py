@@ -104,7 +104,7 @@ def _take_cuda_for_granted() -> None:
     import importlib
 
     from jattn.bridge import native
-    from torch_core.plan.plan import DeviceLimits
+    from torch_core.launch.plan import DeviceLimits
 
     choose: Any = importlib.import_module("jattn.ops.choose")
     choose.available_implementations = lambda: dict.fromkeys(choose.IMPLEMENTATIONS)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_as_exact, paged_case
-from torch_core.reference.masks import visible_keys
-from torch_core.specs import AttentionSpec
+from torch_core.attention.reference.masks import visible_keys
+from torch_core.base.specs import AttentionSpec
 
 __all__ = ["assert_matches_fp8_weights", "random_fp8_case", "random_fp8_chunk_case", "with_e4m3_weights"]
 

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from torch_core.base.specs import ArraySpec
 from torch_core.device.gluon_names import async_load
-from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
-from torch_core.specs import ArraySpec
+from torch_core.launch.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = ["scaled_copy", "scaled_copy_kernel", "squares_kernel"]
 

@@ -32,10 +32,10 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_core.all_reduce.words import stop_with_an_error
-from torch_core.attention.split.pairs import widened
-from torch_core.errors import Unsupported
-from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
-from torch_core.run import torch_dtype
+from torch_core.attention.kernels.split.pairs import widened
+from torch_core.base.errors import Unsupported
+from torch_core.launch.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.launch.tensors import torch_dtype
 
 __all__ = ["run_interpreted", "run_interpreted_launch", "run_interpreted_operation"]
 

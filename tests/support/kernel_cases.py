@@ -13,7 +13,7 @@ from tests.support.attention_cases import (
     random_dense_case,
     random_paged_case,
 )
-from torch_core.specs import AttentionSpec
+from torch_core.base.specs import AttentionSpec
 
 __all__ = ["interpreter_case", "wide_case"]
 

@@ -12,9 +12,9 @@ import torch
 from tests.support import reference
 from tests.support.attention_cases import AttentionCase, paged_case
 from torch_core import ops
-from torch_core.calls import LatentCall, LatentWriteCall
+from torch_core.base.specs import AttentionSpec, packed_latent_bytes
+from torch_core.latent.call import LatentCall, LatentWriteCall
 from torch_core.reference import write_latent_cache
-from torch_core.specs import AttentionSpec, packed_latent_bytes
 
 __all__ = ["LatentCase", "latent_case", "random_latent_case"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torch_core.calls import LatentWriteCall
-from torch_core.specs import packed_latent_bytes
+from torch_core.base.specs import packed_latent_bytes
+from torch_core.latent.call import LatentWriteCall
 
 __all__ = ["rotary_write"]
 

@@ -13,9 +13,9 @@ import pytest
 from jattn.bridge import native
 from jattn.bridge.calls import array_spec
 from jattn.ops import xla
-from torch_core.calls import Call
-from torch_core.planner import plan_call
-from torch_core.specs import ArraySpec
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import Call
+from torch_core.launch.planner import plan_call
 
 __all__ = ["ON_CUDA", "pretended_gpu"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_core.calls import RotaryWriteCall
+from torch_core.cache_writes.rotary_call import RotaryWriteCall
 
 __all__ = ["quarter_turns"]
 

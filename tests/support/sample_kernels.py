@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.plan.plan import ABSENT, LaunchPlan, OperationPlan, Pointer, Scalar
-from torch_core.specs import ArraySpec
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import ABSENT, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = ["add_into_kernel", "double_and_add", "double_kernel", "double_launch", "product", "product_kernel"]
 

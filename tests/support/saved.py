@@ -8,8 +8,8 @@ import numpy as np
 import safetensors.numpy
 import safetensors.torch
 
-from jattn.load import load_model, parse_config, save_model
-from jattn.load.folder import read_object
+from jattn.llm.load import load_model, parse_config, save_model
+from jattn.llm.load.folder import read_object
 
 __all__ = ["assert_saved_as_it_was", "write_changed"]
 

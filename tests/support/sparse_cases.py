@@ -12,7 +12,8 @@ import torch
 from tests.support.attention_cases import DTYPES, to_torch
 from tests.support.latent_cases import LatentCase, latent_case
 from torch_core import ops, reference
-from torch_core.calls import IndexerCall, LatentCall
+from torch_core.latent.call import LatentCall
+from torch_core.latent.sparse_call import IndexerCall
 
 __all__ = ["SparseCase", "indexer_call", "sparse_case"]
 

@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jattn.load import save_model
+from jattn.llm.load import save_model
+from jattn.llm.models import Decoder, ModelConfig
+from jattn.llm.models.encoder_decoder import build_model
 from jattn.metadata import AttentionMetadata
-from jattn.models import Decoder, ModelConfig
-from jattn.models.encoder_decoder import build_model
 
 END_OF_TEXT = "<|endoftext|>"
 

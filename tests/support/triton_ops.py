@@ -12,11 +12,13 @@ import torch
 
 from tests.support.interpret import run_interpreted_operation
 from torch_core import ops
-from torch_core.calls import Call, CopyCall, MergeCall, WriteCall, cache_fields
-from torch_core.plan.plan import DeviceLimits
-from torch_core.planner import plan_call
-from torch_core.run import array_spec, dtype_name
-from torch_core.run.tensors import empty_results
+from torch_core.attention.call import cache_fields
+from torch_core.attention.merge_call import MergeCall
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.launch.call import Call
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec, dtype_name, empty_results
 
 __all__ = [
     "attention",

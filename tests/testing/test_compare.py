@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from jattn.load import load_model
+from jattn.llm.load import load_model
+from jattn.llm.testing import CrosscheckReport, compare_with_torch
+from jattn.llm.testing.torch_side import load_torch_side
 from jattn.ops import available_implementations
-from jattn.testing import CrosscheckReport, compare_with_torch
-from jattn.testing.torch_side import load_torch_side
 from tests.support.saved import write_changed
 from tests.support.tiny_models import tiny_config, tiny_model, write_tiny_model
-from torch_core.errors import InvalidInput, RequestTooLong, Unsupported
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
 SEED = 20
 #: Unequal lengths, those of the default prompts for a model without a tokenizer: one set of programs serves both.

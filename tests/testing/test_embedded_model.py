@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from jattn.load import embedded_model_folder, load_tokenizer
-from jattn.testing import compare_with_torch
+from jattn.llm.load import embedded_model_folder, load_tokenizer
+from jattn.llm.testing import compare_with_torch
 
 pytestmark = pytest.mark.skipif(
     not (embedded_model_folder() / "model.safetensors").exists(), reason="this checkout has no embedded model"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jattn.testing import compare_with_torch
+from jattn.llm.testing import compare_with_torch
 from tests.support.encoder_decoders import write_checkpoint
 from tests.support.saved import write_changed
-from torch_core.errors import RequestTooLong
+from torch_core.base.errors import RequestTooLong
 
 PROMPTS = [[9, 4], list(range(30, 50))]
 

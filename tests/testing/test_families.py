@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from jattn import cli
-from jattn.load import load_model
-from jattn.testing import CrosscheckReport, TorchDecoder, compare_with_torch, save_picture
+from jattn.llm.load import load_model
+from jattn.llm.testing import CrosscheckReport, TorchDecoder, compare_with_torch, save_picture
 from tests.support.family_models import write_checkpoint
 from tests.support.saved import write_changed
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 PROMPTS = [[9], list(range(30, 50))]
 LAYERS = ["embedding", "layers.0", "norm"]
@@ -114,7 +114,7 @@ def test_the_command_prints_json_with_layers(
         asked.update(options)
         return report
 
-    monkeypatch.setattr("jattn.testing.compare_with_torch", compare)
+    monkeypatch.setattr("jattn.llm.testing.compare_with_torch", compare)
 
     assert cli.main(["crosscheck", "--model", str(folder), "--layers", "--json"]) == 0
     assert asked["layers"] is True

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jattn.testing.measure import Truth, compare_tokens, measure
+from jattn.llm.testing.measure import Truth, compare_tokens, measure
 
 EPS = 2.0**-23
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jattn.testing import CrosscheckReport, CrosscheckRow, TokenDifference
+from jattn.llm.testing import CrosscheckReport, CrosscheckRow, TokenDifference
 
 DIFFERENCE = TokenDifference(prompt=1, position=3, expected=7, found=41, gap=0.125)
 
@@ -91,7 +91,7 @@ def test_the_table_of_a_passed_report_is_aligned_plain_text() -> None:
             "prompts    2 of 1, 17 tokens, 8 greedy tokens each",
             "jattn      jax 0 on cpu",
             "torch      transformers 0",
-            "truth      jattn.testing.TorchDecoder in float64",
+            "truth      jattn.llm.testing.TorchDecoder in float64",
             "no triton  it needs CUDA.",
             "",
             "              path    max abs  error    1 - cosine  max KL   ties  verdict  first differing token",

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jattn.models import RopeScaling
-from jattn.testing import TorchDecoder
+from jattn.llm.models import RopeScaling
+from jattn.llm.testing import TorchDecoder
 from tests.support.tiny_models import reference_bound, transformers_logits, write_tiny_model
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 LLAMA3 = RopeScaling(
     rope_type="llama3",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from jattn.metadata import AttentionMetadata
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import (
     Buckets,
     EncoderRow,
@@ -21,7 +22,6 @@ from torch_core.metadata import (
     encoder_layout,
     metadata_layout,
 )
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import BuilderConfig, StepBuffers, TorchAttentionMetadataBuilder, upload
 
 BLOCK, NUM_BLOCKS, MAX_BLOCKS, MAX_ENCODER_BLOCKS = 4, 400, 16, 4

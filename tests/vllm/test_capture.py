@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import (
     EncoderRow,
     SequenceRow,
@@ -16,7 +17,6 @@ from torch_core.metadata import (
     encoder_layout,
     metadata_layout,
 )
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     BuilderConfig,
     CommonAttentionState,

@@ -20,7 +20,8 @@ from tests.support.backend_cases import (
     refuses,
     shared_prefix_rows,
 )
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
 from torch_core.metadata import (
     EncoderRow,
     SequenceRow,
@@ -28,7 +29,6 @@ from torch_core.metadata import (
     common_prefix_length,
     metadata_layout,
 )
-from torch_core.specs import AttentionSpec
 from torch_core.vllm import (
     AttentionType,
     BuilderConfig,

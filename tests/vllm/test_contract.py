@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import SequenceRow, build_common_metadata
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     CACHE_DTYPES,
     FP8_STATIC_TENSOR,

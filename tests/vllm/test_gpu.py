@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import (
     Buckets,
     SequenceRow,
@@ -16,7 +17,6 @@ from torch_core.metadata import (
     common_prefix_length,
     metadata_layout,
 )
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     AttentionScales,
     BuilderConfig,

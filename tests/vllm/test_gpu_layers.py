@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import EncoderRow, SequenceRow, build_common_metadata, build_dense_metadata
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     AttentionScales,
     AttentionType,

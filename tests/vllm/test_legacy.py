@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import EncoderRow, SequenceRow, build_common_metadata
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     AttentionType,
     BuilderConfig,

@@ -12,10 +12,10 @@ import torch
 from tests.support import reference
 from tests.support.backend_cases import refuses
 from torch_core import ops
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec, KVCacheSpec, LatentCacheSpec
+from torch_core.launch.run import scratch_of
 from torch_core.metadata import SequenceRow, build_common_metadata, metadata_layout
-from torch_core.run import scratch_of
-from torch_core.specs import AttentionSpec, KVCacheSpec, LatentCacheSpec
 from torch_core.vllm import (
     AttentionCGSupport,
     AttentionScales,

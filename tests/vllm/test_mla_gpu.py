@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torch_core import ops
+from torch_core.base.specs import LatentCacheSpec
 from torch_core.metadata import SequenceRow, build_common_metadata, metadata_layout
-from torch_core.specs import LatentCacheSpec
 from torch_core.vllm import (
     AttentionScales,
     BuilderConfig,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from torch_core import ops
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import LatentCacheSpec
 from torch_core.metadata import SequenceRow, build_common_metadata
-from torch_core.specs import LatentCacheSpec
 from torch_core.vllm import AttentionScales, BuilderConfig, MLADims, TritonMLAImpl, TritonMLAMetadataBuilder
 
 HEADS, BLOCK, RANK, ROPE = 2, 4, 128, 8

@@ -11,8 +11,8 @@ import torch
 
 from tests.support import reference
 from tests.support.triton_ops import run_triton
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
 from torch_core.vllm import ops as vllm_compat
 
 BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 4, 4, 2, 16

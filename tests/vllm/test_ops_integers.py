@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.vllm import ops as vllm_ops
 
 BLOCK, HEADS, SIZE = 4, 2, 8

@@ -22,14 +22,14 @@ from tests.support.backend_cases import (
     refuses,
     shared_prefix_rows,
 )
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
 from torch_core.metadata import (
     EncoderRow,
     SequenceRow,
     build_common_metadata,
     build_dense_metadata,
 )
-from torch_core.specs import AttentionSpec
 from torch_core.vllm import (
     AttentionScales,
     AttentionType,

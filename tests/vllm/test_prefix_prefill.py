@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support import reference
-from torch_core.errors import Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
 from torch_core.vllm.ops import chunked_prefill_paged_decode
 from torch_core.vllm.ops.prefix_prefill import context_attention_fwd
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 
 from tests.support.backend_cases import HEAD, HEADS, KV_HEADS, ONES, SCALE, SPEC, refuses
 from tests.support.ranks import of_rank
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 from torch_core.metadata import SequenceRow, build_common_metadata
 from torch_core.ops import merge_states
 from torch_core.vllm import (

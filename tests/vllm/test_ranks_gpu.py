@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from tests.support.ranks import of_rank
+from torch_core.base.specs import KVCacheSpec
 from torch_core.metadata import CommonAttentionMetadata, SequenceRow, build_common_metadata, metadata_layout
-from torch_core.specs import KVCacheSpec
 from torch_core.vllm import (
     AttentionScales,
     BuilderConfig,

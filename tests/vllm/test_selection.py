@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.vllm import (
     AttentionSelectorConfig,
     AttentionType,

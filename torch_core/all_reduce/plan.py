@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch_core.all_reduce.kernel import all_reduce_kernel, exchange_kernel
 from torch_core.all_reduce.norm import all_reduce_norm_kernel
-from torch_core.errors import InvalidInput
-from torch_core.plan.operands import ceil_div, named_launch, power_of_two
-from torch_core.plan.plan import Argument, OperationPlan, Pointer, Scalar
-from torch_core.specs import DTYPE_BYTES, ArraySpec
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import DTYPE_BYTES, ArraySpec
+from torch_core.launch.operands import ceil_div, named_launch, power_of_two
+from torch_core.launch.plan import Argument, OperationPlan, Pointer, Scalar
 
 __all__ = [
     "exchanges",

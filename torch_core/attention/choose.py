@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from torch_core.attention.backward.plan import backward_plan
-from torch_core.attention.backward_hopper.plan import hopper_backward_plan
-from torch_core.attention.hopper.plan import hopper_launch, split_hopper_launches
-from torch_core.attention.hopper_fp8.plan import hopper_fp8_launch, packs_short_fp8, split_hopper_fp8_launches
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.attention.call import AttentionCall, PagedCall
+from torch_core.attention.kernels.backward.plan import backward_plan
+from torch_core.attention.kernels.backward_hopper.plan import hopper_backward_plan
+from torch_core.attention.kernels.hopper.plan import hopper_launch, split_hopper_launches
+from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_launch, packs_short_fp8, split_hopper_fp8_launches
+from torch_core.attention.kernels.rows.plan import rows_launch
+from torch_core.attention.kernels.split.plan import short_query_len, split_launches
 from torch_core.attention.operands import operation
-from torch_core.attention.rows.plan import rows_launch
-from torch_core.attention.split.plan import short_query_len, split_launches
-from torch_core.calls import AttentionCall, DenseBackwardCall, PagedCall
-from torch_core.plan.plan import DeviceLimits, LaunchPlan, OperationPlan
-from torch_core.specs import ArraySpec
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import DeviceLimits, LaunchPlan, OperationPlan
 
 __all__ = ["plan_attention", "plan_attention_backward"]
 

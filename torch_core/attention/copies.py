@@ -9,11 +9,12 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from torch_core.attention.call import AttentionCall, PagedCall, TableCall
+from torch_core.attention.kernels.split.partials import PARTIALS, Chunks
 from torch_core.attention.operands import buffers, count, keys, make_launch, output, value_offset, values
-from torch_core.attention.split.partials import PARTIALS, Chunks
-from torch_core.calls import AttentionCall, LatentCall, PagedCall, TableCall
-from torch_core.plan.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
-from torch_core.specs import DTYPE_BYTES, ArraySpec
+from torch_core.base.specs import DTYPE_BYTES, ArraySpec
+from torch_core.latent.call import LatentCall
+from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
 
 __all__ = [
     "Matrix",

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_core.calls import (
-    SCORE_FIELDS,
-    AttentionCall,
-    DenseBackwardCall,
-    DenseCall,
-    LatentCall,
-    PagedCall,
-    TableCall,
-    as_paged,
-    dropout_limit,
-    keep_factor,
-)
-from torch_core.calls.call import array_fields
-from torch_core.plan.operands import named_launch, power_of_two, scale_number
-from torch_core.plan.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
-from torch_core.specs import LARGEST_CODE, ArraySpec
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.attention.call import SCORE_FIELDS, AttentionCall, DenseCall, PagedCall, TableCall
+from torch_core.attention.dropout import dropout_limit, keep_factor
+from torch_core.base.specs import LARGEST_CODE, ArraySpec
+from torch_core.latent.call import LatentCall, as_paged
+from torch_core.launch.call import array_fields
+from torch_core.launch.operands import named_launch, power_of_two, scale_number
+from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = [
     "buffers",

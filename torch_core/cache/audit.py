@@ -6,11 +6,11 @@ from collections import Counter
 from itertools import chain, filterfalse, repeat
 from operator import itemgetter
 
+from torch_core.base.errors import CacheCorruption
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.records import CacheStats
 from torch_core.cache.state import CacheState
 from torch_core.cache.table import SequenceTable
-from torch_core.errors import CacheCorruption
 
 __all__ = ["audit_state", "collect_stats"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch_core.checks import INT32_MAX, check_int
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import INT32_MAX, check_int
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["NULL_BLOCK", "CacheConfig", "CacheGroup", "GroupLayout"]
 

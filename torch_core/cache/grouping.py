@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_core.base.checks import INT32_MAX, check_int
+from torch_core.base.errors import InvalidInput
 from torch_core.cache.config import CacheGroup, GroupLayout
-from torch_core.checks import INT32_MAX, check_int
-from torch_core.errors import InvalidInput
 
 __all__ = ["LayerGroups", "group_layers"]
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["BLOCK_TAG", "ROOT_TAG", "KeyChain", "LineageNode", "encode_root", "same_lineage"]
 

@@ -9,14 +9,14 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
+from torch_core.base.checks import INT32_MAX, check_int
+from torch_core.base.errors import InvalidInput, OutOfBlocks, RequestTooLong
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.keys import KeyChain, encode_root
 from torch_core.cache.records import BlockSwap, CommittedStep
 from torch_core.cache.state import CacheState
 from torch_core.cache.stepping import deferred_hint
 from torch_core.cache.table import SequenceState, SequenceTable, SwappedTable
-from torch_core.checks import INT32_MAX, check_int
-from torch_core.errors import InvalidInput, OutOfBlocks, RequestTooLong
 
 __all__ = [
     "add",

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.cache import lifecycle
 from torch_core.cache.audit import audit_state, collect_stats
 from torch_core.cache.config import CacheConfig
 from torch_core.cache.records import CacheStats, CommittedStep, StepPlan
 from torch_core.cache.state import CacheState
 from torch_core.cache.stepping import commit_plan, plan_step, retire_step
-from torch_core.errors import InvalidInput, Unsupported
 
 __all__ = ["CacheManager"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from torch_core.base.errors import CacheCorruption, OutOfBlocks
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.prefix import PrefixIndex
-from torch_core.errors import CacheCorruption, OutOfBlocks
 
 __all__ = ["BlockPool"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch_core.base.errors import InvalidInput
 from torch_core.cache.config import CacheConfig
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.table import SequenceState, SequenceTable
-from torch_core.errors import InvalidInput
 
 __all__ = ["CacheState", "StepRecord"]
 

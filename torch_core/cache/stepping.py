@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRows
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
-from torch_core.errors import InvalidInput, RequestTooLong
 
 __all__ = ["commit_plan", "deferred_hint", "plan_step", "retire_step"]
 

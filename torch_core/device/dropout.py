@@ -1,4 +1,4 @@
-"""Which softmax weights of a tile dropout leaves; generator and counters are those of torch_core.calls.dropout."""
+"""Which softmax weights of a tile dropout leaves; generator and counters are those of torch_core.attention.dropout."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def tile_borders(low, high, full_low, full_high, BLOCK: tl.constexpr, NUM_RANGES
 
 @triton.jit
 def _visible(query_pos, key_pos, scoring, NUM_RANGES: tl.constexpr):
-    """The mask of torch_core.specs.AttentionSpec on query_pos [rows, 1] and key_pos [1, keys].
+    """The mask of torch_core.base.specs.AttentionSpec on query_pos [rows, 1] and key_pos [1, keys].
 
     `scoring.ranges` points to NUM_RANGES pairs (first, last position, both included) of this sequence; a query inside a
     pair sees every key inside it, whatever the bounds say (vLLM: mm_prefix_range). A pair with last <= first is empty.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import first_true
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.rows import SequenceRowLike

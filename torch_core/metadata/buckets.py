@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, RequestTooLong
 
 __all__ = ["Buckets"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torch_core.checks import INT32_MAX, shown
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.checks import INT32_MAX, shown
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout

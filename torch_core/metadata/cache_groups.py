@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata.check import check_written_blocks
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.rows import RowColumns, SequenceRowLike

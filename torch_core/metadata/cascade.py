@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 
 __all__ = ["CascadeCosts", "cascade_pays", "common_prefix_length", "prefix_piece_tokens", "use_cascade_attention"]

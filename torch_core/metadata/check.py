@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.metadata.common import CommonAttentionMetadata
-from torch_core.specs import PAD_SLOT_ID
 
 __all__ = ["check_metadata"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata.layout import PackedLayout
 
 __all__ = ["CommonAttentionMetadata", "EncoderMetadata"]

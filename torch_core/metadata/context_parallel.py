@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 
 __all__ = ["get_dcp_local_seq_lens", "get_dcp_local_slots", "make_dcp_common_attn_metadata"]

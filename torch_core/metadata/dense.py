@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
+from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.layout import metadata_layout
 from torch_core.metadata.slots import compute_positions
-from torch_core.specs import PAD_SLOT_ID
 
 __all__ = ["build_dense_metadata"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 
 __all__ = ["make_kv_sharing_fast_prefill_common_attn_metadata", "make_local_attention_virtual_batches"]

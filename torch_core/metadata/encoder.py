@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_core.errors import InvalidInput, RequestTooLong
+from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import check_block_tables, check_written_blocks, first_true, row_name
 from torch_core.metadata.common import EncoderMetadata
 from torch_core.metadata.layout import PackedLayout

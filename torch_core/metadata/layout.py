@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["FieldLayout", "PackedLayout", "metadata_layout"]
 

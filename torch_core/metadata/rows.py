@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torch_core.checks import INT32_MAX
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import INT32_MAX
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata.check import row_name
 
 __all__ = ["SequenceRow", "SequenceRowLike"]

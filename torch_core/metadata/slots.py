@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from torch_core.specs import PAD_SLOT_ID
+from torch_core.base.specs import PAD_SLOT_ID
 
 __all__ = ["compute_positions"]
 

@@ -9,7 +9,7 @@ from operator import is_not
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["BlockTableCache"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata.check import SeqIds, check_block_tables, row_name
 from torch_core.metadata.rows import RowColumns
 from torch_core.metadata.table_cache import BlockTableCache

@@ -7,28 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 from torch_core.all_reduce.plan import plan_all_reduce, plan_all_reduce_norm
-from torch_core.calls import (
-    Call,
-    ChoiceCall,
-    CopyCall,
-    DenseBackwardCall,
-    DenseCall,
-    ExpertsCall,
-    IndexerCall,
-    LatentCall,
-    LatentWriteCall,
-    MergeCall,
-    PagedCall,
-    RotaryWriteCall,
-    RouteCall,
-    WriteCall,
-    backward_of,
-)
-from torch_core.errors import Unsupported
-from torch_core.plan.compile import KernelVariant, kernel_variant
-from torch_core.plan.plan import DeviceLimits, OperationPlan
-from torch_core.planner import plan_call
-from torch_core.specs import ArraySpec, AttentionSpec
+from torch_core.attention.backward_call import DenseBackwardCall, backward_of
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import ArraySpec, AttentionSpec
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.cache_writes.rotary_call import RotaryWriteCall
+from torch_core.experts.call import ExpertsCall
+from torch_core.experts.routing_call import RouteCall
+from torch_core.latent.call import LatentCall, LatentWriteCall
+from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
+from torch_core.launch.call import Call
+from torch_core.launch.compile import KernelVariant, kernel_variant
+from torch_core.launch.plan import DeviceLimits, OperationPlan
+from torch_core.launch.planner import plan_call
 
 __all__ = ["plans_in_use", "variants_in_use"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import triton
 from triton import knobs
 
-from torch_core.errors import Unsupported
-from torch_core.plan.compile import KernelVariant, compile_variant
+from torch_core.base.errors import Unsupported
+from torch_core.launch.compile import KernelVariant, compile_variant
 
 __all__ = ["TABLE_PATH", "Resources", "Table", "measure", "measure_all", "read_table", "write_table"]
 

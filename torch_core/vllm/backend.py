@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from torch_core.errors import InvalidInput
-from torch_core.specs import KVCacheSpec
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import KVCacheSpec
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     PACKED_LATENTS,

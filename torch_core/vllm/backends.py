@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from torch_core.specs import LatentCacheSpec
+from torch_core.base.specs import LatentCacheSpec
 from torch_core.vllm.backend import AttentionBackend, always
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.mla_builder import TorchMLAMetadataBuilder, TritonMLAMetadataBuilder

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.metadata import CommonAttentionMetadata
-from torch_core.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.types import AttentionCGSupport
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout, build_common_metadata
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.upload import ENCODER_FIELDS, StepBuffers
@@ -32,7 +32,7 @@ class CommonAttentionState:
     Example:
         >>> from torch_core.vllm import BuilderConfig, TorchAttentionMetadataBuilder
         >>> from torch_core.metadata import metadata_layout
-        >>> from torch_core.specs import KVCacheSpec
+        >>> from torch_core.base.specs import KVCacheSpec
         >>> spec = KVCacheSpec(num_kv_heads=2, head_size=8, block_size=4, dtype="float32")
         >>> builder = TorchAttentionMetadataBuilder(spec, ["layer"], BuilderConfig(num_heads=2), "cpu")
         >>> layout_for = lambda size: metadata_layout(num_seqs=size, num_tokens=size, max_blocks=8)

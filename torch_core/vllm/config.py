@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CascadeCosts
 from torch_core.vllm.mla import MLADims
 from torch_core.vllm.types import AttentionType, ContextParallel

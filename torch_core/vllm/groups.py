@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torch_core.context_parallel import merge_parts
+from torch_core.attention.context_parallel import merge_parts
 
 __all__ = ["ContextGroup", "DistributedGroup", "merge_over_group"]
 

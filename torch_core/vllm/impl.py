@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.vllm.types import ContextParallel, QuantKey
 
 __all__ = ["AttentionImpl", "AttentionImplBase", "AttentionLayer", "AttentionScales", "MLAAttentionImpl"]

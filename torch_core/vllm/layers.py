@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, make_kv_sharing_fast_prefill_common_attn_metadata
 from torch_core.vllm.backend import AttentionBackend
 from torch_core.vllm.paged_impl import PagedAttentionImpl

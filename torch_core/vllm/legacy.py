@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
-from torch_core.specs import PAD_SLOT_ID
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.vllm.types import AttentionType
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_core.checks import check_int
+from torch_core.base.checks import check_int
 
 __all__ = ["MLADims", "compute_num_kv_splits", "get_mla_dims"]
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.calls import LatentCall
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import PAD_SLOT_ID, ArraySpec, AttentionSpec, LatentCacheSpec
+from torch_core.latent.call import LatentCall
+from torch_core.launch.run import scratch_of
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
-from torch_core.run import scratch_of
-from torch_core.specs import PAD_SLOT_ID, ArraySpec, AttentionSpec, LatentCacheSpec
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.mla_metadata import (

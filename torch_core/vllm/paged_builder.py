@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec, LatentCacheSpec
 from torch_core.metadata import (
     CommonAttentionMetadata,
     prefix_piece_tokens,
     use_cascade_attention,
 )
-from torch_core.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec, LatentCacheSpec
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata

@@ -1,4 +1,4 @@
-"""The implementation behind the Triton and the torch backend: one logic over the operations of `torch_core.run`."""
+"""The implementation of the Triton and the torch backend, over the operations of `torch_core.launch.run`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from torch_core import ops
-from torch_core.calls import DenseCall, PagedCall, WriteCall, cascade_calls
-from torch_core.context_parallel import merge_parts
-from torch_core.errors import InvalidInput, Unsupported
-from torch_core.specs import AttentionSpec
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.cascade import cascade_calls
+from torch_core.attention.context_parallel import merge_parts
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import AttentionSpec
+from torch_core.cache_writes.call import WriteCall
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads, check_metadata
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.paged_ranks import forward_over_ranks, no_prompts, part_of_rank, run_part
@@ -148,7 +150,8 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields; shapes do not fit.
-            Unsupported: block scales; of sequences that are spread over ranks what `torch_core.context_parallel`
+            Unsupported: block scales; of sequences that are spread over ranks what
+                `torch_core.attention.context_parallel`
                 cannot tell from one rank's share, an output scale, and ranks without a `dcp_group` (see
                 `forward_with_lse`).
         """
@@ -191,7 +194,8 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields.
-            Unsupported: a layer without a cache; what `torch_core.context_parallel` cannot tell from one rank's share.
+            Unsupported: a layer without a cache; what `torch_core.attention.context_parallel` cannot tell from one
+            rank's share.
         """
         if self.attn_type is not AttentionType.DECODER:
             raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torch_core.calls import SharedPrefix, shared_prefix
+from torch_core.attention.cascade import SharedPrefix, shared_prefix
 from torch_core.vllm.prompt_ranks import PromptShare
 
 __all__ = ["PagedAttentionMetadata"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_core import ops
-from torch_core.calls import DenseCall, PagedCall
-from torch_core.context_parallel import context_call, local_call, merge_parts
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.context_parallel import context_call, local_call, merge_parts
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.vllm.groups import merge_over_group
 from torch_core.vllm.impl import AttentionLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata

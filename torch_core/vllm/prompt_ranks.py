@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.errors import Unsupported
+from torch_core.base.errors import Unsupported
 from torch_core.metadata import CommonAttentionMetadata
 
 __all__ = ["PromptShare", "prompt_share"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import get_dcp_local_seq_lens, get_dcp_local_slots
 from torch_core.vllm.types import ContextParallel
 

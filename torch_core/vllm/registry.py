@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.vllm.backend import AttentionBackend
 from torch_core.vllm.backends import (
     TorchAttentionBackend,

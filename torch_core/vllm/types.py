@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.vllm.groups import ContextGroup
 
 __all__ = [

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.checks import check_int
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout
 
 __all__ = ["ENCODER_FIELDS", "StepBuffers", "upload"]

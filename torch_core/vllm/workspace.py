@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_core.errors import InvalidInput
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["WorkspaceManager"]
 

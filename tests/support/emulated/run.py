@@ -15,9 +15,9 @@ from tests.support.emulated.language import Language
 from tests.support.emulated.machine import Machine
 from tests.support.emulated.values import Pointer, Shared, Tensor, flat_memory
 from tests.support.interpret import run_interpreted_launch
-from torch_core.plan.plan import Descriptor, LaunchPlan, OperationPlan, Scalar
-from torch_core.plan.plan import Pointer as PlanPointer
-from torch_core.run import torch_dtype
+from torch_core.launch.plan import Descriptor, LaunchPlan, OperationPlan, Scalar
+from torch_core.launch.plan import Pointer as PlanPointer
+from torch_core.launch.tensors import torch_dtype
 
 __all__ = ["run_emulated_launch", "run_emulated_operation"]
 

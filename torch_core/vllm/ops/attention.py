@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core.calls import DenseCall, LatentCall, MergeCall, PagedCall
-from torch_core.errors import Unsupported
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.merge_call import MergeCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
+from torch_core.latent.call import LatentCall
 from torch_core.ops import run
-from torch_core.specs import AttentionSpec
 from torch_core.vllm.ops.integers import as_int32
 from torch_core.vllm.ops.scales import Scale, one_scale, refuse_4_bits, run_descaled
 

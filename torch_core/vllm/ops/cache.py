@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_core.calls import WriteCall
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
 from torch_core.vllm.ops.integers import as_int32
 from torch_core.vllm.ops.scales import Scale, as_stored, refuse_4_bits, stored_dtype

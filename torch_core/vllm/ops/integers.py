@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_core.checks import INT32_MAX
-from torch_core.errors import InvalidInput
+from torch_core.base.checks import INT32_MAX
+from torch_core.base.errors import InvalidInput
 
 __all__ = ["as_int32"]
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core.calls import PagedCall, WriteCall
-from torch_core.errors import Unsupported
+from torch_core.attention.call import PagedCall
+from torch_core.base.errors import Unsupported
+from torch_core.base.specs import AttentionSpec
+from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
-from torch_core.specs import AttentionSpec
 from torch_core.vllm.ops.integers import as_int32
 from torch_core.vllm.ops.scales import Scale, one_scale, sequence_of_token, stored_dtype
 

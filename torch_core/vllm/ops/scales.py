@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_core.calls import PagedCall
-from torch_core.errors import InvalidInput, Unsupported
+from torch_core.attention.call import PagedCall
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.ops import run
 from torch_core.vllm.types import CACHE_DTYPES
 

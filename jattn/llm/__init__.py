@@ -1,0 +1,1 @@
+"""Generation: models, loading, the engine, the server and the cross-check."""

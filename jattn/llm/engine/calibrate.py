@@ -1,0 +1,134 @@
+"""Measures how large a model's keys and values get, from which the scales of an 8-bit cache follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.llm.engine.kv_scales import KVCacheScales
+from jattn.llm.models import PagedModel, PagedSpec
+from jattn.metadata import AttentionMetadata
+from jattn.nn.kv_scales import KVRange, KVScale, paged_layers
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.metadata import SequenceRow
+
+__all__ = ["calibrate_kv_cache"]
+
+_BLOCK_SIZE = 16
+_RANDOM_PROMPTS = 8
+_RANDOM_TOKENS = 128
+
+
+def calibrate_kv_cache(
+    model: PagedModel, prompts: Sequence[Sequence[int]] | None = None, *, seed: int = 0
+) -> KVCacheScales:
+    """Runs prompts through a model, each on its own, and returns the ranges of what its layers cache.
+
+    Take prompts like those that will be served: what gets larger than in any of them saturates. One program is
+    compiled, for the longest prompt; the caches of one prompt are allocated meanwhile.
+
+    Args:
+        model: of layers of `PagedAttention`, or of latents; it stays as it is.
+        prompts: token ids of each; eight random ones of up to 128 tokens if None.
+        seed: of the random ones.
+
+    Returns:
+        For `EngineConfig(kv_cache_dtype="fp8", kv_cache_scales=...)`, or to be saved.
+
+    Raises:
+        InvalidInput: no prompts, or token ids that the model does not have or that are too many.
+        Unsupported: a model without such layers, with an indexer, or cut over devices.
+
+    Example:
+        >>> from jattn.llm.load import embedded_model_folder, load_model
+        >>> model, *_ = load_model(embedded_model_folder())
+        >>> len(calibrate_kv_cache(model, [[1, 2, 3]]).ranges) == model.paged_spec.num_layers
+        True
+    """
+    spec, parallel = model.paged_spec, getattr(model, "parallel", None)
+    if parallel is not None:
+        raise Unsupported(
+            f"model is cut over {parallel.size} devices, of which each would see its own heads alone; measure the "
+            "whole model (jattn.llm.load.load_model) and give EngineConfig(kv_cache_scales=...)."
+        )
+    rows = (
+        _random_prompts(spec, seed) if prompts is None else [_checked(i, each, spec) for i, each in enumerate(prompts)]
+    )
+    if not rows:
+        raise InvalidInput("prompts is empty; pass at least one, or None for random ones.")
+    watched = nnx.merge(*nnx.split(cast(nnx.Module, model)))
+    layers = list(paged_layers(watched))
+    if not layers or spec.index_head_dim is not None:
+        lacks = "has an indexer" if layers else "has no PagedAttention"
+        raise Unsupported(f"{type(model).__name__} {lacks}, and so no scales for its cache.")
+    for _, layer in layers:
+        layer.kv_scales, layer.kv_range = None, KVRange()
+    graph, seen, rest = nnx.split(watched, KVScale, ...)
+    num_blocks = -(-max(map(len, rows)) // _BLOCK_SIZE) + 1
+    caches = tuple(
+        jnp.zeros(spec.cache_spec(_BLOCK_SIZE).shape(num_blocks), spec.dtype) for _ in range(spec.num_layers)
+    )
+    look = jax.jit(_look, static_argnums=0)
+    for row in rows:
+        seen = look(graph, seen, rest, *_step(row, num_blocks), caches)
+    ranges: dict[str, tuple[float, float]] = {}
+    for path, layer in paged_layers(nnx.merge(graph, seen, rest)):
+        if layer.kv_range is not None:
+            k_max, v_max = (float(each[...][0]) for each in (layer.kv_range.k_max, layer.kv_range.v_max))
+            # A layer that wrote nothing, as one that attends to an encoder, has no range.
+            if k_max and v_max:
+                ranges[path] = k_max, v_max
+    return KVCacheScales(ranges)
+
+
+def _look(
+    graph: Any,
+    seen: nnx.State,
+    rest: nnx.State,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    metadata: AttentionMetadata,
+    caches: tuple[jax.Array, ...],
+) -> nnx.State:
+    model = nnx.merge(graph, seen, rest)
+    model(token_ids, positions, caches, metadata)
+    return nnx.state(model, KVScale)
+
+
+def _step(row: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
+    """Returns one prompt as a step, padded to all blocks: tokens, positions and metadata."""
+    size = (num_blocks - 1) * _BLOCK_SIZE
+    blocks = list(range(1, -(-len(row) // _BLOCK_SIZE) + 1))
+    metadata = AttentionMetadata.build(
+        [SequenceRow(blocks, 0, len(row))],
+        block_size=_BLOCK_SIZE,
+        num_blocks=num_blocks,
+        num_tokens=size,
+        max_blocks=num_blocks - 1,
+        max_query_len=size,
+    )
+    return np.pad(row, (0, size - len(row))), np.arange(size, dtype=np.int32) % max(len(row), 1), metadata
+
+
+def _random_prompts(spec: PagedSpec, seed: int) -> list[np.ndarray]:
+    random, most = np.random.default_rng(seed), min(_RANDOM_TOKENS, spec.max_model_len)
+    return [random.integers(0, spec.vocab_size, most, np.int32) for _ in range(_RANDOM_PROMPTS)]
+
+
+def _checked(index: int, prompt: Sequence[int], spec: PagedSpec) -> np.ndarray:
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidInput(f"prompts[{index}] must be a flat sequence of token ids.")
+    check_int(f"the length of prompts[{index}]", len(tokens), 1, spec.max_model_len)
+    bad = np.flatnonzero((tokens < 0) | (tokens >= spec.vocab_size))
+    if bad.size:
+        raise InvalidInput(
+            f"token {int(bad[0])} of prompts[{index}] is {int(tokens[bad[0]])}; ids are 0 to {spec.vocab_size - 1}."
+        )
+    return tokens.astype(np.int32)

@@ -1,0 +1,243 @@
+"""The frozen sizes of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jattn.llm.engine.kv_scales import KVCacheScales
+from jattn.llm.engine.speculation import SpeculativeConfig
+from torch_core.base.checks import check_bool, check_int, shown
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig", "check_config"]
+
+#: Sizes and slots are int32.
+MAX_SIZE = (1 << 31) - 1
+#: Of a server, and of an engine on a GPU for which nobody named any.
+SERVING_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+_MAX_BYTES = (1 << 63) - 1
+_MOST_DEVICES = 1 << 16
+# What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
+_SIZES = {
+    "block_size": MAX_SIZE,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "steps_in_flight": MAX_SIZE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine; names are vLLM's where it has them.
+
+    Attributes:
+        block_size: tokens of one cache block.
+        max_num_seqs: sequences of one step at most, up to 65,536.
+        max_num_batched_tokens: new tokens of one step at most: one for each running request, and the rest for prompts,
+            in chunks if they are longer.
+        max_model_len: tokens of one sequence at most; the model's own limit if None.
+        num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
+            full length, as far as `kv_cache_bytes` goes.
+        kv_cache_bytes: memory that the pool may take on each device when `num_blocks` is None. None for nine tenths of
+            what is free where devices report it and are this process's own, as GPUs do, and for 1 GiB elsewhere; give a
+            number where something else needs room there later, such as a trainer.
+        num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
+            while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
+            pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time; None
+            for 4, and for 1 of a large model on a GPU, where the host has time for each.
+        steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's. What
+            the second one computes of a request that the first one ends is dropped.
+        enable_prefix_caching: share the blocks of equal prefixes.
+        num_host_blocks: blocks of host memory for preempted requests, which then go on where they were; without room
+            there, or with 0, they are computed again.
+        disable_hybrid_kv_cache_manager: keep every token for every layer, also in models where only some layers have a
+            window. Otherwise layers of one window form a group, whose blocks return as soon as it has passed.
+        scrub_on_free: fill a block with zeros on the device as soon as its content belongs to no request and to no
+            cached prefix, before anybody else gets it.
+        batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
+            on the requests beside it. Without it the last bits can, because XLA rounds the programs of different
+            padded sizes differently; a small batch then costs what a full one does.
+        enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode:
+            None where that should be faster on a GPU, True wherever blocks are shared, False never. Not with
+            batch_invariant, nor with masks that depend on the distance to the prefix (windows, ALiBi).
+        speculative_config: tokens are guessed, by n-grams or by a draft model, and verified in one step: a
+            `SpeculativeConfig` or a mapping of its fields; None for no guesses. The tokens are those of no
+            speculation. Guesses need what the step before brought: steps_in_flight and num_scheduler_steps become 1.
+        tensor_parallel_size: devices over which the model and its cache are cut.
+        decode_context_parallel_size: of those devices, neighbours that share a cache and deal out the tokens of each
+            sequence, where key/value heads are fewer than devices and each device would have a copy: the pool then
+            holds so many times the tokens. It divides the copies (devices / key/value heads). Of a block each has
+            `block_size` tokens.
+        data_parallel_size: copies of the model, each on devices and with a pool and a batch of its own; all sizes here
+            are those of one. A request goes to the copy that has most of its prompt cached, unless that one has much
+            more to do than another.
+        mesh: the devices, with an axis "tp" and, for copies, one "dp"; the sizes above then follow from it. None for
+            the first of `jax.devices()`.
+        kv_cache_dtype: of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8";
+            of latents also "fp8_ds_mla", FlashMLA's packed rows, which need no scales.
+        kv_cache_scales: what a unit of an 8-bit cache is worth in each layer, as `calibrate_kv_cache` measures it;
+            None for what came with the checkpoint, if anything, else 1. int8 needs them.
+        step_timeout_seconds: a step whose results have not come after so long is reported, once, by a warning of the
+            logger "jattn" that names what it was to compute; None for no watch.
+        seed: of requests that bring none of their own.
+        max_logprobs: tokens whose log-probabilities a request may ask for at each place; -1 for the whole vocabulary,
+            which every step then returns that reports any.
+        logits_processors: pure JAX functions by name, for requests that call them by
+            `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
+            num_prompt_tokens, num_tokens, value) -> float32[vocab]`, of one row, applied in order.
+
+    Raises:
+        InvalidInput: a size out of range.
+
+    Example:
+        >>> EngineConfig(max_num_seqs=4).block_size
+        16
+    """
+
+    block_size: int = 16
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    num_scheduler_steps: int | None = None
+    steps_in_flight: int = 2
+    enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
+    disable_hybrid_kv_cache_manager: bool = False
+    scrub_on_free: bool = False
+    batch_invariant: bool = False
+    enable_cascade_attention: bool | None = None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    mesh: Mesh | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_scales: KVCacheScales | None = field(default=None, hash=False)
+    step_timeout_seconds: float | None = 60.0
+    seed: int = 0
+    max_logprobs: int = 20
+    logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        for name, most in _SIZES.items():
+            check_int(name, getattr(self, name), 1, most)
+        if self.kv_cache_bytes is not None:
+            check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES, also=", or None")
+        check_int("num_host_blocks", self.num_host_blocks, 0, MAX_SIZE)
+        for name, low in (("max_model_len", 1), ("num_blocks", 2), ("num_scheduler_steps", 1)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
+        for name in (
+            "enable_prefix_caching",
+            "disable_hybrid_kv_cache_manager",
+            "scrub_on_free",
+            "batch_invariant",
+        ):
+            check_bool(name, getattr(self, name))
+        if self.enable_cascade_attention is not None:
+            check_bool("enable_cascade_attention", self.enable_cascade_attention)
+        if self.steps_in_flight > 2:
+            raise InvalidInput(
+                f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "
+                "it on the device, so at most 2 can be in flight."
+            )
+        if (self.num_scheduler_steps or 1) > self.max_num_batched_tokens:
+            raise InvalidInput(
+                f"num_scheduler_steps is {self.num_scheduler_steps}; it must not be above max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
+            )
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if not isinstance(self.kv_cache_scales, KVCacheScales | None):
+            raise InvalidInput(
+                f"kv_cache_scales is {shown(self.kv_cache_scales)}; it must be KVCacheScales, which load() reads from "
+                "a file, or None."
+            )
+        if self.num_speculative_tokens >= self.max_num_batched_tokens:
+            raise InvalidInput(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be below max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
+            )
+        if self.num_speculative_tokens:
+            object.__setattr__(self, "steps_in_flight", 1)
+            object.__setattr__(self, "num_scheduler_steps", 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidInput(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
+                f"({self.max_num_seqs}), one token for each sequence of a decode step."
+            )
+        if not isinstance(self.kv_cache_dtype, str):
+            raise InvalidInput(
+                f"kv_cache_dtype is {shown(self.kv_cache_dtype)}; it must be a name, 'auto' for the model's."
+            )
+        self._check_mesh()
+        limit = self.step_timeout_seconds
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e6):
+            raise InvalidInput(
+                f"step_timeout_seconds is {shown(limit)}; it must be a number above 0 and below 1e6, or None."
+            )
+        check_int("seed", self.seed, 0, (1 << 32) - 1)
+        check_int("max_logprobs", self.max_logprobs, -1, 1 << 10, also=" (-1 for the whole vocabulary)")
+        named = {} if self.logits_processors is None else self.logits_processors
+        if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
+            raise InvalidInput(f"logits_processors is {shown(named)}; it must map names to functions, or be None.")
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens of a request that are guessed at once; 0 without speculation."""
+        speculative = SpeculativeConfig.of(self.speculative_config)
+        return 0 if speculative is None else speculative.num_speculative_tokens
+
+    @property
+    def most_scheduler_steps(self) -> int:
+        """Tokens of a sequence that one program decodes at most."""
+        return min(4, self.max_num_batched_tokens) if self.num_scheduler_steps is None else self.num_scheduler_steps
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of a block on all devices that share a sequence: what the allocator and block tables count in."""
+        return self.block_size * self.decode_context_parallel_size
+
+    def _check_mesh(self) -> None:
+        self._check_sizes_of_mesh()
+        tensor, context = self.tensor_parallel_size, self.decode_context_parallel_size
+        check_int("decode_context_parallel_size", context, 1, _MOST_DEVICES)
+        if tensor % context:
+            raise InvalidInput(
+                f"decode_context_parallel_size is {context}; it must divide tensor_parallel_size ({tensor}), whose "
+                "devices share the sequences."
+            )
+
+    def _check_sizes_of_mesh(self) -> None:
+        sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
+        for name in sizes.values():
+            check_int(name, getattr(self, name), 1, _MOST_DEVICES)
+        if self.mesh is None:
+            return
+        axes = dict(self.mesh.shape) if isinstance(self.mesh, Mesh) else {}
+        if "tp" not in axes or not axes.keys() <= sizes.keys():
+            found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(self.mesh)
+            raise InvalidInput(
+                f"mesh has the axes {found}; an engine's has 'tp' and may have 'dp', as in jax.make_mesh((1, 2), "
+                "('dp', 'tp'))."
+            )
+        for axis, name in sizes.items():
+            size = axes.get(axis, 1)
+            if getattr(self, name) not in (1, size):
+                raise InvalidInput(f"{name} is {getattr(self, name)}; axis {axis!r} of the mesh has {size} devices.")
+            object.__setattr__(self, name, size)
+
+
+def check_config(config: object) -> None:
+    """Refuses what is no config, before anything is asked of it; None is the default one.
+
+    Raises:
+        InvalidInput: as said.
+    """
+    if not isinstance(config, EngineConfig | None):
+        raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")

@@ -1,0 +1,339 @@
+"""What an engine runs on: the pool, its host memory and the model's runner, built from a model and a config."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jattn.llm.engine.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
+from jattn.llm.engine.draft import WithDraft, with_draft
+from jattn.llm.engine.kv_scales import cached_spec, writing_8_bits
+from jattn.llm.engine.no_mesh import no_mesh
+from jattn.llm.engine.placement import Placement
+from jattn.llm.engine.processes import Channel, model_facts, shared_channel
+from jattn.llm.engine.runner import ModelRunner
+from jattn.llm.engine.sampler import check_processors
+from jattn.llm.engine.speculation import SpeculationCounts
+from jattn.llm.engine.watchdog import Watchdog
+from jattn.llm.models import PagedModel, PagedSpec
+from jattn.ops.choose import choose_for_cache
+from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
+
+__all__ = ["Device", "check_types", "default_config", "open_device", "outlasts_the_host", "pool_budget"]
+
+CacheSpec = KVCacheSpec | LatentCacheSpec
+
+# Of a device's free memory; the rest is for what a step computes.
+_POOL_SHARE = 0.9
+_BYTES_UNKNOWN = 1 << 30
+# Of weights on one device: 1 ms for a GPU that reads 4 TB/s.
+_MANY_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a step runs on; it outlives any work.
+
+    Attributes:
+        pool: the cache arrays.
+        host: memory for swapped blocks, if the engine has any.
+        runner: the model.
+        in_turns: prompts and decoding have steps of their own.
+        pads_rows: a step costs by its longest row times its rows.
+        num_scheduler_steps: tokens of each sequence that a program decodes at most.
+        channel: to the other processes that have parts of the same model; None where all is here.
+        speculation: how guesses went.
+        watchdog: of its steps.
+    """
+
+    pool: KVPool
+    host: HostBlocks | None
+    runner: ModelRunner
+    in_turns: bool
+    pads_rows: bool
+    num_scheduler_steps: int
+    speculation: SpeculationCounts
+    watchdog: Watchdog
+    channel: Channel | None = None
+
+    def prepare(self, step: CommittedStep) -> None:
+        """Executes what a committed step does to whole blocks; see `KVPool.prepare`."""
+        if step.blocks_to_scrub or step.copies:
+            copies = [tuple(copy[:2]) for copy in step.copies]
+            self._announce("moves", list(step.blocks_to_scrub), copies)
+        self.pool.prepare(step, self.host)
+
+    def forget(self) -> None:
+        """Drops what the runner knows of earlier steps."""
+        self._announce("forget")
+        self.runner.forget()
+
+    def renew(self) -> None:
+        """Allocates the pool anew."""
+        self._announce("renew")
+        self.pool.renew()
+
+    def lend(self) -> None:
+        """Gives the pool's memory back until `renew`."""
+        # Before it is announced: it may be refused.
+        self.pool.close()
+        self._announce("lend")
+
+    def close(self) -> None:
+        """Gives the pool's memory back for good."""
+        self._announce("close")
+        self.pool.close()
+
+    def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
+        """Compiles every program, or those whose names are wanted; see `ModelRunner.warmup`."""
+        self._announce("warmup")
+        self.runner.warmup(report, wanted)
+
+    def follow(self, channel: Channel) -> bool:
+        """Does what the first process does to its devices, until its engine sleeps; returns whether it is closed."""
+        while True:
+            what, *arguments = channel.receive()
+            if what == "moves":
+                self.pool.scrub_blocks(arguments[0])
+                self.pool.copy_blocks(arguments[1])
+            elif what == "forget":
+                self.runner.forget()
+            elif what == "renew":
+                self.pool.renew()
+            elif what == "warmup":
+                self.runner.warmup(lambda *_: None)
+            elif what in ("lend", "close"):
+                self.pool.close()
+                return what == "close"
+            else:
+                self.runner.follow(what, *arguments)
+
+    def _announce(self, what: str, *arguments: object) -> None:
+        if self.channel is not None:
+            self.channel.send(what, *arguments)
+
+
+@no_mesh()
+def open_device(
+    model: PagedModel,
+    config: EngineConfig,
+    *,
+    mesh: Mesh | None = None,
+    max_model_len: int,
+    model_fingerprint: bytes,
+) -> tuple[Device, CacheConfig, PoolPlan]:
+    """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
+
+    Args:
+        model: whole, or cut over the mesh.
+        config: sizes.
+        mesh: the devices of this replica; None for JAX's default device.
+        max_model_len: tokens of one sequence at most.
+        kv_cache_dtype: of the cache, None for the model's.
+        model_fingerprint: of the weights, in prefix keys.
+
+    Raises:
+        InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
+        Unsupported: the model's implementation of attention cannot run here.
+    """
+    processors, vocab_size = config.logits_processors or {}, model.paged_spec.vocab_size
+    check_processors(processors, vocab_size=vocab_size, max_model_len=max_model_len)
+    context = config.decode_context_parallel_size
+    placement, model = Placement.of(model, mesh, context)
+    shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
+    if shape.dtype != model.paged_spec.dtype:
+        model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
+    model = with_draft(model, config, max_model_len)
+    if isinstance(model, WithDraft):
+        model = WithDraft(model.base, Placement.of(model.draft, mesh, context)[1])
+    model = placement.with_scales(model)
+    # What cannot run here is refused now: it would fail in every step.
+    asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
+    spec = shape.cache_spec(config.block_size)
+    chosen = {choose_for_cache(name, spec, model.paged_spec.dtype) for name in (asked - {""}) or {None}}
+    # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
+    ragged = "xla" not in chosen
+    max_blocks = -(-max_model_len // config.tokens_per_block)
+    draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
+    further: list[CacheSpec] = [*shape.further_specs(config.block_size)]
+    if draft is not None:
+        further += [draft.cache_spec(config.block_size)] * draft.num_layers + draft.further_specs(config.block_size)
+    parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
+    num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
+    longest = max_model_len + num_encoder_blocks * config.block_size
+    layers = _layer_groups(config, shape, draft, max_model_len)
+    plan = _plan(config, spec, layers, further, parts, mesh, max_model_len=longest)
+    cache_config = CacheConfig(
+        num_blocks=plan.num_blocks,
+        block_size=config.tokens_per_block,
+        enable_prefix_caching=config.enable_prefix_caching,
+        groups=layers.groups,
+        max_step_tokens=config.max_num_batched_tokens,
+        model_fingerprint=model_fingerprint,
+        cache_dtype=spec.dtype,
+        max_blocks_per_seq=max_blocks + num_encoder_blocks,
+        scrub_on_free=config.scrub_on_free,
+        num_host_blocks=config.num_host_blocks,
+    )
+    pool = KVPool(
+        spec,
+        num_layers=plan.num_layers,
+        num_blocks=plan.num_blocks,
+        device=placement.cache_sharding(spec),
+        further=further,
+    )
+    host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
+
+    def facts() -> dict[str, Any]:
+        described = model_facts(cast(nnx.Module, model))
+        return {"model": (shape, spec, plan.num_blocks, *described), "implementation": sorted(chosen)}
+
+    channel = shared_channel(mesh, config, facts)
+    announce: Any = (lambda *_: None) if channel is None else channel.send
+    num_scheduler_steps = config.most_scheduler_steps
+    # Explicit steps are as many; to announce each to other processes takes the host longer.
+    if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
+        num_scheduler_steps = 1
+    runner = ModelRunner(
+        model,
+        pool,
+        replace(config, num_scheduler_steps=num_scheduler_steps),
+        placement,
+        layers,
+        max_blocks=max_blocks,
+        ragged=ragged,
+        announce=announce,
+    )
+    # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
+    device = Device(
+        pool,
+        host,
+        runner,
+        in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
+        # A batch-invariant step costs what the largest one does, whatever is in it.
+        pads_rows=not (config.batch_invariant or ragged),
+        num_scheduler_steps=num_scheduler_steps,
+        speculation=SpeculationCounts(config.num_speculative_tokens),
+        watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
+        channel=channel,
+    )
+    return device, cache_config, plan
+
+
+def outlasts_the_host(leaves: Sequence[jax.Array]) -> bool:
+    """Returns whether a token takes the device longer than the host, whose work need not be shared by several.
+
+    A program of one token is 2 to 3% faster on the device than one of four is for each of its tokens.
+    """
+    if not any(device.platform == "gpu" for leaf in leaves for device in leaf.devices()):
+        return False
+    num_bytes = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return num_bytes >= _MANY_BYTES
+
+
+def check_types(model: object, config: object) -> None:
+    """Refuses what is no model or no config.
+
+    Raises:
+        InvalidInput: as said, with what is missing.
+    """
+    if not isinstance(model, nnx.Module):
+        raise InvalidInput(
+            f"model is a {type(model).__name__}; it must be an nnx.Module: a jattn.llm.models.PagedModel."
+        )
+    if not isinstance(getattr(model, "paged_spec", None), PagedSpec):
+        raise InvalidInput(
+            f"model is a {type(model).__name__} without a paged_spec; give it one, a jattn.llm.models.PagedSpec, as an "
+            "attribute of its class or its own."
+        )
+    if not callable(getattr(model, "logits", None)):
+        raise InvalidInput(
+            f"model is a {type(model).__name__} without logits(hidden); see jattn.llm.models.PagedModel."
+        )
+    check_config(config)
+
+
+def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:
+    windows = shape.windows
+    seen = {*windows, *(() if draft is None else draft.windows)}
+    # A draft model reads the blocks of the one group that all layers are in then, and so does cross attention.
+    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None or shape.max_encoder_len):
+        windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
+    # A window that no sequence outgrows hides nothing, and needs no group of its own.
+    return group_layers([None if window is None or window >= max_model_len else window for window in windows])
+
+
+def default_config(**options: Any) -> EngineConfig:
+    """Returns the config of an engine for which nobody named more than these options: a GPU's steps have more room."""
+    return EngineConfig(**{**(SERVING_SIZES if jax.default_backend() == "gpu" else {}), **options})
+
+
+def pool_budget(config: EngineConfig, mesh: Mesh | None) -> int:
+    """Returns the bytes that the pool may take on each device."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+    if any(device.process_index != jax.process_index() for device in devices):
+        # Each process would find another number.
+        return _BYTES_UNKNOWN
+    # What a reference cycle holds is nobody's any more.
+    gc.collect()
+    try:
+        return max(1, int(min(map(free_bytes, devices)) * _POOL_SHARE))
+    except Unsupported:
+        return _BYTES_UNKNOWN
+
+
+def _plan(
+    config: EngineConfig,
+    spec: CacheSpec,
+    layers: LayerGroups,
+    further: list[CacheSpec],
+    parts: int,
+    mesh: Mesh | None,
+    *,
+    max_model_len: int,
+) -> PoolPlan:
+    most = MAX_SIZE // config.tokens_per_block
+    if config.num_blocks is None:
+        blocks_of_one = layers.most_blocks(
+            max_model_len, block_size=config.tokens_per_block, max_step_tokens=config.max_num_batched_tokens
+        )
+        plan = plan_pool(
+            spec,
+            num_layers=layers.num_arrays,
+            num_bytes=pool_budget(config, mesh) * parts,
+            min_tokens=max_model_len,
+            min_blocks=blocks_of_one,
+            further=further,
+        )
+        enough = config.max_num_seqs * blocks_of_one + 1
+        return replace(
+            plan,
+            num_blocks=min(plan.num_blocks, enough, most),
+            num_groups=len(layers.groups),
+            context_parallel_size=config.decode_context_parallel_size,
+        )
+    if config.num_blocks > most:
+        raise InvalidInput(
+            f"num_blocks is {config.num_blocks}; with blocks of {config.tokens_per_block} tokens it must be at most "
+            f"{most}, because slots are int32."
+        )
+    return PoolPlan(
+        spec=spec,
+        num_layers=layers.num_arrays,
+        num_blocks=config.num_blocks,
+        further=tuple(further),
+        num_groups=len(layers.groups),
+        context_parallel_size=config.decode_context_parallel_size,
+    )

@@ -1,0 +1,123 @@
+"""Vectors of texts: batches of like lengths through a model's dense forward pass, one program for each padded shape."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jattn.llm.models import Decoder
+from torch_core.base.checks import check_bool, shown
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
+
+__all__ = ["EmbeddingOutput", "EmbeddingRequestOutput", "embed"]
+
+# Rows of a batch, and tokens of one with its padding: what fills a device without holding much.
+_MOST_ROWS, _MOST_TOKENS = 64, 1 << 14
+_SHORTEST = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingOutput:
+    """One vector.
+
+    Attributes:
+        embedding: float32[hidden_size].
+    """
+
+    embedding: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingRequestOutput:
+    """A prompt and its vector; names are vLLM's.
+
+    Attributes:
+        request_id: the prompt's number.
+        outputs: the vector.
+        prompt_token_ids: the prompt's tokens.
+    """
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: tuple[int, ...]
+
+
+def embed(
+    model: object, prompts: Sequence[Sequence[int]], *, pooling: str, normalize: bool
+) -> list[EmbeddingRequestOutput]:
+    """Returns the vector of each prompt.
+
+    Args:
+        model: a `Decoder`: an encoder, or a decoder whose last hidden states are pooled.
+        prompts: token ids.
+        pooling, normalize: as in `Decoder.embed`.
+
+    Raises:
+        InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
+        RequestTooLong: a prompt is longer than the model's context.
+        Unsupported: a module of another kind, one with an encoder before its decoder, or one that is cut over devices.
+    """
+    if not isinstance(model, Decoder) or model.config.encoder is not None:
+        raise Unsupported(f"model is a {type(model).__name__}; vectors come from encoders and from decoders alone.")
+    if model.parallel is not None:
+        raise Unsupported(
+            f"model is cut over {model.parallel.size} devices; vectors come from a whole one: leave "
+            "tensor_parallel_size at 1, or give each copy a device of its own (data_parallel_size)."
+        )
+    check_bool("normalize", normalize)
+    if not isinstance(pooling, str):
+        raise InvalidInput(f"pooling is {shown(pooling)}; use 'mean', 'cls' or 'last'.")
+    checked = [_checked(index, prompt, model) for index, prompt in enumerate(prompts)]
+    graph, state = nnx.split(model)
+    found: dict[int, np.ndarray] = {}
+    for places, tokens, lengths in _batches(checked, model.config.max_position_embeddings):
+        vectors = _embed(graph, state, tokens, lengths, pooling=pooling, normalize=normalize)
+        found |= dict(zip(places, np.asarray(vectors), strict=False))
+    return [
+        EmbeddingRequestOutput(str(index), EmbeddingOutput(found[index]), tuple(prompt))
+        for index, prompt in enumerate(checked)
+    ]
+
+
+def _checked(index: int, prompt: Sequence[int], model: Decoder) -> list[int]:
+    tokens = list(prompt)
+    longest, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
+    if not tokens:
+        raise InvalidInput(f"prompts[{index}] is empty; it needs at least one token.")
+    if len(tokens) > longest:
+        raise RequestTooLong(f"prompts[{index}] has {len(tokens)} tokens; the model reads {longest} at most.")
+    for place, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise InvalidInput(f"prompts[{index}][{place}] is {shown(token)}; token ids are 0 to {vocab_size - 1}.")
+    return [int(token) for token in tokens]
+
+
+def _batches(prompts: Sequence[Sequence[int]], longest: int) -> Iterator[tuple[Sequence[int], np.ndarray, np.ndarray]]:
+    """Yields places of prompts, their tokens int32[rows, tokens] and lengths int32[rows], padded to powers of two."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    while order:
+        width = min(max(_power_of_two(len(prompts[order[-1]])), _SHORTEST), longest)
+        count = min(len(order), _MOST_ROWS, max(_MOST_TOKENS // width, 1))
+        places, order = order[-count:], order[:-count]
+        rows = _power_of_two(count)
+        # What pads the rows is a token, so that none is empty.
+        tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+        for row, place in enumerate(places):
+            lengths[row] = len(prompts[place])
+            tokens[row, : lengths[row]] = prompts[place]
+        yield places, tokens, lengths
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("pooling", "normalize"))
+def _embed(graph: Any, state: Any, tokens: Any, lengths: Any, *, pooling: str, normalize: bool) -> jax.Array:
+    return nnx.merge(graph, state).embed(tokens, lengths, pooling=pooling, normalize=normalize)

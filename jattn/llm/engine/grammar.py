@@ -1,0 +1,165 @@
+"""Structured output: which tokens a grammar allows next; llguidance says it on the host, the device applies it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jattn.llm.engine.params import SamplingParams, StructuredOutputsParams
+from jattn.llm.engine.tables import mask_of
+from jattn.llm.load import TextTokenizer
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = ["Grammar", "GrammarCompiler"]
+
+_MOST_KNOWN = 64
+
+
+class Grammar:
+    """Where one request's text is in its grammar. Not thread-safe.
+
+    Args:
+        matcher: llguidance's, at its start.
+        eos_token_ids: what ends the text.
+        num_words: of a mask.
+
+    Attributes:
+        eos_token_ids: as given.
+    """
+
+    def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_words: int) -> None:
+        self._matcher, self.eos_token_ids = matcher, tuple(eos_token_ids)
+        self._end = mask_of(self.eos_token_ids, num_words)
+        self._num_read = 0
+        self._dead_end: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why the text cannot go on: the grammar grew too large for the library, or no token is allowed; or None."""
+        if self._dead_end is not None:
+            return self._dead_end
+        return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else None
+
+    def copy(self) -> Grammar:
+        """Returns another one for the same grammar, at its start."""
+        twin = Grammar(self._matcher.deep_copy(), self.eos_token_ids, len(self._end))
+        twin._num_read = -1
+        return twin
+
+    def mask(self, output_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+        """Returns int32[num_words], a bit for each token that may come next; ends only, where the text is complete.
+
+        Ends only, too, where there is an `error`.
+
+        Args:
+            output_token_ids: all tokens so far; those of earlier calls come first.
+            params: min_tokens, before which nothing that ends a text is allowed, as long as anything else is, and
+                ignore_eos, with which that holds of the end always; and allowed_token_ids, no others but for the end of
+                a text that can only end.
+        """
+        # Whatever interrupts this leaves the text to be read again from its start.
+        done, self._num_read = self._num_read, -1
+        if done < 0:
+            self._matcher.reset()
+            done, self._dead_end = 0, None
+        self._matcher.consume_tokens(list(output_token_ids[done:]))
+        self._num_read = len(output_token_ids)
+        if self._matcher.is_stopped():
+            return self._end
+        mask = np.zeros(len(self._end), np.int32)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        if self._matcher.is_error():
+            return self._end
+        mask[: len(bits)] = bits[: len(mask)]
+        may_end = np.any(mask & self._end)
+        if params.allowed_token_ids is not None:
+            mask &= mask_of(params.allowed_token_ids, len(mask))
+        if not np.any(mask):
+            if not may_end:
+                self._dead_end = "no token is allowed that the text could go on with"
+            return self._end
+        goes_on = mask & ~self._end if params.ignore_eos else mask
+        if len(output_token_ids) < params.min_tokens:
+            goes_on = mask & ~self._end & ~mask_of(params.stop_token_ids, len(mask))
+        return goes_on if np.any(goes_on) else mask
+
+
+class GrammarCompiler:
+    """Makes grammars over a model's tokens. Thread-safe.
+
+    Args:
+        tokenizer: of the model; None refuses every grammar.
+        vocab_size: of the model.
+        eos_token_ids: of the model.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokens: Any = None
+        # The last ones, at their start: many requests bring the same.
+        self._known: dict[tuple[str, str, bool], Grammar] = {}
+        self._lock = threading.Lock()
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Returns the grammar at its start.
+
+        Raises:
+            InvalidInput: it cannot be compiled, or there is no tokenizer or nothing that ends a text.
+            Unsupported: llguidance is not installed.
+        """
+        if self._tokenizer is None or not self._eos_token_ids:
+            what = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
+            raise InvalidInput(f"structured_outputs needs a {what}, and the model has none.")
+        try:
+            library = importlib.import_module("llguidance")
+        except ImportError:
+            raise Unsupported(
+                "structured_outputs needs llguidance, which is not installed; pip install 'jattn[structured]'."
+            ) from None
+        ((name, value),) = params.constraints().items()
+        if name == "json":
+            value = params.schema()
+        key = (name, value if isinstance(value, str) else json.dumps(value), params.disable_any_whitespace)
+        with self._lock:
+            found = self._known.pop(key, None)
+            self._tokens = self._tokens or library.LLTokenizer(
+                self._tokenizer.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            )
+        if found is None:
+            found = self._compiled(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            return found.copy()
+
+    def _compiled(self, make_matcher: Any, name: str, value: Any, *, flexible: bool) -> Grammar:
+        try:
+            matcher = make_matcher(self._tokens, _source(make_matcher, name, value, flexible=flexible), log_level=0)
+            # Some grammars are too large for the first token already.
+            if not matcher.get_error():
+                matcher.compute_bitmask()
+            if error := matcher.get_error():
+                raise ValueError(error.partition("\n<state>")[0].strip())
+        except ValueError as error:
+            raise InvalidInput(f"{name} cannot be compiled: {error}") from None
+        return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
+
+
+def _source(matcher: Any, name: str, value: Any, *, flexible: bool) -> str:
+    if name == "regex":
+        return matcher.grammar_from_regex(value)
+    if name == "choice":
+        # A quoted string of Lark has JSON's escapes.
+        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
+    if name == "grammar":
+        return matcher.grammar_from_lark(value)
+    schema = '{"type": "object"}' if name == "json_object" else value
+    return matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": flexible})

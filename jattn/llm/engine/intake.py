@@ -1,0 +1,286 @@
+"""The door: turns what a user asks into a request, or refuses it with the argument, the value and the limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jattn.llm.engine.config import EngineConfig
+from jattn.llm.engine.delivery import Outbox
+from jattn.llm.engine.grammar import Grammar, GrammarCompiler
+from jattn.llm.engine.params import LIMITS, SamplingParams
+from jattn.llm.engine.request import AUTOMATIC, Request, RequestMetrics
+from jattn.llm.engine.sampler import Rows, is_plain, needs_slot
+from jattn.llm.load import TextTokenizer
+from jattn.llm.models import PagedSpec
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
+
+__all__ = ["Intake"]
+
+_MAX_REQUEST_ID = 256
+_MAX_SALT_BYTES = 64
+_MOST_PRIORITY = 1 << 20
+# So many later requests may overtake one that is a level lower: whoever waits comes to his turn.
+_ARRIVALS_OF_A_PRIORITY = 64
+
+
+class Intake:
+    """Checks requests against a model's and an engine's limits. Has no state.
+
+    Args:
+        model: the model's vocabulary, end-of-sequence tokens and length.
+        config: the engine's seed and limits.
+        tokenizer: of the model, for what is asked in text; None refuses that.
+
+    Attributes:
+        max_model_len: the limit that holds.
+
+    Raises:
+        InvalidInput: max_model_len is above the model's own.
+    """
+
+    def __init__(self, model: PagedSpec, config: EngineConfig, tokenizer: TextTokenizer | None) -> None:
+        longest, max_model_len = model.max_model_len, config.max_model_len
+        if max_model_len is not None and max_model_len > longest:
+            raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {longest} tokens at most.")
+        self.max_model_len = longest if max_model_len is None else max_model_len
+        self._vocab_size = model.vocab_size
+        self._max_encoder_len = model.max_encoder_len
+        starts = (model.decoder_start_token_id, model.forced_bos_token_id)
+        self._decoder_start = tuple(token for token in starts if token is not None)
+        self._eos_token_ids = frozenset(model.eos_token_ids)
+        self._forced_eos_token_id = model.forced_eos_token_id
+        self._config = config
+        self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+
+    def grammar(self, params: SamplingParams | None) -> Grammar | None:
+        """Compiles the grammar of a request, if it has one; any thread may at any time.
+
+        Raises:
+            InvalidInput: params of another type, or a grammar that cannot be compiled.
+            Unsupported: an optional package is missing.
+        """
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidInput(f"params is a {type(params).__name__}; it must be SamplingParams, or None.")
+        structured = None if params is None else params.structured_outputs
+        return None if structured is None else self._grammars.compile(structured)
+
+    def requests(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None,
+        *,
+        grammar: Grammar | None,
+        number: int,
+        request_id: str | None,
+        taken: Collection[str],
+        prompt: str | None,
+        salt: bytes | None,
+        priority: int,
+        outbox: Outbox,
+    ) -> tuple[Request, ...]:
+        """Makes the samples of a prompt, n of them; see `Engine.add` for the arguments.
+
+        Args:
+            grammar: of the params.
+            number: of the first sample: ids and seeds come from it where the caller brings none.
+            taken: ids of unfinished requests.
+            outbox: where their news go.
+
+        Raises:
+            InvalidInput: a bad argument.
+            RequestTooLong: it does not fit the model.
+            Unsupported: probabilities of a prompt that nothing predicts.
+        """
+        params = SamplingParams() if params is None else params
+        if request_id is not None:
+            _check_id(request_id, taken)
+        tokens = self._tokens(_of(request_id), prompt_token_ids)
+        if prompt is not None and not isinstance(prompt, str):
+            raise InvalidInput(f"prompt is a {type(prompt).__name__}; it must be the prompt's text, or None.")
+        if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
+            raise InvalidInput(f"salt must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None.")
+        if (keep := params.truncate_prompt_tokens) is not None:
+            longest = self._longest_encoder_input if self._decoder_start else self.max_model_len - 1
+            tokens = tokens[-min(keep if keep > 0 else longest, longest) :]
+        encoder_tokens, num_slots = (), 0
+        if self._decoder_start:
+            encoder_tokens, num_slots = tokens, self._encoder_slots(_of(request_id), tokens, params)
+            tokens = self._decoder_start
+        max_tokens = max(self.max_model_len - len(tokens), 1) if params.max_tokens is None else params.max_tokens
+        total = len(tokens) + max_tokens
+        if max_tokens >= self.max_model_len > len(tokens):
+            raise RequestTooLong(
+                f"max_tokens is {max_tokens}; this engine's max_model_len is {self.max_model_len}, and the prompt has "
+                f"{len(tokens)} of it. Lower it, or pass None for as many as there is room for."
+            )
+        if total > self.max_model_len:
+            name = "the request" if request_id is None else repr(request_id)
+            raise RequestTooLong(
+                f"{name} needs {total} tokens ({len(tokens)} prompt + {max_tokens} new); this engine's "
+                f"max_model_len is {self.max_model_len}. Shorten the prompt or lower max_tokens."
+            )
+        self._check_limits(params)
+        params = replace(params, max_tokens=max_tokens)
+        eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        seed = params.seed if params.seed is not None else self._config.seed + number
+        if params.prompt_logprobs is not None:
+            # What is read from the cache has no hidden states: nobody's prefix is read then.
+            salt = f"{number} {time.monotonic_ns()}".encode()
+        check_int("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
+        bad_words = self._bad_words(params)
+        samples = tuple(
+            Request(
+                request_id if index == 0 and request_id is not None else f"{AUTOMATIC}{number + index}",
+                tokens,
+                params,
+                Rows.pack(params, (seed + index) & 0xFFFFFFFF, len(tokens)),
+                eos,
+                RequestMetrics(time.monotonic()),
+                is_plain(params),
+                needs_slot(params),
+                bad_words,
+                grammar if grammar is None or index == 0 else grammar.copy(),
+                index,
+                forced_eos_token_id=None if params.ignore_eos else self._forced_eos_token_id,
+                prompt=prompt,
+                salt=salt,
+                order=number + index + priority * _ARRIVALS_OF_A_PRIORITY,
+                outbox=outbox,
+                encoder_token_ids=encoder_tokens,
+                num_encoder_slots=num_slots,
+            )
+            for index in range(params.n)
+        )
+        for sample in samples:
+            sample.samples = samples
+        samples[0].followers += samples[1:]
+        return samples
+
+    def _encoder_slots(self, whose: str, tokens: tuple[int, ...], params: SamplingParams) -> int:
+        """Returns the slots of an encoder's input in whole blocks.
+
+        Raises:
+            RequestTooLong: the model does not take it, or a step.
+            Unsupported: probabilities of a prompt that nothing predicts.
+        """
+        if params.prompt_logprobs is not None:
+            raise Unsupported(
+                "prompt_logprobs is given; the prompt is read by this model's encoder, which predicts none of it."
+            )
+        if len(tokens) > self._max_encoder_len:
+            raise RequestTooLong(
+                f"the prompt{whose} has {len(tokens)} tokens; the model's encoder was made for "
+                f"{self._max_encoder_len}. Shorten it."
+            )
+        block_size, most = self._config.block_size, self._config.max_num_batched_tokens
+        num_slots = -(-len(tokens) // block_size) * block_size
+        if num_slots > most:
+            raise RequestTooLong(
+                f"the prompt{whose} takes {num_slots} slots; an encoder reads it in one step, and "
+                f"max_num_batched_tokens is {most}. Shorten it or raise EngineConfig(max_num_batched_tokens=...)."
+            )
+        return num_slots
+
+    @property
+    def _longest_encoder_input(self) -> int:
+        """Tokens that the model takes and that one step reads, in whole blocks."""
+        block_size = self._config.block_size
+        return min(self._max_encoder_len, self._config.max_num_batched_tokens // block_size * block_size)
+
+    def _check_limits(self, params: SamplingParams) -> None:
+        """Checks what depends on the model and the engine."""
+        if params.stop and self._tokenizer is None:
+            raise InvalidInput("stop is given, but there is no tokenizer that makes the text to find it in.")
+        most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
+        wanted = {
+            # A prompt's have a program of their own for the whole vocabulary.
+            "logprobs": self._vocab_size if params.logprobs == -1 else params.logprobs,
+            "prompt_logprobs": params.prompt_logprobs,
+        }
+        for name, count in wanted.items():
+            if (count or 0) > most:
+                raise InvalidInput(
+                    f"{name} is {getattr(params, name)}; this engine's max_logprobs is {most}. Ask for fewer, or set "
+                    "EngineConfig(max_logprobs=...), which may be -1."
+                )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            bad = [token for token in getattr(params, name) or () if token >= self._vocab_size]
+            if bad:
+                raise InvalidInput(
+                    f"token {shown(bad[0])} of {name} is outside the vocabulary; ids are 0 to {self._vocab_size - 1}."
+                )
+        if len(params.stop_token_ids) + len(self._eos_token_ids) > LIMITS.stop_tokens:
+            raise InvalidInput(
+                f"stop_token_ids has {len(params.stop_token_ids)} entries and the model {len(self._eos_token_ids)} of "
+                f"its own; together they must be {LIMITS.stop_tokens} at most."
+            )
+        known = self._config.logits_processors or {}
+        for name in params.logits_processors or ():
+            if name not in known:
+                raise InvalidInput(
+                    f"logits_processors names {shown(name)}; this engine has {', '.join(known) or 'none'} "
+                    "(EngineConfig.logits_processors)."
+                )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of each bad word, at the beginning of a text and after a space, as vLLM finds them."""
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise InvalidInput("bad_words is given, but there is no tokenizer to find their tokens.")
+        found: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            first, spaced = (
+                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            is_another = first and spaced[0] != first[0] and len(spaced) == len(first)
+            for tokens in (first, spaced) if is_another else (first,):
+                if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
+                    raise InvalidInput(
+                        f"bad_words has {shown(word)}, which is {len(tokens)} tokens; a word must be 1 to "
+                        f"{LIMITS.bad_word_tokens}."
+                    )
+                found.append(tokens)
+        return tuple(found)
+
+    def _tokens(self, whose: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+        try:
+            tokens = np.asarray(token_ids)
+        except (ValueError, TypeError, OverflowError):
+            raise InvalidInput(f"the prompt{whose} must be a flat sequence of ints; it is ragged.") from None
+        if tokens.size == 0:
+            raise InvalidInput(f"the prompt{whose} is empty; it needs at least one token.")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidInput(
+                f"the prompt{whose} has dtype {tokens.dtype} and shape {tokens.shape}; it must be a flat "
+                "sequence of ints."
+            )
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
+        if bad.size:
+            raise InvalidInput(
+                f"prompt token {int(bad[0])}{whose} is {int(tokens[bad[0]])}, outside the vocabulary; ids are 0 to "
+                f"{self._vocab_size - 1}."
+            )
+        return tuple(tokens.tolist())
+
+
+def _of(request_id: str | None) -> str:
+    """Returns whose a prompt is; nothing for a caller who gave no id, and knows of none."""
+    return "" if request_id is None else f" of {request_id!r}"
+
+
+def _check_id(request_id: object, taken: Collection[str]) -> None:
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_REQUEST_ID:
+        raise InvalidInput(f"request_id must be a string of 1 to {_MAX_REQUEST_ID} characters.")
+    if request_id.startswith(AUTOMATIC):
+        raise InvalidInput(
+            f"request_id is {shown(request_id)}; ids that begin with {AUTOMATIC!r} are the engine's own numbers."
+        )
+    if request_id in taken:
+        raise InvalidInput(f"request_id {shown(request_id)} belongs to an unfinished request; ids must be unique.")

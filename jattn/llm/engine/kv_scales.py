@@ -1,0 +1,169 @@
+"""8-bit caches: their names, the ranges that their scales follow from, and a model that writes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.llm.engine.log import event
+from jattn.llm.load.folder import read_given, read_json
+from jattn.llm.models import PagedModel, PagedSpec
+from jattn.nn.kv_scales import KVScales, paged_layers
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import LARGEST_CODE
+
+__all__ = ["CACHE_DTYPES", "KVCacheScales", "cached_spec", "writing_8_bits"]
+
+#: vLLM's names of what a cache can be besides the model's own dtype.
+CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
+#: And of latents, whose packed rows have scales of their own.
+LATENT_CACHE_DTYPES = {**CACHE_DTYPES, "fp8_ds_mla": "uint8"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheScales:
+    """How large the keys and values of each layer get; an 8-bit cache stores them in units of their share.
+
+    `jattn.llm.engine.calibrate_kv_cache` measures them. What is larger later saturates.
+
+    Attributes:
+        ranges: by the path of a layer's `PagedAttention`, the largest absolute key and value; above 0.
+
+    Raises:
+        InvalidInput: a range that is no finite number above 0.
+
+    Example:
+        >>> scales = KVCacheScales({"layers.0.self_attn.paged_attention": (4.48, 0.896)})
+        >>> [round(scale, 4) for scale in scales.of("layers.0.self_attn.paged_attention", "float8_e4m3fn")]
+        [0.01, 0.002]
+    """
+
+    ranges: Mapping[str, tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        for path, pair in self.ranges.items():
+            is_pair = isinstance(pair, tuple) and len(pair) == 2
+            if not is_pair or not all(isinstance(x, float) and 0 < x < math.inf for x in pair):
+                raise InvalidInput(f"ranges[{path!r}] is {shown(pair)}; it must be two finite floats above 0.")
+
+    def of(self, path: str, dtype: str) -> tuple[float, float]:
+        """Returns k_scale and v_scale of a layer for a cache of an 8-bit dtype.
+
+        Raises:
+            InvalidInput: no such layer.
+        """
+        if path not in self.ranges:
+            raise InvalidInput(f"kv_cache_scales has no layer {path!r}; it has {shown(list(self.ranges))}.")
+        k_max, v_max = self.ranges[path]
+        return k_max / LARGEST_CODE[dtype], v_max / LARGEST_CODE[dtype]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes them as JSON."""
+        layers = {name: {"k_max": k_max, "v_max": v_max} for name, (k_max, v_max) in self.ranges.items()}
+        Path(path).write_text(json.dumps({"kv_cache_ranges": layers}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVCacheScales:
+        """Reads what `save` wrote.
+
+        Raises:
+            InvalidInput: no such file, or something else in it.
+        """
+        read = read_json(read_given("kv_cache_scales", path), str(path))
+        try:
+            return cls({name: (each["k_max"], each["v_max"]) for name, each in read["kv_cache_ranges"].items()})
+        except (KeyError, TypeError, AttributeError):
+            raise InvalidInput(
+                f'{path} must hold {{"kv_cache_ranges": {{layer: {{"k_max": x, "v_max": y}}}}}}.'
+            ) from None
+
+    @classmethod
+    def carried_by(cls, model: nnx.Module) -> KVCacheScales | None:
+        """Returns those that came with a checkpoint, which are of e4m3; None where a layer has none."""
+        unit = LARGEST_CODE["float8_e4m3fn"]
+        ranges: dict[str, tuple[float, float]] = {}
+        for path, layer in paged_layers(model):
+            if layer.kv_scales is None:
+                return None
+            k_scale, v_scale = (float(each[...][0]) for each in (layer.kv_scales.k_scale, layer.kv_scales.v_scale))
+            ranges[path] = k_scale * unit, v_scale * unit
+        return cls(ranges)
+
+    def values(self, dtype: str) -> dict[str, jax.Array]:
+        """Returns the variables that an engine's model has for them, by path."""
+        return {
+            f"{path}.kv_scales.{name}": jnp.array([scale], jnp.float32)
+            for path in self.ranges
+            for name, scale in zip(("k_scale", "v_scale"), self.of(path, dtype), strict=True)
+        }
+
+
+def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
+    """Returns a model's spec with the dtype that its cache shall have.
+
+    Raises:
+        InvalidInput: neither "auto", nor the model's own dtype, nor one of 8 bits; or latents that cannot be packed.
+        Unsupported: 8 bits in a model with an indexer, whose keys would have them, too.
+    """
+    if kv_cache_dtype in ("auto", spec.dtype):
+        return spec
+    dtypes = CACHE_DTYPES if spec.kv_lora_rank is None else LATENT_CACHE_DTYPES
+    if kv_cache_dtype not in (*dtypes, *dtypes.values()):
+        raise InvalidInput(
+            f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model's cache can be 'auto' (its own {spec.dtype}), "
+            f"{', '.join(map(repr, dtypes))}."
+        )
+    if spec.index_head_dim is not None:
+        raise Unsupported(
+            f"kv_cache_dtype is {kv_cache_dtype!r} and the model has an indexer, whose keys have the dtype of the "
+            "latents here; leave it 'auto'."
+        )
+    return replace(spec, dtype=dtypes.get(kv_cache_dtype, kv_cache_dtype))
+
+
+def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) -> PagedModel:
+    """Returns a model of the same arrays whose layers write an 8-bit cache.
+
+    Args:
+        model: stays as it is.
+        dtype: of the cache, by name.
+        scales: None for those that the model carries; without any a unit is worth 1, but not in int8.
+
+    Raises:
+        InvalidInput: int8 without scales, scales of other layers, or of packed rows.
+        Unsupported: layers with a cache that are neither a `PagedAttention` nor a `MultiHeadLatentAttention`.
+    """
+    if dtype == "uint8":
+        if scales is not None:
+            raise InvalidInput("kv_cache_scales is given and kv_cache_dtype is 'fp8_ds_mla', which measures its own.")
+        return model
+    copy = nnx.merge(*nnx.split(cast(nnx.Module, model)))
+    layers, count = list(paged_layers(copy)), model.paged_spec.num_layers
+    if len(layers) != count:
+        raise Unsupported(
+            f"kv_cache_dtype is {dtype}, and {len(layers)} of {count} layers with a cache are a PagedAttention or a "
+            "MultiHeadLatentAttention, which alone know scales. A model that writes 8 bits itself says so in its "
+            "paged_spec."
+        )
+    scales = scales or KVCacheScales.carried_by(copy)
+    if scales is None and dtype == "int8":
+        raise InvalidInput(
+            "kv_cache_dtype is int8 and there are no scales, without which it keeps nothing. Measure them: "
+            "EngineConfig(kv_cache_scales=calibrate_kv_cache(model, prompts)), or take 'fp8'."
+        )
+    if scales is None:
+        event(logging.WARNING, "kv_cache_without_scales", kv_cache_dtype=dtype, scale=1.0)
+    for path, layer in layers:
+        layer.kv_scales = KVScales(*((1.0, 1.0) if scales is None else scales.of(path, dtype)))
+    return cast(Any, copy)

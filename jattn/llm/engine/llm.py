@@ -1,0 +1,379 @@
+"""Text in, text out: a model folder, its tokenizer and an engine behind vLLM's names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from tqdm import tqdm
+
+from jattn.llm.engine.calibrate import calibrate_kv_cache
+from jattn.llm.engine.config import EngineConfig, check_config
+from jattn.llm.engine.delivery import Outbox
+from jattn.llm.engine.device import default_config
+from jattn.llm.engine.embeddings import EmbeddingRequestOutput, embed
+from jattn.llm.engine.kv_scales import KVCacheScales
+from jattn.llm.engine.params import SamplingParams
+from jattn.llm.engine.placement import replica_meshes
+from jattn.llm.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded, naming
+from jattn.llm.engine.replicas import AnyEngine, open_engine
+from jattn.llm.engine.request import RequestOutput
+from jattn.llm.engine.stream import TextStream
+from jattn.llm.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
+from jattn.llm.models import Decoder, PagedModel, TensorParallel
+from torch_core.base.checks import check_bool, shown
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import LARGEST_CODE
+
+__all__ = ["LLM", "generate"]
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM(contextlib.AbstractContextManager):
+    """A model ready to generate, for any number of threads and of open streams at once.
+
+    As a context manager it closes its engine at the end.
+
+    Args:
+        model: a Hugging Face folder of a known family, a module (a `Decoder`, or a `jattn.llm.models.PagedModel` of
+            your own), or None for the embedded model. The weights are captured now; see `Engine`.
+        tokenizer: of a module, or in the place of a folder's own. Without one, prompts are lists of token ids.
+        skip_tokenizer_init: read no tokenizer of a folder, which may have none; as in vLLM.
+        dtype: see `jattn.llm.load.load_model`; not for a module.
+        implementation: of the attention ops, None for the fastest that runs here; not for a module.
+        quantization: "keep" for weights that stay in FP8 or MXFP4, "fp8" for linear layers that multiply in FP8; see
+            `jattn.llm.load.load_model`; not for a module.
+        hf_overrides: values in the place of config.json's; see there; not for a module.
+        config: the engine's sizes; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens a step.
+        use_generation_config: take what a folder's generation_config.json says of sampling for requests without
+            parameters of their own.
+        engine_options: fields of `EngineConfig` in the place of `config`, as in vLLM: `LLM(folder, max_num_seqs=4)`.
+
+    Attributes:
+        default_sampling: fields of `SamplingParams` that hold where a request brings no parameters.
+        model: the module, cut over the engine's mesh if it was loaded for one.
+        tokenizer: its tokenizer, or None.
+
+    Raises:
+        InvalidInput: a folder that cannot be loaded; the message names the file and what is wrong with it. Or
+            options of the engine beside a `config`.
+        TypeError: an argument that is neither one of these nor a field of `EngineConfig`.
+
+    Example:
+        >>> llm = LLM()
+        >>> outputs = llm.generate("The list", SamplingParams(temperature=0.0, max_tokens=4))
+        >>> len(outputs[0].outputs[0].token_ids)
+        4
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PagedModel | None = None,
+        *,
+        tokenizer: TextTokenizer | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: str | None = None,
+        implementation: str | None = None,
+        quantization: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
+        config: EngineConfig | None = None,
+        use_generation_config: bool = True,
+        **engine_options: Any,
+    ) -> None:
+        check_config(config)
+        if engine_options:
+            config = _config_of(config, engine_options)
+        check_bool("skip_tokenizer_init", skip_tokenizer_init)
+        if not isinstance(tokenizer, TextTokenizer | None):
+            raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.llm.load.TextTokenizer, or None.")
+        self.default_sampling: dict[str, Any] = {}
+        if isinstance(model, nnx.Module):
+            if any(option is not None for option in (dtype, implementation, quantization, hf_overrides)):
+                raise InvalidInput(
+                    "dtype, implementation, quantization and hf_overrides belong to the module that was passed; build "
+                    "it with them."
+                )
+        else:
+            folder: Any = embedded_model_folder() if model is None else model
+            sizes = EngineConfig() if config is None else config
+            # Copies are made from a whole model.
+            mesh, *others = replica_meshes(sizes)
+            mesh = None if others else mesh
+            size, context_size = sizes.tensor_parallel_size, sizes.decode_context_parallel_size
+            model, _, own_tokenizer = load_model(
+                folder,
+                dtype=dtype,
+                implementation=implementation,
+                with_tokenizer=tokenizer is None and not skip_tokenizer_init,
+                mesh=mesh,
+                parallel=None if mesh is None else TensorParallel(size=size, context_size=context_size),
+                quantization=quantization,
+                hf_overrides=hf_overrides,
+                progress=sys.stderr.isatty(),
+            )
+            tokenizer = own_tokenizer if tokenizer is None else tokenizer
+            if use_generation_config:
+                defaults = load_generation_defaults(folder)
+                self.default_sampling = defaults.sampling
+                if defaults.unserved:
+                    warnings.warn(
+                        f"generation_config.json has {', '.join(defaults.unserved)}, whose effect is missing here.",
+                        stacklevel=2,
+                    )
+        served: Any = model
+        self.model: PagedModel = served
+        self.tokenizer = tokenizer
+        # An encoder generates nothing and needs no cache.
+        is_encoder = isinstance(served, Decoder) and served.config.is_encoder
+        self._engine = None if is_encoder else open_engine(served, config, tokenizer=tokenizer)
+
+    @property
+    def engine(self) -> AnyEngine:
+        """Runs the requests; its statistics and programs are there.
+
+        Raises:
+            InvalidInput: the model is an encoder.
+        """
+        if self._engine is None:
+            raise InvalidInput("model is an encoder, which generates nothing; LLM.embed gives vectors.")
+        return self._engine
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates; an encoder gives vectors alone, and has no engine."""
+        return self._engine is not None
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of one sequence at most."""
+        if self._engine is not None:
+            return self._engine.max_model_len
+        encoder: Any = self.model
+        return encoder.config.max_position_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        served: Any = self.model
+        return served.config.vocab_size if self._engine is None else served.paged_spec.vocab_size
+
+    def close(self) -> None:
+        """Cancels what has not finished and gives the memory of the cache back now."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what holds for requests without parameters: the model's own defaults where its folder has any."""
+        return SamplingParams(**self.default_sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rng: int | jax.Array | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Generates for all prompts at once and returns their results in order.
+
+        Args:
+            prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
+                of those.
+            sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
+            rng: an int or a jax key, the source of the seeds of those that bring none.
+            use_tqdm: show progress, prompts done and tokens generated, on stderr.
+
+        Raises:
+            InvalidInput: an empty prompt, a token outside the vocabulary, or lists of unequal length.
+            RequestTooLong: a prompt that can never fit; no prompt has been started.
+        """
+        listed = as_prompts(prompts)
+        num_tokens = 0
+        finished: dict[int, RequestOutput] = {}
+        with (
+            contextlib.closing(self.stream(listed, sampling_params, rng=rng)) as stream,
+            tqdm(total=len(listed), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as progress,
+        ):
+            for delta in stream:
+                num_tokens += len(delta.token_ids)
+                if delta.output is not None:
+                    finished[delta.index] = delta.output
+                    progress.set_postfix(tokens=num_tokens, refresh=False)
+                    progress.update()
+        return [finished[index] for index in sorted(finished)]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: ChatTemplate | str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        rng: int | jax.Array | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, each a list of `{"role": ..., "content": ...}`.
+
+        Args:
+            messages: the conversation, or a list of them.
+            sampling_params, rng, use_tqdm: as in `generate`.
+            chat_template: instead of the model's own.
+            tools: JSON schemas of functions, for templates that know of them.
+            add_generation_prompt: end the prompt where the answer begins.
+            chat_template_kwargs: more variables of the template, as {"enable_thinking": False} for Qwen 3.
+
+        Raises:
+            InvalidInput: as `generate`; also without a template, or where it fails.
+        """
+        if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping | list | tuple) for each in messages):
+            raise InvalidInput(
+                f"messages is {shown(messages)}; it must be a list of mappings with role and content, or a list of "
+                "those."
+            )
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            chat_prompt(
+                self.tokenizer,
+                each,
+                chat_template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for each in conversations
+        ]
+        return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalize: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns a vector for each prompt: of an encoder as BERT, or of a decoder's last hidden states.
+
+        Args:
+            prompts: as in `generate`.
+            pooling: the "mean" over a prompt's tokens, that of the first ("cls") or of the last ("last"): a model's
+                card says which it was trained for.
+            normalize: make every vector 1 long, so that a dot product is the cosine.
+
+        Raises:
+            InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
+            RequestTooLong: a prompt is longer than the model's context.
+            Unsupported: the model is a module of your own, or has an encoder before its decoder.
+
+        Example:
+            >>> llm = LLM()
+            >>> first, second = (each.outputs.embedding for each in llm.embed(["A list", "A tuple"]))
+            >>> bool(first @ second < 1.0)
+            True
+        """
+        token_ids = [encoded(prompt, self.tokenizer)[0] for prompt in as_prompts(prompts)]
+        return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
+
+    def calibrate_kv_cache(self, prompts: Prompt | Sequence[Prompt] | None = None) -> KVCacheScales:
+        """Measures the scales of an 8-bit cache, and goes on with them if the engine has such a cache.
+
+        Args:
+            prompts: as in `generate`, and like those that will be served; random tokens if None.
+
+        Returns:
+            The scales, to be saved: `EngineConfig(kv_cache_scales=KVCacheScales.load(path))` takes them another time.
+
+        Raises:
+            InvalidInput: as `calibrate_kv_cache`.
+            Unsupported: likewise.
+        """
+        listed = None if prompts is None else [encoded(each, self.tokenizer)[0] for each in as_prompts(prompts)]
+        scales = calibrate_kv_cache(self.model, listed)
+        if self.engine.pool_plan.spec.dtype in LARGEST_CODE:
+            self.engine.set_kv_cache_scales(scales)
+        return scales
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rng: int | jax.Array | None = None,
+    ) -> TextStream:
+        """Does what `generate` does, and yields the text of each prompt as it comes.
+
+        Prompts are checked and queued before the first item is asked for. Closing or dropping the stream cancels what
+        has not finished.
+        """
+        listed = as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = as_params(sampling_params, len(listed), rng)
+        outbox = Outbox()
+        try:
+            requests = []
+            for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
+                with naming(index, listed):
+                    token_ids, text = encoded(prompt, self.tokenizer)
+                    requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
+            return TextStream(self.engine, self.tokenizer, outbox, requests)
+        except BaseException:
+            self.engine.abandon(outbox)
+            raise
+
+
+def generate(
+    model: str | os.PathLike[str] | PagedModel | LLM | None,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    implementation: str | None = None,
+    config: EngineConfig | None = None,
+) -> list[RequestOutput]:
+    """Generates text from one or more prompts with a model; greedy unless a temperature is given.
+
+    Build an `LLM` once instead when you call more than once: this builds one for each call unless given one.
+
+    Args:
+        model: a model folder, a module, an `LLM`, or None for the embedded model.
+        prompts: a string, a list of token ids, or a list of either.
+        max_tokens, temperature, top_k, top_p, seed, stop: as in `SamplingParams`.
+        implementation: of the attention ops, when `model` is a folder or None.
+        config: of the engine, where `model` is no `LLM`.
+
+    Example:
+        >>> output = generate(None, "The list", max_tokens=4)[0]
+        >>> len(output.outputs[0].token_ids)
+        4
+    """
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=stop
+    )
+    if not isinstance(model, LLM):
+        model = LLM(model, implementation=implementation, config=config)
+    return model.generate(prompts, params)
+
+
+def _config_of(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    names = EngineConfig.__dataclass_fields__.keys()
+    for name in options:
+        if name not in names:
+            raise TypeError(
+                f"LLM() got an unexpected keyword argument {name!r}; besides its own it takes EngineConfig's: "
+                f"{', '.join(names)}."
+            )
+    if config is not None:
+        raise InvalidInput(f"{', '.join(options)}: given beside config; name all in one of them.")
+    return default_config(**options)

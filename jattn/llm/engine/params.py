@@ -1,0 +1,294 @@
+"""What a user may ask of sampling: vLLM's names, defaults and limits, each value checked where it is given."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_core.base.checks import INT32_MAX, check_bool, check_int, shown
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["LIMITS", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+
+_MAX_STOP_STRINGS = 16
+_MAX_TOP_K = 1 << 20
+#: The largest float32: logits are divided by the temperature on the device.
+_MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
+_MAX_CHOICES = 1024
+_MAX_GRAMMAR_CHARACTERS = 1 << 17
+
+
+class LIMITS:
+    """Entries of one request's tables on the device; the same for all, so that no program depends on them."""
+
+    stop_tokens = 128
+    logit_bias = 512
+    bad_words = 128
+    bad_word_tokens = 16
+
+
+class RequestOutputKind(enum.Enum):
+    """What `AsyncLLM.generate` yields: all text so far, what is new, or the end alone."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text must match; exactly one of these (vLLM's names). Needs the extra `structured` (llguidance).
+
+    Attributes:
+        json: a JSON schema, as a mapping or as its text.
+        regex: a regular expression that the whole text matches.
+        choice: strings, one of which is the text.
+        grammar: a grammar in llguidance's dialect of Lark.
+        json_object: any JSON object.
+        disable_any_whitespace: no space and no line break between the parts of JSON.
+
+    Raises:
+        InvalidInput: none of them or several, or a value of the wrong type.
+
+    Example:
+        >>> StructuredOutputsParams(choice=["yes", "no"]).choice
+        ('yes', 'no')
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool("disable_any_whitespace", self.disable_any_whitespace)
+        if self.json_object is not None:
+            check_bool("json_object", self.json_object)
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _strings("choice", self.choice, _MAX_CHOICES))
+            if not self.choice:
+                raise InvalidInput("choice is empty; give at least one string.")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InvalidInput(f"{name} is {shown(getattr(self, name))}; it must be text.")
+        if not isinstance(self.json, str | Mapping | None):
+            raise InvalidInput(f"json is {shown(self.json)}; it must be a schema as a mapping or as text.")
+        texts = {"json": None if self.json is None else self.schema(), "regex": self.regex, "grammar": self.grammar}
+        for name, text in texts.items():
+            if text is not None and len(text) > _MAX_GRAMMAR_CHARACTERS:
+                raise InvalidInput(
+                    f"{name} has {len(text)} characters; it must have {_MAX_GRAMMAR_CHARACTERS} at most."
+                )
+        given = self.constraints()
+        if len(given) != 1:
+            what = " and ".join(given) or "nothing"
+            raise InvalidInput(f"structured_outputs has {what}; give one of json, regex, choice, grammar, json_object.")
+
+    def constraints(self) -> dict[str, Any]:
+        """Returns what is given, one of the fields, by name."""
+        fields = {name: getattr(self, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
+        return {name: value for name, value in fields.items() if value is not None and value is not False}
+
+    def schema(self) -> str:
+        """Returns the JSON schema as text.
+
+        Raises:
+            InvalidInput: it holds what JSON has not, or lies too deep.
+        """
+        if isinstance(self.json, str):
+            return self.json
+        try:
+            return json.dumps(self.json, default=_as_object)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"json is no schema that JSON can spell: {error}.") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen; names, defaults and order of application are vLLM's.
+
+    Attributes:
+        n: samples of the prompt; they share its blocks.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0 or -1 for all.
+        top_p: then keep the likeliest tokens whose probabilities reach this sum; 1 for all.
+        min_p: first keep the tokens of at least this share of the likeliest one's probability; 0 for all.
+        repetition_penalty: logits of tokens of prompt and output are divided by it, or multiplied where negative.
+        presence_penalty: subtracted from the logits of tokens of the output, -2 to 2.
+        frequency_penalty: the same, for each time the token came.
+        seed: of this request's random numbers; None derives one from the engine's seed and the request's number. The
+            samples of one prompt count up from it.
+        max_tokens: tokens to generate at most; None for as many as the model's length allows.
+        min_tokens: tokens before which nothing ends the text but max_tokens.
+        stop: strings that end the text, or one; it is cut before the first of them. Kept as a tuple.
+        stop_token_ids: tokens that end the text, besides the model's end-of-sequence tokens. Kept as a tuple.
+        include_stop_str_in_output: cut behind the stop string instead.
+        ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar lets nothing else come.
+        logprobs: return the log-probabilities of so many of the likeliest tokens and of the sampled one, as the model
+            has them before anything here applies; None for none, at most the engine's `max_logprobs`. -1 for the whole
+            vocabulary, where that is as large.
+        prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
+        logit_bias: token id to what is added to its logit.
+        allowed_token_ids: no other tokens are sampled. Kept as a tuple.
+        bad_words: texts that are not generated. Kept as a tuple.
+        structured_outputs: what the text must match.
+        logits_processors: name of one of the engine's processors to the number it is called with.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text; without, there are token ids alone, and no stop strings.
+        truncate_prompt_tokens: keep so many of the prompt's last tokens; -1 for as many as leave room for one more.
+        output_kind: what `AsyncLLM.generate` yields.
+
+    Raises:
+        InvalidInput: a value out of range; the message names it.
+
+    Example:
+        >>> SamplingParams(temperature=0.0, max_tokens=4, stop="end").stop
+        ('end',)
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: Mapping[str, float] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        check_int("n", self.n, 1, 1024)
+        self._check_number("temperature", lambda value: value >= 0, "a finite float32 of at least 0")
+        check_int("top_k", self.top_k, -1, _MAX_TOP_K, also=" (0 or -1 for all)")
+        self._check_number("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1")
+        self._check_number("min_p", lambda value: 0 <= value <= 1, "from 0 to 1")
+        self._check_number("repetition_penalty", lambda value: value > 0, "a finite float32 above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check_number(name, lambda value: -2 <= value <= 2, "from -2 to 2")
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 1, INT32_MAX)
+        check_int("min_tokens", self.min_tokens, 0, INT32_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInput(f"min_tokens is {self.min_tokens}; it must not be above max_tokens ({self.max_tokens}).")
+        for name, low, high in (
+            ("seed", 0, (1 << 32) - 1),
+            ("logprobs", -1, INT32_MAX),
+            ("prompt_logprobs", -1, INT32_MAX),
+            ("truncate_prompt_tokens", -1, INT32_MAX),
+        ):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low, high, also=", or None")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidInput("truncate_prompt_tokens is 0; it must be -1, at least 1, or None.")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            check_bool(name, getattr(self, name))
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidInput(f"output_kind is {shown(self.output_kind)}; it must be a RequestOutputKind.")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidInput(
+                f"structured_outputs is {shown(self.structured_outputs)}; it must be StructuredOutputsParams, or None."
+            )
+        self._check_collections()
+
+    def _check_number(self, name: str, fits: Callable[[float], bool], wanted: str) -> None:
+        value = _as_float(name, getattr(self, name))
+        if not (fits(value) and abs(value) <= _MAX_FLOAT32):
+            raise InvalidInput(f"{name} is {value!r}; it must be {wanted}.")
+        object.__setattr__(self, name, value)
+
+    def _check_collections(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _strings("stop", stop, _MAX_STOP_STRINGS))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, LIMITS.bad_words // 2))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidInput("allowed_token_ids is empty; name at least one token, or pass None for all.")
+        object.__setattr__(self, "logit_bias", _numbers("logit_bias", self.logit_bias))
+        object.__setattr__(self, "logits_processors", _numbers("logits_processors", self.logits_processors))
+        for token in self.logit_bias or ():
+            check_int("a token of logit_bias", token, 0, INT32_MAX)
+        for name, most in (("stop_token_ids", LIMITS.stop_tokens), ("logit_bias", LIMITS.logit_bias)):
+            if len(getattr(self, name) or ()) > most:
+                raise InvalidInput(f"{name} has {len(getattr(self, name))} entries; it must have {most} at most.")
+        if self.stop and not self.detokenize:
+            raise InvalidInput("stop is given and detokenize is False; stop strings are found in the text.")
+
+
+def _as_object(value: object) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"a {type(value).__name__} is none of its values")
+    return dict(value)
+
+
+def _as_float(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a number.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a number that fits a float.") from None
+
+
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    try:
+        if isinstance(values, (str, bytes, Mapping)):
+            # They would pass as sequences of what is in them.
+            raise TypeError
+        return tuple(values)
+    except TypeError:
+        raise InvalidInput(f"{name} is {shown(values)}; it must be a sequence.") from None
+
+
+def _strings(name: str, values: Any, most: int) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise InvalidInput(f"{name} is a string; pass a tuple of strings.")
+    strings = _as_tuple(name, values)
+    if len(strings) > most or not all(isinstance(text, str) and text for text in strings):
+        raise InvalidInput(f"{name} must hold at most {most} strings, none of them empty.")
+    return strings
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    tokens = _as_tuple(name, values)
+    for index, token in enumerate(tokens):
+        check_int(f"{name}[{index}]", token, 0, INT32_MAX)
+    return tokens
+
+
+def _numbers(name: str, values: Any) -> dict[Any, float] | None:
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        raise InvalidInput(f"{name} is {shown(values)}; it must be a mapping, or None.")
+    numbers = {key: _as_float(f"{name}[{shown(key)}]", value) for key, value in values.items()}
+    for key, value in numbers.items():
+        if not (math.isfinite(value) and abs(value) <= _MAX_FLOAT32):
+            raise InvalidInput(f"{name}[{shown(key)}] is {value!r}; it must be a finite float32.")
+    return numbers

@@ -1,0 +1,209 @@
+"""Which devices an engine runs on: one, or a mesh whose axis "tp" cuts the model and the cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jattn.llm.engine.config import EngineConfig
+from jattn.llm.models import Decoder, PagedModel, TensorParallel, put_whole, shard_model
+from jattn.nn.kv_scales import KVScale
+from jattn.parallel import Peers
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+
+__all__ = ["Placement", "replica_meshes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The devices of one replica.
+
+    Attributes:
+        mesh: with the axis "tp" alone; None for JAX's default device.
+        splits_heads: the cache's heads are dealt out over it.
+    """
+
+    mesh: Mesh | None = None
+    splits_heads: bool = False
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """Of an array that every device has; None where there is one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def cache_spec(self, spec: KVCacheSpec | LatentCacheSpec) -> PartitionSpec:
+        """Returns how a layer's cache is split: by heads, but for latents, which all heads share."""
+        is_split = self.splits_heads and isinstance(spec, KVCacheSpec)
+        return PartitionSpec(None, None, None, "tp") if is_split else PartitionSpec()
+
+    def cache_sharding(self, spec: KVCacheSpec | LatentCacheSpec) -> NamedSharding | None:
+        """Returns the same as a sharding; None where there is one device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, self.cache_spec(spec))
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """Returns an array of the host on every device, committed there."""
+        return put_whole(array, self.whole or jnp.zeros(()).sharding)
+
+    def with_scales(self, model: PagedModel) -> PagedModel:
+        """Returns a model whose scales of an 8-bit cache lie on every device, wherever they were made."""
+        if self.whole is None:
+            return model
+        graph, scales, rest = nnx.split(cast(nnx.Module, model), KVScale, ...)
+        placed: Any = nnx.merge(graph, jax.tree.map(functools.partial(put_whole, sharding=self.whole), scales), rest)
+        return placed
+
+    def peers(self) -> Peers | None:
+        """Allocates what the devices sum small arrays with; None where XLA sums all, see `jattn.parallel.Peers`."""
+        return None if self.mesh is None else Peers.of(self.mesh, "tp")
+
+    def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Returns a function of all devices' arrays from one of a device's.
+
+        None of the arrays may be without elements: XLA's GPU compiler takes such an operand out of the call without
+        telling Shardy, which then crashes (jax 0.11.2, from two devices on).
+        """
+        if self.mesh is None:
+            return function
+        whole = _without_empty_constants(function)
+        return jax.shard_map(whole, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    @classmethod
+    def of(cls, model: PagedModel, mesh: Mesh | None, context_size: int = 1) -> tuple[Placement, PagedModel]:
+        """Returns the placement of a model and the model there, cut if it was whole.
+
+        Args:
+            model: whole, or cut over the mesh.
+            mesh: with the axis "tp" alone; None for JAX's default device.
+            context_size: neighbours on that axis over which each sequence is spread.
+
+        Raises:
+            InvalidInput: sizes that do not divide, or a model that is cut otherwise.
+            Unsupported: a model that nobody knows how to cut.
+        """
+        parallel = getattr(model, "parallel", None)
+        if mesh is None:
+            if parallel is not None:
+                raise InvalidInput(
+                    f"model is cut over {parallel.size} devices; give the engine its mesh: EngineConfig(mesh=...)."
+                )
+            return cls(), _on_one_device(model)
+        size = mesh.shape["tp"]
+        if parallel is None and isinstance(model, Decoder) and size > 1:
+            model = cast(PagedModel, shard_model(model, mesh, TensorParallel(size=size, context_size=context_size)))
+        elif parallel is None and size == 1:
+            graph, state = nnx.split(cast(nnx.Module, model))
+            whole: Any = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
+            model = whole
+        elif parallel is None:
+            raise Unsupported(
+                f"model is a {type(model).__name__}, which says not how it is cut over {size} devices. Give a Decoder, "
+                "or a model of one device's part with `parallel`, a jattn.llm.models.TensorParallel, and with "
+                "parameters "
+                "that are sharded over the engine's mesh."
+            )
+        found: TensorParallel = cast(Any, model).parallel if size > 1 else TensorParallel(size=1)
+        if found.size != size or found.axis != "tp":
+            raise InvalidInput(
+                f"model is cut over {found.size} devices of axis {found.axis!r}; the engine's mesh has {size} of 'tp'."
+            )
+        if found.context_size != context_size:
+            raise InvalidInput(
+                f"model is cut with context_size {found.context_size}; decode_context_parallel_size is {context_size}. "
+                f"Cut it for the engine: TensorParallel(size={size}, context_size={context_size})."
+            )
+        model = _along(model, mesh)
+        _check_places(model, mesh)
+        return cls(mesh, found.parts("heads") > 1), model
+
+
+def replica_meshes(config: EngineConfig) -> list[Mesh | None]:
+    """Returns the mesh of each data-parallel replica; None for JAX's default device.
+
+    Raises:
+        InvalidInput: more devices than there are.
+    """
+    tensor, data = config.tensor_parallel_size, config.data_parallel_size
+    if config.mesh is None and tensor == data == 1:
+        return [None]
+    devices = jax.devices() if config.mesh is None else config.mesh.devices.ravel()
+    if len(devices) < tensor * data:
+        raise InvalidInput(
+            f"tensor_parallel_size is {tensor} and data_parallel_size {data}, {tensor * data} devices in all; there "
+            f"are {len(devices)}."
+        )
+    chosen = np.asarray(devices[: tensor * data], object).reshape(data, tensor)
+    if config.mesh is not None and config.mesh.axis_names[0] == "tp":
+        chosen = np.asarray(devices, object).reshape(tensor, data).T
+    return [Mesh(row, ("tp",)) for row in chosen]
+
+
+def _on_one_device(model: PagedModel) -> PagedModel:
+    """Returns a model whose arrays lie on one device each: of a trainer's, which a mesh has spread, on JAX's own."""
+    graph, state = nnx.split(cast(nnx.Module, model))
+    leaves = jax.tree.leaves(state)
+    if all(len(leaf.devices()) == 1 for leaf in leaves if isinstance(leaf, jax.Array)):
+        return model
+    device = jnp.zeros(()).sharding
+    moved: Any = nnx.merge(graph, jax.device_put(state, device))
+    return moved
+
+
+def _without_empty_constants(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes those where they are used: the index of `x.at[:].set(y)` is one, and would become an operand."""
+
+    def run(*operands: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+        constants = [each if each.size else jnp.zeros(each.shape, each.dtype) for each in traced.consts]
+        found = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return run
+
+
+def _along(model: PagedModel, mesh: Mesh) -> PagedModel:
+    """Returns a model whose arrays lie along the engine's axes, where they lie so already under axes of other kinds.
+
+    The kind that `jax.make_mesh` gives is Explicit; an engine's are Auto, and a replica's are "tp" alone.
+    """
+
+    def moved(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not set(jax.tree.leaves(tuple(sharding.spec))) <= {"tp"}:
+            return leaf
+        there = NamedSharding(mesh, sharding.spec)
+        # Nothing is copied: the same parts are on the same devices.
+        return jax.device_put(leaf, there) if there.is_equivalent_to(sharding, leaf.ndim) else leaf
+
+    graph, state = nnx.split(cast(nnx.Module, model))
+    along: Any = nnx.merge(graph, jax.tree.map(moved, state))
+    return along
+
+
+def _check_places(model: PagedModel, mesh: Mesh) -> None:
+    # Scales of an 8-bit cache go where the engine is.
+    for path, leaf in nnx.to_flat_state(nnx.state(cast(nnx.Module, model), nnx.Not(KVScale))):
+        sharding = getattr(nnx.as_pure(leaf), "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            wanted = _devices_of(NamedSharding(mesh, PartitionSpec()))
+            raise InvalidInput(
+                f"{'.'.join(map(str, path))} lies on {_devices_of(sharding)}; the engine's mesh has {wanted}. Shard "
+                "the whole model over the engine's mesh, or give it as it is."
+            )
+
+
+def _devices_of(sharding: Any) -> str:
+    """Returns the devices of a sharding in the mesh's order, in which parts lie on them."""
+    found: Any = getattr(sharding, "device_set", ())
+    if isinstance(sharding, NamedSharding):
+        found = cast(Mesh, sharding.mesh).devices.ravel()
+    return f"devices {', '.join(str(device.id) for device in found)}" if len(found) else str(sharding)

@@ -1,0 +1,373 @@
+"""What a step computes on the device: the model over one batch, the sampler, and further decode steps in a loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jattn.llm.engine.draft import WithDraft
+from jattn.llm.engine.logprobs import Logprobs, token_logprobs
+from jattn.llm.engine.placement import Placement
+from jattn.llm.engine.sampler import Rows, Sampler, SamplingKind, VocabShards
+from jattn.llm.engine.tables import SamplerState
+from jattn.llm.models import EncoderModel, PagedModel, TensorParallel
+from jattn.metadata import AttentionMetadata, CrossMetadata, GroupedMetadata, PrefixGroups
+from torch_core.base.specs import PAD_SLOT_ID
+from torch_core.cache import LayerGroups
+from torch_core.metadata import PackedLayout, encoder_layout, group_fields, group_layout, metadata_layout
+
+__all__ = ["PER_SEQUENCE", "Bucket", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
+
+#: What a step needs to know of each sequence besides the metadata, int32 all: `Rows`, and two that change.
+PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()))
+
+KVCaches = tuple[jax.Array, ...]
+Fields = dict[str, jax.Array]
+# Merged where it is called: nnx lets a module change (a random stream counts) at its own level of tracing only.
+# `encode` is asked of models with an encoder alone, what a draft has of models with one.
+Model = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The padded sizes of a step and how much of the sampler it needs: what a program is compiled for.
+
+    Attributes:
+        num_seqs: sequences.
+        num_tokens: new tokens; of decode steps one for each sequence and step.
+        max_query_len: an upper bound on the new tokens of a sequence.
+        sampler: what the batch needs of it.
+        num_steps: tokens decoded one after the other.
+        num_guesses: tokens behind the first one of a sequence that are verified at most.
+        num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
+        piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
+        num_encoder_blocks: blocks of an encoder's input at most; 0 without an encoder.
+        encodes: the tokens are inputs of the encoder; nothing is sampled.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    max_query_len: int
+    sampler: Sampler
+    num_steps: int = 1
+    num_guesses: int = 0
+    num_pieces: int = 0
+    piece_tokens: int = 0
+    num_encoder_blocks: int = 0
+    encodes: bool = False
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model is given at once."""
+        return self.num_tokens // self.num_steps
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that a sequence is given at most."""
+        return self.num_steps + self.num_guesses
+
+    def layout(self, max_blocks: int, num_groups: int) -> PackedLayout:
+        """Returns where the arrays of a step lie in the one buffer that is uploaded."""
+        sizes = (self.num_seqs, self.num_inputs, self.num_tokens)
+        if self.encodes:
+            return _layout(*sizes, self.num_encoder_blocks, 0, num_groups, 0)
+        return _layout(*sizes, max_blocks, self.num_pieces, num_groups, self.num_encoder_blocks)
+
+    def __str__(self) -> str:
+        steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
+        steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
+        steps += "shared prefixes, " if self.piece_tokens else ""
+        kind = "encoder" if self.encodes else self.sampler.kind.value
+        return f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}{kind}"
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one run of a model is given; the caches and the sampler's state are consumed.
+
+    Attributes:
+        model: merges the model.
+        layers: its cache groups.
+        bucket: the padded sizes.
+        fields: the step's arrays by name.
+        token_ids: int32[tokens].
+        state: of the sampler.
+        kv_caches: of all layers.
+        peers: see `AttentionMetadata`.
+    """
+
+    model: Model
+    layers: LayerGroups
+    bucket: Bucket
+    fields: Fields
+    token_ids: jax.Array
+    state: SamplerState
+    kv_caches: KVCaches
+    peers: jax.Array | None
+
+    @property
+    def metadata(self) -> Any:
+        """One record where the model has one cache group, and otherwise one for each."""
+        fields, bucket, layers = self.fields, self.bucket, self.layers
+        cross = None
+        if bucket.num_encoder_blocks and not bucket.encodes:
+            cross = CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
+        groups = tuple(
+            AttentionMetadata(
+                block_tables=fields[tables],
+                seq_lens=fields["seq_lens"],
+                query_start_loc=fields["query_start_loc"],
+                slot_mapping=fields[slots],
+                max_query_len=bucket.max_query_len,
+                # Found in the tables of the first group.
+                groups=_groups(fields, bucket) if index == 0 else None,
+                cross=cross,
+                peers=self.peers,
+            )
+            for index, (tables, slots) in enumerate(map(group_fields, range(len(layers.groups))))
+        )
+        if len(groups) == 1:
+            return groups[0]
+        return GroupedMetadata(cache_groups=groups, layer_groups=layers.layer_groups, layer_arrays=layers.layer_arrays)
+
+
+class Sampled(NamedTuple):
+    """What a step brings.
+
+    Attributes:
+        tokens: int32[num_samples, max_num_seqs], a column for each row; -1 behind a wrong guess.
+        logprobs: of the tokens, the same leading axes; None of a plain step, and so are the hidden states.
+        hidden: [tokens, ...], where the step was one.
+    """
+
+    tokens: Any
+    logprobs: Logprobs | None
+    hidden: Any
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(
+    num_seqs: int,
+    num_inputs: int,
+    num_tokens: int,
+    max_blocks: int,
+    num_pieces: int,
+    num_groups: int,
+    num_encoder_blocks: int,
+) -> PackedLayout:
+    sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "max_blocks": max_blocks}
+    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
+    if num_pieces:
+        extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
+    if num_encoder_blocks:
+        extra += encoder_layout(num_seqs=num_seqs, num_encoder_tokens=0, max_encoder_blocks=num_encoder_blocks)
+    return metadata_layout(**sizes, extra=[*extra, *group_layout(num_groups, **sizes)])
+
+
+def jitted_step(
+    graph: Any, treedef: Any, placement: Placement, layers: LayerGroups, cache_spec: Any, leaf_specs: Any
+) -> Any:
+    """Returns the jitted step of one kind of model and of its cache groups.
+
+    The step is `step(kv_caches, leaves, last_tokens, state, buffer, peers, *, bucket, max_blocks)` and returns
+    `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
+    `-1 - row` stands for `last_tokens[row]`.
+
+    Args:
+        graph, treedef: of the model, or of one device's part of it.
+        placement: the devices: each runs the step on its own part, and all know what comes of it.
+        layers: the cache groups.
+        cache_spec: how a layer's cache is split over them.
+        leaf_specs: how the leaves are.
+    """
+    whole = PartitionSpec()
+
+    def step(*operands: Any, **sizes: Any) -> Any:
+        return placement.mapped(
+            functools.partial(_step, graph, treedef, layers, **sizes),
+            in_specs=(cache_spec, list(leaf_specs), whole, whole, whole, PartitionSpec("tp")),
+            out_specs=(whole, cache_spec),
+        )(*operands)
+
+    # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
+    return jax.jit(step, donate_argnums=0, static_argnames=("bucket", "max_blocks"))
+
+
+@functools.lru_cache(maxsize=8)
+def jitted_prompt_logprobs(graph: Any, treedef: Any, placement: Placement, leaf_specs: tuple[Any, ...]) -> Any:
+    """Returns the jitted `f(leaves, hidden[n, hidden_size], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
+
+    def compute(leaves: list[jax.Array], hidden: jax.Array, token_ids: jax.Array, *, num_logprobs: int) -> Logprobs:
+        model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+        logits, shards = _logits(model, hidden)
+        return token_logprobs(logits if shards is None else shards.gathered(logits), token_ids, num_logprobs)
+
+    def run(*operands: Any, num_logprobs: int) -> Logprobs:
+        whole, compute_some = PartitionSpec(), functools.partial(compute, num_logprobs=num_logprobs)
+        return placement.mapped(compute_some, (list(leaf_specs), whole, whole), whole)(*operands)
+
+    return jax.jit(run, static_argnames="num_logprobs")
+
+
+def _step(
+    graph: Any,
+    treedef: Any,
+    layers: LayerGroups,
+    kv_caches: KVCaches,
+    leaves: list[jax.Array],
+    last_tokens: jax.Array,
+    state: SamplerState,
+    buffer: jax.Array,
+    peers: jax.Array | None,
+    *,
+    bucket: Bucket,
+    max_blocks: int,
+) -> tuple[tuple[Sampled, jax.Array, SamplerState], KVCaches]:
+    fields = bucket.layout(max_blocks, len(layers.groups)).unpack(buffer)
+
+    def model() -> EncoderModel:
+        return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+
+    token_ids = fields["token_ids"]
+    token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
+    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers)
+    # A setting for the user's own code; the model's is written with NumPy's rules in mind.
+    with jax.numpy_rank_promotion("allow"):
+        if bucket.encodes:
+            kv_caches = model().encode(token_ids, fields["positions"], kv_caches, batch.metadata)
+            # The tokens only say when the step is done.
+            return (Sampled(jnp.zeros((1, last_tokens.size), jnp.int32), None, None), last_tokens, state), kv_caches
+        if bucket.num_steps > 1:
+            sampled, state, kv_caches = _decoded(batch)
+        elif bucket.num_guesses:
+            sampled, state, kv_caches = _verified(batch)
+        else:
+            sampled, state, kv_caches = _sampled(batch)
+    tokens = jnp.pad(sampled.tokens, ((0, 0), (0, last_tokens.size - bucket.num_seqs)))
+    return (sampled._replace(tokens=tokens), tokens[-1], state), kv_caches
+
+
+def _decoded(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
+    """Decodes up to `bucket.num_steps` tokens of each sequence, as many as it has slots in this batch, one by one."""
+    fields = batch.fields
+    first = fields["query_start_loc"][:-1]
+    num_slots = jnp.diff(fields["query_start_loc"])
+    slot_mappings = [group_fields(group)[1] for group in range(len(batch.layers.groups))]
+    # int32 by name: under JAX_ENABLE_X64 the defaults are 64 bits wide.
+    one_each = jnp.minimum(jnp.arange(first.size + 1, dtype=jnp.int32), (num_slots > 0).sum(dtype=jnp.int32))
+
+    def decode(carry: tuple[Any, ...], index: jax.Array) -> tuple[tuple[Any, ...], Sampled]:
+        token_ids, state, kv_caches = carry
+        # A sequence without a slot left stays at its last one, writes nothing and keeps its token.
+        wanted = index < num_slots
+        done = jnp.where(wanted, index, jnp.maximum(num_slots - 1, 0))
+        now = fields | {
+            "positions": fields["positions"][first + done],
+            "seq_lens": fields["seq_lens"] - jnp.maximum(num_slots - 1, 0) + done,
+            "query_start_loc": one_each,
+            **{name: jnp.where(wanted, fields[name][first + done], PAD_SLOT_ID) for name in slot_mappings},
+            "sample_index": fields["sample_index"] + done,
+            "slot": jnp.where(wanted, fields["slot"], state.neutral_slot),
+        }
+        sampled, state, kv_caches = _sampled(
+            replace(batch, fields=now, token_ids=token_ids, state=state, kv_caches=kv_caches)
+        )
+        token_ids = jnp.where(wanted, sampled.tokens[0], token_ids)
+        logprobs = jax.tree.map(lambda array: array[0], sampled.logprobs)
+        return (token_ids, state, kv_caches), Sampled(token_ids, logprobs, None)
+
+    indices = jnp.arange(batch.bucket.num_steps, dtype=jnp.int32)
+    (_, state, kv_caches), sampled = jax.lax.scan(decode, (batch.token_ids, batch.state, batch.kv_caches), indices)
+    return sampled, state, kv_caches
+
+
+def _verified(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
+    """Samples behind each token of the rows, guesses among them, and keeps what follows right guesses alone."""
+    token_ids = batch.token_ids
+    first = batch.fields["query_start_loc"][:-1]
+    num_slots = jnp.diff(batch.fields["query_start_loc"])
+    places = jnp.arange(1, batch.bucket.num_samples, dtype=jnp.int32)[:, None]
+    is_guess = places < num_slots
+    if isinstance(batch.model(), WithDraft):
+        guesses, kv_caches = _drafted(replace(batch, token_ids=token_ids[first]))
+        token_ids = token_ids.at[jnp.where(is_guess, first + places, token_ids.size)].set(guesses, mode="drop")
+        batch = replace(batch, token_ids=token_ids, kv_caches=kv_caches)
+    sampled, state, kv_caches = _sampled(batch)
+    # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
+    # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
+    is_right = is_guess & (sampled.tokens[:-1] == token_ids[jnp.minimum(first + places, token_ids.size - 1)])
+    tokens = sampled.tokens.at[1:].set(jnp.where(jnp.cumprod(is_right, axis=0) > 0, sampled.tokens[1:], -1))
+    return sampled._replace(tokens=tokens), state, kv_caches
+
+
+def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
+    """Returns int32[num_guesses, num_seqs], what the draft model says behind each row's first token, and all caches."""
+    bucket, model = batch.bucket, batch.model
+    count = bucket.num_guesses
+    sampler = replace(bucket.sampler, num_logprobs=0)
+    alone = replace(
+        bucket, num_tokens=bucket.num_seqs * count, max_query_len=1, sampler=sampler, num_steps=count, num_guesses=0
+    )
+    # Who has a slot has no guesses.
+    fields = batch.fields | {"slot": jnp.full_like(batch.fields["slot"], batch.state.neutral_slot)}
+    own, drafts = model().split(batch.kv_caches)
+    sampled, _, drafts = _decoded(
+        replace(batch, model=lambda: model().draft, bucket=alone, fields=fields, kv_caches=drafts)
+    )
+    return sampled.tokens, (*own, *drafts)
+
+
+def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
+    model, bucket, fields, state = batch.model(), batch.bucket, batch.fields, batch.state
+    hidden, kv_caches = model(batch.token_ids, fields["positions"], batch.kv_caches, batch.metadata)
+    last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
+    count = 1 + bucket.num_guesses
+    places = jnp.arange(count, dtype=jnp.int32)
+    first = fields["query_start_loc"][:-1] if bucket.num_guesses else last_rows
+    rows = jnp.minimum(first[:, None] + places, last_rows[:, None])
+    num_tokens = fields["seq_lens"] - (last_rows - first)
+    # Who has a slot has no guesses: what is drawn behind the first place is of nobody.
+    slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
+    logits, shards = _logits(model, hidden[rows.reshape(-1)], batch.peers)
+    tokens, logprobs, new_state = bucket.sampler(
+        logits,
+        Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
+        state if state.masks is None else state._replace(masks=jnp.repeat(state.masks, count, axis=0)),
+        sample_index=(fields["sample_index"][:, None] + places).reshape(-1),
+        num_tokens=(num_tokens[:, None] + places).reshape(-1),
+        slots=slots.reshape(-1),
+        shards=shards,
+    )
+    by_place = lambda array: array.reshape(bucket.num_seqs, count, *array.shape[1:]).swapaxes(0, 1)  # noqa: E731
+    sampled = Sampled(
+        by_place(tokens),
+        jax.tree.map(by_place, logprobs),
+        hidden if bucket.sampler.kind is SamplingKind.FULL else None,
+    )
+    return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
+
+
+def _logits(
+    model: PagedModel, hidden: jax.Array, peers: jax.Array | None = None
+) -> tuple[jax.Array, VocabShards | None]:
+    """Returns float32[rows, vocab], or this device's part of it and which part it is."""
+    logits = model.logits(hidden).astype(jnp.float32)
+    parallel: TensorParallel | None = getattr(model, "parallel", None)
+    if parallel is None or parallel.parts("vocab") == 1:
+        return logits, None
+    return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1], peers)
+
+
+def _groups(fields: Fields, bucket: Bucket) -> PrefixGroups | None:
+    if not bucket.piece_tokens:
+        return None
+    return PrefixGroups(
+        prefix_lens=fields["prefix_lens"], piece_starts=fields["piece_starts"], piece_tokens=bucket.piece_tokens
+    )

@@ -1,0 +1,178 @@
+"""The compiled steps of an engine: each bucket is compiled once, ahead of time, and never behind the engine's back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.llm.engine.log import event
+from jattn.llm.engine.placement import Placement
+from jattn.llm.engine.program import Bucket, jitted_step
+from jattn.llm.engine.sampler import SamplingKind
+from jattn.llm.engine.tables import SamplerState
+from jattn.llm.engine.weights import Weights
+from jattn.pool import KVPool
+from torch_core.cache import LayerGroups
+
+__all__ = ["Programs"]
+
+# With so many rows XLA's choice of products is behind cuBLAS's on an H200, since it is made without what follows a
+# product: a step of 64 and of 128 took 2.8 and 3.9% longer. With 32 rows and with 512 it is ahead by 3 and 29%.
+_CUBLAS_ROWS = range(64, 257)
+# Compiled programs of one kind of model and one set of shapes, by bucket.
+_Compiled = dict[Bucket, Any]
+
+
+class Programs:
+    """Compiles a model's steps ahead of time, so that no call of one can compile by itself. Not thread-safe.
+
+    Engines of equally built models and equal shapes share what is compiled.
+
+    Args:
+        weights: those that the steps are first run with.
+        pool: the cache arrays that steps consume.
+        placement: the devices.
+        layers: the model's cache groups.
+        state_of: shapes of what a full step's sampler has, by the number of its sequences.
+        peers: what the devices sum small arrays with; see `jattn.parallel.Peers`.
+        max_num_seqs: columns of the sampled tokens.
+        max_blocks: columns of a block table.
+        multiplies_fp8: there are linear layers of `jattn.llm.models.Fp8Linear`.
+
+    Attributes:
+        num_compilations: programs that were compiled here.
+        compile_seconds: time that it took.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        pool: KVPool,
+        placement: Placement,
+        layers: LayerGroups,
+        state_of: Callable[[int], SamplerState],
+        peers: jax.Array | None,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        multiplies_fp8: bool,
+    ) -> None:
+        self.num_compilations = 0
+        self.compile_seconds = 0.0
+        # As many as steps can be in flight.
+        self._last: deque[Bucket] = deque(maxlen=2)
+        self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
+        self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
+        self._operands = (
+            tuple(
+                jax.ShapeDtypeStruct(spec.shape(pool.num_blocks), spec.dtype, sharding=pool.sharding)
+                for spec in pool.specs
+            ),
+            [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
+            self._on_all((max_num_seqs,)),
+        )
+        self._state_of = state_of
+        self._peers = jax.tree.map(
+            lambda table: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=table.sharding), peers
+        )
+        operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs))))
+        # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
+        is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
+        self._has_cublas = is_wide and any(
+            device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
+        )
+        self._multiplies_fp8 = multiplies_fp8
+        cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
+        self._step, self._compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One line for each compiled program."""
+        return tuple(map(str, self._compiled))
+
+    def __call__(self, bucket: Bucket) -> Callable[..., Any]:
+        """Returns the program of a bucket, which is run next; compiles it if it must."""
+        self._last.append(bucket)
+        if bucket not in self._compiled:
+            self._timed(lambda: self._keep(bucket, self._compile(self._traced(bucket).lower(), bucket)))
+        return self._compiled[bucket]
+
+    def doubt_last(self) -> None:
+        """Forgets the programs that were run last, of which one failed: they are compiled anew.
+
+        XLA keeps for a GPU what it has recorded of a program (jaxlib 0.11.2), and a program that fails meanwhile fails
+        for ever: "Command buffer has to be finalized first before it can be updated".
+        """
+        for bucket in self._last:
+            self._compiled.pop(bucket, None)
+        # Compiled once more from what JAX keeps of a trace, it would be the same executable.
+        self._step.clear_cache()
+        self._last.clear()
+
+    def compile(self, buckets: Iterable[Bucket], report: Callable[[int, int, str], None]) -> None:
+        """Compiles what is missing of some buckets, several at once.
+
+        Args:
+            buckets: whose programs.
+            report: called with the number that is done, that of all, and the name of the last.
+        """
+        missing = [bucket for bucket in buckets if bucket not in self._compiled]
+
+        def compile_all() -> None:
+            with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads:
+                # Tracing holds the interpreter's lock, XLA does not: each compiles while the next is traced.
+                started = [
+                    (bucket, threads.submit(self._compile, self._traced(bucket).lower(), bucket)) for bucket in missing
+                ]
+                for done, (bucket, compiled) in enumerate(started, 1):
+                    self._keep(bucket, compiled.result())
+                    report(done, len(missing), str(bucket))
+
+        self._timed(compile_all)
+
+    def _traced(self, bucket: Bucket) -> Any:
+        buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
+        is_full = bucket.sampler.kind is SamplingKind.FULL
+        state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
+        return self._step.trace(*self._operands, state, buffer, self._peers, bucket=bucket, max_blocks=self._max_blocks)
+
+    def _compile(self, lowered: Any, bucket: Bucket) -> Any:
+        # In front of cuBLAS the output product of one row has its weights widened to float32 first: 1.25 ms for 0.24.
+        prefers_cublas = bucket.num_inputs in _CUBLAS_ROWS and bucket.num_seqs > 1
+        # To try Triton's products of E4M3 for 2,048 rows XLA took minutes (jaxlib 0.11.2 on an H200).
+        prefers_cublas |= self._multiplies_fp8 and bucket.num_inputs >= _CUBLAS_ROWS.start
+        prefers_cublas &= self._has_cublas
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if prefers_cublas else None)
+
+    def _keep(self, bucket: Bucket, compiled: Any) -> None:
+        self._compiled[bucket] = compiled
+        self.num_compilations += 1
+        event(logging.DEBUG, "program_compiled", program=str(bucket))
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        started = time.monotonic()
+        work()
+        self.compile_seconds += time.monotonic() - started
+
+
+@functools.lru_cache(maxsize=8)
+def _shared(
+    graph: Any,
+    treedef: Any,
+    placement: Placement,
+    layers: LayerGroups,
+    cache_spec: Any,
+    leaf_specs: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    max_blocks: int,
+) -> tuple[Any, _Compiled]:
+    return jitted_step(graph, treedef, placement, layers, cache_spec, leaf_specs), {}

@@ -1,0 +1,210 @@
+"""What a user may pass as prompts and as their parameters, in one form."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn.llm.engine.params import SamplingParams
+from jattn.llm.load import ChatTemplate, TextTokenizer
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "check_template_kwargs", "encoded", "naming"]
+
+#: A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or both of them.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_OF_A_PROMPT = re.compile(r"(a |the )?(prompt|request)\b")
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Returns a list of prompts for one prompt or several.
+
+    Raises:
+        InvalidInput: anything else.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    try:
+        if isinstance(prompts, (bytes, bytearray, memoryview)):
+            # They would pass as token ids.
+            raise TypeError
+        listed = list(prompts)
+    except TypeError:
+        raise InvalidInput(f"prompts is a {type(prompts).__name__}; pass a prompt or a list of them.") from None
+    if not listed:
+        raise InvalidInput("prompts is empty; pass at least one.")
+    are_prompts = [isinstance(item, (str, list, tuple, Mapping)) or getattr(item, "ndim", 0) > 0 for item in listed]
+    if all(are_prompts):
+        return listed
+    if any(are_prompts):
+        index = are_prompts.index(False)
+        raise InvalidInput(f"prompts[{index}] is a {type(listed[index]).__name__} among prompts; see LLM.generate.")
+    return [listed]
+
+
+def encoded(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[Sequence[int], str | None]:
+    """Returns a prompt's token ids and its text, if it came as text.
+
+    Raises:
+        InvalidInput: text that is empty or cannot be encoded, or without a tokenizer.
+    """
+    if isinstance(prompt, Mapping):
+        if set(prompt) == {"prompt", "prompt_token_ids"}:
+            return prompt["prompt_token_ids"], prompt["prompt"]
+        prompt = _unwrapped(prompt)
+    if not isinstance(prompt, str):
+        return prompt, None
+    if not prompt:
+        raise InvalidInput(
+            "a prompt is an empty string; give it at least one character, or pass token ids (the model's "
+            "beginning-of-sequence token, to start from nothing)."
+        )
+    if tokenizer is None:
+        raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
+    _check_text(prompt)
+    return tokenizer.encode(prompt), prompt
+
+
+@contextlib.contextmanager
+def naming(index: int, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Says in a refusal which of several prompts it is about; of one alone there is nothing to say."""
+    try:
+        yield
+    except InvalidInput as error:
+        # What is said of the parameters holds for all of them.
+        if len(prompts) == 1 or not _OF_A_PROMPT.match(str(error)):
+            raise
+        raise type(error)(f"prompts[{index}]: {error}") from None
+
+
+def chat_prompt(
+    tokenizer: TextTokenizer | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: ChatTemplate | str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """Returns the prompt of a conversation, by the model's template or by another one.
+
+    Args:
+        tokenizer: of the model.
+        messages: mappings with role and content.
+        chat_template: instead of the model's.
+        tools, add_generation_prompt: as `ChatTemplate.render` takes them.
+        chat_template_kwargs: the template's other variables.
+
+    Raises:
+        InvalidInput: no tokenizer, no template, or it fails; variables that are none.
+    """
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    check_template_kwargs(variables)
+    if tokenizer is None:
+        raise InvalidInput("the model has no tokenizer, which a chat needs.")
+    template = chat_template
+    if template is None:
+        with_tools = None if tools is None else tokenizer.tool_chat_template
+        template = tokenizer.chat_template if with_tools is None else with_tools
+    if template is None:
+        raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
+    if not isinstance(template, ChatTemplate):
+        if not isinstance(template, str):
+            raise InvalidInput(f"chat_template is {shown(template)}; it must be text, or a ChatTemplate.")
+        template = _compiled(template, tuple(tokenizer.special_tokens.items()))
+    text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+    _check_text(text)
+    # The template writes the special tokens itself.
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def check_template_kwargs(variables: Any) -> None:
+    """Refuses variables of a chat template that are no mapping, or have the name of an argument.
+
+    Raises:
+        InvalidInput: with that name.
+    """
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidInput(f"chat_template_kwargs is {shown(variables)}; it must map names of variables to values.")
+    for name in ("messages", "tools", "add_generation_prompt", "chat_template"):
+        if name in variables:
+            raise InvalidInput(f"chat_template_kwargs has {name!r}, which is given beside it and not in it.")
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"character {error.start} of a prompt is a lone surrogate, U+{ord(text[error.start]):04X}; text must be "
+            "what UTF-8 can encode."
+        ) from None
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, rng: Any = None
+) -> list[SamplingParams | None]:
+    """Returns the parameters of each of `count` prompts.
+
+    Args:
+        params: one for all, one for each, or None for the defaults.
+        count: of the prompts.
+        rng: an int or a jax key, from which those get their seeds that bring none; None to leave them alone.
+
+    Raises:
+        InvalidInput: of the wrong kind or number.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        listed: list[SamplingParams | None] = [params] * count
+    elif not isinstance(params, Sequence) or isinstance(params, str):
+        raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")
+    elif len(params) != count:
+        raise InvalidInput(
+            f"sampling_params has {len(params)} entries and there are {count} prompts; pass one or {count}."
+        )
+    else:
+        listed = list(params)
+    return listed if rng is None else _seeded([each or SamplingParams() for each in listed], rng)
+
+
+def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | None]:
+    if isinstance(rng, jax.Array):
+        try:
+            seeds = np.asarray(jax.random.bits(rng, (len(params),), "uint32")).tolist()
+        except (TypeError, ValueError):
+            raise InvalidInput(
+                f"rng is an array of {rng.dtype}{list(rng.shape)}; pass an int or one jax key."
+            ) from None
+    else:
+        check_int("rng", rng, 0, (1 << 32) - 1, also=", or a jax key")
+        seeds = [(rng + index) & 0xFFFFFFFF for index in range(len(params))]
+    return [
+        replace(each, seed=seed) if isinstance(each, SamplingParams) and each.seed is None else each
+        for each, seed in zip(params, seeds, strict=True)
+    ]
+
+
+def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    """Returns what is in vLLM's TextPrompt or TokensPrompt."""
+    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str):
+        return prompt["prompt_token_ids"]
+    raise InvalidInput(
+        f"a prompt is a mapping with the keys {shown(list(prompt))}; it must be {{'prompt': text}} or "
+        "{'prompt_token_ids': ids}."
+    )

@@ -1,0 +1,362 @@
+"""Data parallelism: copies of an engine with a batch and a cache each, behind one door that knows their prefixes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+from flax import nnx
+
+from jattn.llm.engine.config import EngineConfig, check_config
+from jattn.llm.engine.delivery import News, Outbox, TokenDelta
+from jattn.llm.engine.engine import Engine
+from jattn.llm.engine.kv_scales import KVCacheScales
+from jattn.llm.engine.params import SamplingParams
+from jattn.llm.engine.placement import replica_meshes
+from jattn.llm.engine.request import Request
+from jattn.llm.engine.speculation import SpeculationStats
+from jattn.llm.engine.turns import Turns
+from jattn.llm.load import TextTokenizer
+from jattn.llm.models import PagedModel
+from jattn.pool import PoolPlan
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput
+from torch_core.cache import CacheStats
+
+__all__ = ["AnyEngine", "DataParallelEngine", "open_engine"]
+
+
+class DataParallelEngine(contextlib.AbstractContextManager):
+    """Several engines that are called like one. Any thread may call any method.
+
+    A request stays with the engine that it is given to at first: the one for which what waits there and what of the
+    prompt is not cached there come to the fewest tokens. Seeds and ids are numbered through, so that the tokens are
+    those of one engine. Priorities hold among the requests of an engine.
+
+    Args:
+        model, tokenizer: as for `Engine`; every copy has the weights.
+        config: with `data_parallel_size`; other sizes are those of one copy.
+
+    Attributes:
+        engines: one for each copy.
+
+    Raises:
+        InvalidInput, Unsupported: as `Engine`; or fewer devices than the sizes ask for.
+    """
+
+    def __init__(self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None) -> None:
+        # One thread prepares the steps of all.
+        steps = config.most_scheduler_steps
+        # Its sizes follow from the mesh of one copy, which goes in with them.
+        of_one: dict[str, Any] = {"data_parallel_size": 1, "tensor_parallel_size": 1, "num_scheduler_steps": steps}
+        self.engines = tuple(
+            Engine(model, dataclasses.replace(config, **of_one, mesh=mesh), tokenizer=tokenizer)
+            for mesh in replica_meshes(config)
+        )
+        self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])
+        self._turns = Turns()
+        self._outbox = Outbox()
+        self._next = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.engines[0].closed
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` gave the memory of the pools back."""
+        return self.engines[0].asleep
+
+    @property
+    def pool_plan(self) -> PoolPlan:
+        """The size of each copy's pool."""
+        return self.engines[0].pool_plan
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of one sequence at most."""
+        return self.engines[0].max_model_len
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """One line for each program compiled so far."""
+        return tuple(name for engine in self.engines for name in engine.programs)
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that were compiled here."""
+        return sum(engine.num_compilations for engine in self.engines)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling them."""
+        return sum(engine.compile_seconds for engine in self.engines)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return self._turns.run(lambda: sum(engine.num_unfinished for engine in self.engines))
+
+    def warmup(
+        self,
+        report: Callable[[int, int, str], None] | None = None,
+        *,
+        wanted: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Compiles every program of every copy; see `Engine.warmup`."""
+        self._each(lambda engine: engine.warmup(report, wanted=wanted))
+
+    def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Does what `Engine.assume_computed` does, in every copy."""
+        self._each(lambda engine: engine.assume_computed(prompts))
+
+    def cache_stats(self) -> CacheStats:
+        """Returns the sums over the block allocators."""
+        return self._turns.run(lambda: _total([engine.cache_stats() for engine in self.engines]))
+
+    def speculation_stats(self) -> SpeculationStats:
+        """Returns how guessing went, of all copies together."""
+        return _total([engine.speculation_stats() for engine in self.engines])
+
+    def prepare(self, params: SamplingParams | None) -> None:
+        """Does what `Engine.prepare` does, for every copy."""
+        for engine in self.engines:
+            engine.prepare(params)
+
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: bytes | None = None,
+        outbox: Outbox | None = None,
+        **options: Any,
+    ) -> Request:
+        """Queues a request with the copy that has the least to do until its first token; see `Engine.add`."""
+
+        def queue() -> tuple[Engine, Request]:
+            if request_id is not None and self._engine_of(request_id) is not None:
+                raise InvalidInput(
+                    f"request_id {shown(request_id)} belongs to an unfinished request; ids must be unique."
+                )
+            index = self._router.choose(prompt_token_ids, salt, [engine.load for engine in self.engines])
+            request = self.engines[index].add(
+                prompt_token_ids,
+                params,
+                request_id=request_id,
+                salt=salt,
+                outbox=self._outbox if outbox is None else outbox,
+                first_number=max(engine.num_added for engine in self.engines),
+                **options,
+            )
+            self._router.note(index, prompt_token_ids, salt)
+            return self.engines[index], request
+
+        return self._turns.run(queue, lambda added: added[0].withdraw(added[1]))[1]
+
+    def cancel(self, request_id: str) -> TokenDelta:
+        """Ends an unfinished request now; see `Engine.cancel`."""
+
+        def end() -> tuple[TokenDelta, News]:
+            engine = self._engine_of(request_id) or self.engines[0]
+            request = engine.request_of(request_id)
+            delta = engine.cancel(request_id)
+            news = {} if request is None else self._outbox.news(request)
+            return next(iter(self._outbox.take(news)), delta), news
+
+        return self._turns.run(end, lambda taken: self._outbox.put_back(taken[1]))[0]
+
+    def step(self) -> list[TokenDelta]:
+        """Runs a step of every copy that has something to do; returns what came. See `Engine.step`."""
+
+        def advance() -> tuple[list[TokenDelta], News]:
+            for engine in self._busy():
+                engine.advance()
+            news = self._outbox.news()
+            return self._outbox.take(news), news
+
+        return self._turns.run(advance, lambda taken: self._outbox.put_back(taken[1]))[0]
+
+    def wait(self, outbox: Outbox) -> list[TokenDelta]:
+        """Runs steps, of one copy after the other, until something came for an outbox; see `Engine.wait`."""
+        if not isinstance(outbox, Outbox):
+            raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
+
+        def advance() -> tuple[list[TokenDelta], bool, News]:
+            news = outbox.news()
+            unfinished = any(engine.runs_for(outbox) for engine in self.engines)
+            if not news and unfinished:
+                # The others' devices go on with what they were given.
+                self._next += 1
+                busy = self._busy()
+                busy[self._next % len(busy)].advance()
+                news = outbox.news()
+            return outbox.take(news), unfinished, news
+
+        while True:
+            self._turns.let_in()
+            deltas, unfinished, _ = self._turns.run(advance, lambda taken: outbox.put_back(taken[2]))
+            if deltas or not unfinished:
+                return deltas
+
+    def stop(self, request: Request, num_output_tokens: int) -> None:
+        """Ends a request whose text reached a stop string; see `Engine.stop`."""
+        self._turns.run(
+            lambda: (self._engine_of(request.request_id) or self.engines[0]).stop(request, num_output_tokens)
+        )
+
+    def update_weights(
+        self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
+    ) -> None:
+        """Goes on with other weights in every copy, or in none if one fails; see `Engine.update_weights`."""
+        self._replace(lambda engine: engine.fitting_weights(state, unfinished), unfinished)
+
+    def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
+        """Goes on with other scales of an 8-bit cache in every copy, or in none; see `Engine.set_kv_cache_scales`."""
+        self._replace(lambda engine: engine.fitting_scales(scales), "restart")
+
+    def sleep(self) -> None:
+        """Gives the memory of all pools back until `wake`; if one cannot, all stay awake."""
+        self._all_or_none(Engine.sleep, Engine.wake)
+
+    def wake(self) -> None:
+        """Takes the memory of the pools again; if one cannot, all sleep on."""
+        self._all_or_none(Engine.wake, Engine.sleep)
+
+    def abandon(self, outbox: Outbox) -> None:
+        """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
+        for engine in self.engines:
+            engine.abandon(outbox)
+
+    def follow(self) -> bool:
+        """Returns False: the devices of all copies are of this process."""
+        return False
+
+    def settle(self) -> None:
+        """Does now what interrupts and `abandon` left to the next call."""
+        self._each(Engine.settle)
+
+    def close(self) -> None:
+        """Cancels what has not finished and gives all memory back."""
+        self._each(Engine.close)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _busy(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.num_unfinished] or [self.engines[0]]
+
+    def _engine_of(self, request_id: str) -> Engine | None:
+        return next((engine for engine in self.engines if engine.request_of(request_id) is not None), None)
+
+    def _each(self, action: Callable[[Engine], None]) -> None:
+        def act() -> None:
+            for engine in self.engines:
+                action(engine)
+
+        self._turns.run(act)
+
+    def _replace(self, fitting: Callable[[Engine], list[jax.Array]], unfinished: str) -> None:
+        def replace() -> None:
+            fitted = [fitting(engine) for engine in self.engines]
+            for engine in self.engines:
+                engine.finish(unfinished)
+            for engine, leaves in zip(self.engines, fitted, strict=True):
+                engine.replace_weights(leaves)
+            self._router.forget()
+
+        self._turns.run(replace)
+
+    def _all_or_none(self, action: Callable[[Engine], None], undo: Callable[[Engine], None]) -> None:
+        """Puts all copies to sleep or wakes them; if one fails, those that changed go back."""
+
+        def act() -> None:
+            before = [engine.asleep for engine in self.engines]
+            try:
+                for engine in self.engines:
+                    action(engine)
+            except BaseException:
+                for engine, was_asleep in zip(self.engines, before, strict=True):
+                    if engine.asleep != was_asleep:
+                        undo(engine)
+                raise
+
+        self._turns.run(act)
+
+
+#: What serves requests, one copy of the model or several.
+AnyEngine: TypeAlias = Engine | DataParallelEngine
+
+
+def open_engine(
+    model: PagedModel, config: EngineConfig | None = None, *, tokenizer: TextTokenizer | None = None
+) -> AnyEngine:
+    """Returns the engine that a config asks for: one, or several behind one door."""
+    check_config(config)
+    if config is None or config.data_parallel_size == 1:
+        return Engine(model, config, tokenizer=tokenizer)
+    return DataParallelEngine(model, config, tokenizer=tokenizer)
+
+
+class _Router:
+    """Knows which blocks of prompts each copy was given, as far as its pool may still hold them."""
+
+    def __init__(self, block_size: int, capacities: Sequence[int]) -> None:
+        self._block_size, self._capacities = block_size, capacities
+        self._given: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
+
+    def choose(self, tokens: Sequence[int], salt: bytes | None, loads: Sequence[int]) -> int:
+        """Returns the copy with the fewest tokens to compute until a prompt is."""
+        keys = self._keys(tokens, salt)
+
+        def work(index: int) -> int:
+            given = self._given[index]
+            found = next((place for place, key in enumerate(keys) if key not in given), len(keys))
+            return loads[index] - found * self._block_size
+
+        return min(range(len(loads)), key=work)
+
+    def note(self, index: int, tokens: Sequence[int], salt: bytes | None) -> None:
+        """Says that a copy was given a prompt."""
+        given = self._given[index]
+        for key in self._keys(tokens, salt):
+            given[key] = None
+            given.move_to_end(key)
+        while len(given) > self._capacities[index]:
+            given.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drops what it knows: no copy holds a prefix any more."""
+        for given in self._given:
+            given.clear()
+
+    def _keys(self, tokens: Sequence[int], salt: bytes | None) -> list[int]:
+        # A hash will do: where two prompts share one a request goes to a copy that has to compute more.
+        keys = []
+        try:
+            key = hash(salt)
+            for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+                key = hash((key, tuple(tokens[start : start + self._block_size])))
+                keys.append(key)
+        except (TypeError, LookupError):
+            # It is no prompt, or no salt: the engine says so, whichever is chosen.
+            return []
+        return keys
+
+
+def _total(records: Sequence[Any]) -> Any:
+    """Returns a record of sums; those of tuples are by place."""
+    found = {
+        field.name: [getattr(record, field.name) for record in records] for field in dataclasses.fields(records[0])
+    }
+    sums = {
+        name: tuple(map(sum, zip(*values, strict=True))) if isinstance(values[0], tuple) else sum(values)
+        for name, values in found.items()
+    }
+    return dataclasses.replace(records[0], **sums)

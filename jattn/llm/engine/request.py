@@ -1,0 +1,249 @@
+"""One request's life: what was asked, how far it is, and which moves between states are legal."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jattn.llm.engine.delivery import Outbox
+from jattn.llm.engine.logprobs import Logprob, Logprobs
+from jattn.llm.engine.params import SamplingParams
+from torch_core.base.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from jattn.llm.engine.grammar import Grammar
+
+__all__ = ["AUTOMATIC", "CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
+
+#: What the engine's own request ids begin with, and nobody else's.
+AUTOMATIC = "#"
+
+
+class RequestState(enum.Enum):
+    """Where a request is; see `Request.move`."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_LEGAL_MOVES = {
+    RequestState.WAITING: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.RUNNING: {RequestState.PREEMPTED, RequestState.FINISHED},
+    RequestState.PREEMPTED: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.FINISHED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of a monotonic clock.
+
+    Attributes:
+        arrival_time: when it was added.
+        first_token_time: when its first token was seen; None before.
+        finish_time: when it ended; None before.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """What was generated.
+
+    Attributes:
+        text: the decoded tokens, cut before a stop string; empty without a tokenizer.
+        token_ids: the generated tokens, a final stop token included.
+        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large or that no allowed
+            token goes on with; None while it runs.
+        index: of the sample, below n.
+        logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
+        cumulative_logprob: the sum of the tokens' own.
+        stop_reason: the stop string or the token of stop_token_ids that ended it; None for what else did.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    index: int = 0
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    cumulative_logprob: float | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request and its result.
+
+    Attributes:
+        request_id: as given or numbered.
+        prompt: the prompt's text; None if it came as token ids.
+        prompt_token_ids: the prompt's tokens.
+        outputs: the completions, n of them; one, and what is new of it, where `RequestOutputKind.DELTA` is asked for.
+        num_cached_tokens: prompt tokens whose keys and values a shared prefix held already.
+        metrics: when things happened.
+        finished: all of its samples ended, also those that `outputs` lacks.
+        prompt_logprobs: for each token of the prompt what `SamplingParams.prompt_logprobs` asks for, None for the
+            first; None if it asks for none.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    finished: bool
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's own, mutable view of a request; only the engine and its scheduler write it.
+
+    Attributes:
+        request_id: unique among the engine's live requests.
+        prompt_token_ids: the prompt; of a model with an encoder what its decoder starts with.
+        params: how to sample; max_tokens is a number.
+        sampling: the same for the device, `Rows.pack`.
+        eos_token_ids: tokens that end it.
+        forced_eos_token_id: its last token if it comes to max_tokens, whatever is sampled; None for none.
+        is_plain: whether it needs nothing of the sampler but a temperature.
+        needs_slot: whether its tokens or tables must be on the device.
+        bad_words: tokens of the words that must not come.
+        grammar: what the text must match, or None.
+        index: of the sample among those of its prompt.
+        samples: all of them in order, itself included.
+        followers: of the first sample, those that wait to fork its prompt's blocks.
+        encoder_token_ids: the encoder's input; empty without an encoder.
+        num_encoder_slots: slots of the cache before the first token's, whole blocks, for what the encoder makes of it.
+        salt: only requests of equal salt share cached prefixes; None for the engine's own.
+        output_token_ids: generated and seen.
+        outbox: where its news go.
+        num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step; negative while
+            the encoder has not run: the slots that it still has to fill.
+        num_pending_tokens: tokens sampled on the device and not seen yet.
+        pending_row: where the last dispatched step put its sampled token.
+        logprobs: of the generated tokens, if they are wanted; those behind the last token mean nothing.
+        prompt_logprobs: of the prompt's tokens by position, if they are wanted.
+        order: who comes first where not all can: the least.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    sampling: np.ndarray
+    eos_token_ids: frozenset[int]
+    metrics: RequestMetrics
+    is_plain: bool = True
+    needs_slot: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+    index: int = 0
+    forced_eos_token_id: int | None = None
+    prompt: str | None = None
+    salt: bytes | None = None
+    outbox: Outbox = field(default_factory=Outbox)
+    state: RequestState = RequestState.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_pending_tokens: int = 0
+    pending_row: int = -1
+    order: int = 0
+    finish_reason: str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    samples: tuple[Request, ...] = ()
+    followers: list[Request] = field(default_factory=list)
+    encoder_token_ids: tuple[int, ...] = ()
+    num_encoder_slots: int = 0
+
+    @property
+    def given_id(self) -> str | None:
+        """The id that its caller gave; None for the engine's own, by which no caller knows it."""
+        return None if self.request_id.startswith(AUTOMATIC) else self.request_id
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and generated tokens that the host has seen."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, those still on the device included."""
+        return self.num_known_tokens + self.num_pending_tokens
+
+    @property
+    def cached_token_ids(self) -> list[int]:
+        """What the block allocator knows it by: the known tokens, behind the encoder's input and its padding."""
+        padding = self.num_encoder_slots - len(self.encoder_token_ids)
+        return [*self.encoder_token_ids, *[0] * padding, *self.token_ids(0, self.num_known_tokens)]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Generated tokens, those still on the device included."""
+        return len(self.output_token_ids) + self.num_pending_tokens
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Tokens that may still be sampled for it now: with a grammar one, when all before it are known."""
+        wanted = self.max_tokens - self.num_sampled_tokens
+        return wanted if self.grammar is None else min(wanted, int(not self.num_pending_tokens))
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens to generate at most."""
+        return self.params.max_tokens or 0
+
+    @property
+    def awaits_fork(self) -> bool:
+        """Whether it waits for the first sample of its prompt, to share its blocks."""
+        first = self.samples[0] if self.samples else self
+        return first.finish_reason is None and self in first.followers
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the tokens that it has are its last: "stop", "error" or "length"; None if there is more to come."""
+        last = self.output_token_ids[-1] if self.output_token_ids else None
+        # A grammar lets the end come where nothing else can, also where the end is to be ignored.
+        if self.grammar is not None and last in self.grammar.eos_token_ids:
+            return "stop" if self.grammar.error is None else "error"
+        if last in self.eos_token_ids:
+            return "stop"
+        return "length" if len(self.output_token_ids) >= self.max_tokens else None
+
+    def restart(self) -> None:
+        """Puts it back to waiting with the tokens that the host has seen; all that was computed of it is gone."""
+        self.state = RequestState.WAITING
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.pending_row = -1
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Returns the known tokens at positions `start` to `stop - 1`."""
+        prompt_len = len(self.prompt_token_ids)
+        head = self.prompt_token_ids[start : min(stop, prompt_len)]
+        return [*head, *self.output_token_ids[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]]
+
+    def move(self, state: RequestState) -> None:
+        """Changes the state along a legal move.
+
+        Raises:
+            InvalidInput: the move is not legal.
+        """
+        if state not in _LEGAL_MOVES[self.state]:
+            raise InvalidInput(f"request {self.request_id!r} is {self.state.value}; it cannot become {state.value}.")
+        self.state = state

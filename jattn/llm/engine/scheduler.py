@@ -1,0 +1,395 @@
+"""Which requests run in the next step and with how many tokens: admission, chunks, preemption. No tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+
+from jattn.llm.engine.config import EngineConfig
+from jattn.llm.engine.guesses import guesses_of
+from jattn.llm.engine.log import event
+from jattn.llm.engine.request import Request, RequestState
+from jattn.llm.engine.speculation import SpeculativeConfig
+from torch_core.base.errors import OutOfBlocks
+from torch_core.cache import CacheManager, CommittedStep
+
+__all__ = ["ScheduledRow", "ScheduledStep", "Scheduler"]
+
+# Equal prompts of so many tokens are worth waiting for: the first computes what the others then find in the cache.
+_WORTH_WAITING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's part of a step.
+
+    Attributes:
+        request: whose tokens.
+        start: position of the first new token.
+        num_new_tokens: tokens to compute.
+        num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
+            where the step decodes several in a row, or verifies guesses.
+        guesses: new tokens behind the first one that nobody has sampled yet; zeros where a draft model says them.
+    """
+
+    request: Request
+    start: int
+    num_new_tokens: int
+    num_samples: int
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def encodes(self) -> bool:
+        """Whether this is the encoder's input, whose slots are counted up to 0."""
+        return self.start < 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step whose blocks are taken: ready to be dispatched.
+
+    Attributes:
+        rows: what each request gets.
+        committed: the blocks it writes and reads.
+        num_decode_steps: tokens that its program decodes one after the other; 1 unless every row decodes.
+    """
+
+    rows: tuple[ScheduledRow, ...]
+    committed: CommittedStep
+    num_decode_steps: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(row.num_new_tokens for row in self.rows)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether its rows are inputs of the encoder, all of them."""
+        return self.rows[0].encodes
+
+
+class Scheduler:
+    """Serves requests by their order, prompts in chunks; preempts the last in order when blocks run out.
+
+    A step holds a token of every running request and, as far as the token budget goes, chunks of prompts; inputs of an
+    encoder have steps of their own, each whole. Requests of equal prompts wait until the first of them has computed
+    what they share. Not thread-safe; the engine's work owns it.
+    What it holds can be made anew from the requests: after an error that is not a refusal it is thrown away.
+
+    Args:
+        config: sizes of a step.
+        cache: the allocator; the scheduler is the only one to plan with it.
+        move_blocks: executes and retires a step without rows: a swap.
+        in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
+            with an encoder.
+        pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
+        num_scheduler_steps: tokens of each sequence that a step decodes at most; None for what the config says.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: CacheManager,
+        move_blocks: Callable[[CommittedStep], None],
+        *,
+        in_turns: bool = False,
+        pads_rows: bool = False,
+        num_scheduler_steps: int | None = None,
+    ) -> None:
+        self._config = config
+        self._in_turns = in_turns
+        self._pads_rows = pads_rows
+        self._num_scheduler_steps = num_scheduler_steps or config.most_scheduler_steps
+        self._cache = cache
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._registered: set[str] = set()
+        self._to_resume: set[str] = set()
+        self._swapped: set[str] = set()
+        self._move_blocks = move_blocks
+        self._prefilled_last = False
+        self._guesses = guesses_of(SpeculativeConfig.of(config.speculative_config))
+        self._prompts: dict[str, int] = {}
+        self._first_of: dict[int, Request] = {}
+        self._num_torn = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestTooLong: it could never finish, even alone in an empty pool; nothing has changed.
+        """
+        num_slots = request.num_encoder_slots
+        self._cache.check_admission(request.given_id, num_slots + len(request.prompt_token_ids), request.max_tokens)
+        insort(self._waiting, request, key=_order)
+        prompt = request.encoder_token_ids or request.prompt_token_ids
+        # What an encoder makes of its input is shared as a whole or not at all.
+        shared = num_slots or len(prompt) // self._config.tokens_per_block * self._config.tokens_per_block
+        # The other samples of a prompt wait for the first one anyway.
+        if self._config.enable_prefix_caching and shared >= _WORTH_WAITING and request.index == 0:
+            # A hash will do: of two prompts that share one, the second waits for nothing.
+            self._prompts[request.request_id] = hash((request.salt, prompt[:shared]))
+
+    def schedule(self) -> ScheduledStep | None:
+        """Takes the blocks of the next step and returns it, or None when nothing can run before a step retires."""
+        decodable = self._decodable()
+        if self._in_turns:
+            step = None if self._prefilled_last and decodable else self._schedule_prefill([])
+            self._prefilled_last = step is not None
+            step = step or self._schedule_decode() or self._schedule_prefill([])
+        else:
+            step = self._schedule_prefill(decodable) or self._schedule_decode()
+        if step is None and all(_remaining(request) > 1 for request in self._running):
+            # Whoever decoded was preempted, and blocks are free; or samples that wait hold what a prompt lacks.
+            step = self._schedule_prefill([]) or (self._schedule_prefill([]) if self._drop_waiting() else None)
+        if step is not None:
+            for row in step.rows:
+                row.request.num_computed_tokens = row.start + row.num_new_tokens
+                self._fork(row.request)
+        return step
+
+    def finish(self, request: Request) -> None:
+        """Forgets a request that ended; its blocks are free when no step in flight uses them."""
+        request.move(RequestState.FINISHED)
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._forget_first(request)
+        self._guesses.forget(request.request_id)
+        self._prompts.pop(request.request_id, None)
+        if request.request_id in self._registered:
+            self._registered.remove(request.request_id)
+            self._to_resume.discard(request.request_id)
+            self._swapped.discard(request.request_id)
+            self._cache.finish(request.request_id)
+
+    def _schedule_prefill(self, decodable: Sequence[Request]) -> ScheduledStep | None:
+        """Takes the blocks of prompts and of a token of each request that decodes beside them; None if none runs."""
+        prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
+        decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request in decodable]
+        while prompts:
+            rows = [*decoding, *prompts]
+            try:
+                committed = self._cache.step([(row.request.request_id, row.num_new_tokens) for row in rows])
+            except OutOfBlocks:
+                self._hold_back(prompts.pop().request)
+                continue
+            for row in prompts:
+                if row.request.state is not RequestState.RUNNING:
+                    self._start(row.request)
+            return ScheduledStep(tuple(rows), committed)
+        return None
+
+    def _start(self, request: Request) -> None:
+        self._waiting.remove(request)
+        # In their order, so that those of a group stand side by side.
+        insort(self._running, request, key=_order)
+        request.move(RequestState.RUNNING)
+        cached = request.num_computed_tokens
+        event(logging.DEBUG, "request_started", request_id=request.request_id, num_cached_tokens=cached)
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and not request.output_token_ids:
+            self._first_of.setdefault(prompt, request)
+
+    def _prefill_candidates(self, budget: int) -> list[ScheduledRow]:
+        """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
+        places = self._config.max_num_seqs - len(self._running)
+        stats = self._cache.stats()
+        room = (stats.free + stats.cached) // len(self._cache.config.layouts) * self._config.tokens_per_block
+        rows: list[ScheduledRow] = []
+        longest = 0
+        for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
+            is_new, held = request.state is not RequestState.RUNNING, self._holds_blocks(request)
+            if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
+                break
+            if is_new:
+                try:
+                    self._register(request)
+                except OutOfBlocks:
+                    break
+                places -= 1
+            start = request.num_computed_tokens
+            # Forks take over all but the last token, which each sample computes for itself.
+            num_new = min(budget, _remaining(request) - bool(request.followers)) if start >= 0 else -start
+            # An encoder's input comes whole, and beside others alone.
+            if num_new > budget or (rows and rows[0].encodes != (start < 0)):
+                # What it found cached just now an older one may be short of; what a sample shares it keeps.
+                if not held:
+                    self._hold_back(request)
+                break
+            longest = max(longest, num_new)
+            if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
+                self._hold_back(request)
+                break
+            rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
+            budget -= num_new
+            room -= num_new
+        return rows
+
+    def _admissible(self) -> Iterator[Request]:
+        """Yields who waits for a place, without those who had better wait for what another one is computing."""
+        computing = {prompt for prompt, first in self._first_of.items() if not first.output_token_ids}
+        for request in [request for request in self._waiting if not request.awaits_fork]:
+            prompt = self._prompts.get(request.request_id)
+            if prompt is None or prompt not in computing:
+                if prompt is not None and prompt not in self._first_of:
+                    computing.add(prompt)
+                yield request
+
+    def _holds_blocks(self, request: Request) -> bool:
+        seq_id = request.request_id
+        return seq_id in self._registered and seq_id not in self._to_resume and seq_id not in self._swapped
+
+    def _hold_back(self, request: Request) -> None:
+        if request.state is not RequestState.RUNNING:
+            # A prefix that it holds while it waits could be what an older request is short of.
+            self._drop_blocks(request)
+
+    def _schedule_decode(self) -> ScheduledStep | None:
+        num_steps, num_guesses = self._num_scheduler_steps, self._config.num_speculative_tokens
+        if self._waiting and len(self._running) < self._config.max_num_seqs:
+            num_steps = 1
+        while rows := self._decodable():
+            wanted = [request.num_wanted_tokens for request in rows]
+            # With half of its steps unwanted a program would cost more than the host's work that it saves.
+            num_steps = num_steps if 2 * max(wanted) > num_steps else 1
+            # The last token that a request wants follows its guesses.
+            guesses = [
+                self._guesses.guess(request, min(num_guesses, most - 1))
+                for request, most in zip(rows, wanted, strict=True)
+            ]
+            counts = [min(most, num_steps) + len(some) for most, some in zip(wanted, guesses, strict=True)]
+            try:
+                committed = self._cache.step([(r.request_id, count) for r, count in zip(rows, counts, strict=True)])
+            except OutOfBlocks:
+                if num_steps > 1 or any(guesses):
+                    num_steps, num_guesses = 1, 0
+                    continue
+                if any(request.num_pending_tokens for request in self._running):
+                    return None
+                self._preempt(self._running[-1])
+                continue
+            scheduled = tuple(
+                ScheduledRow(request, request.num_computed_tokens, count, count, some)
+                for request, count, some in zip(rows, counts, guesses, strict=True)
+            )
+            return ScheduledStep(scheduled, committed, num_steps)
+        return None
+
+    def _decodable(self) -> list[Request]:
+        return [r for r in self._running if _remaining(r) == 1 and r.num_wanted_tokens > 0][: self._config.max_num_seqs]
+
+    def _register(self, request: Request) -> None:
+        seq_id = request.request_id
+        if seq_id in self._swapped:
+            self._move_blocks(self._cache.swap_in(seq_id))
+            self._swapped.remove(seq_id)
+        elif seq_id in self._to_resume:
+            request.num_computed_tokens = self._whole(request, self._cache.resume(seq_id))
+            self._to_resume.remove(seq_id)
+            # Others may have computed its prompt meanwhile.
+            self._fork(request)
+        elif seq_id not in self._registered:
+            # What an encoder makes of a token depends on all others, so blocks are shared by equal inputs alone.
+            found = self._add(request, repr(request.encoder_token_ids) if request.encoder_token_ids else "")
+            request.num_computed_tokens = self._whole(request, found)
+            if not request.output_token_ids:
+                request.num_cached_tokens = max(request.num_computed_tokens + len(request.encoder_token_ids), 0)
+            self._registered.add(seq_id)
+            self._fork(request)
+
+    def _whole(self, request: Request, num_found: int) -> int:
+        """Returns the computed tokens of a request that is registered; of an encoder's input part is as good as none.
+
+        Args:
+            request: just added or resumed.
+            num_found: slots whose contents are cached.
+        """
+        if 0 < num_found < request.num_encoder_slots:
+            self._cache.finish(request.request_id)
+            self._num_torn += 1
+            num_found = self._add(request, f"alone {self._num_torn}")
+        return num_found - request.num_encoder_slots
+
+    def _add(self, request: Request, shared_by: str) -> int:
+        """Tells the cache of a request; blocks are shared where `shared_by` is equal, too. Returns the slots found."""
+        keys = (hashlib.sha256(shared_by.encode()).digest(),) if shared_by else ()
+        return self._cache.add(request.request_id, request.cached_token_ids, salt=request.salt, extra_keys=keys)
+
+    def _fork(self, first: Request) -> None:
+        """Lets the other samples of a prompt share its blocks once all but its last token is computed or in flight."""
+        if first.followers and _remaining(first) == 1:
+            for request in first.followers:
+                if request.state is RequestState.WAITING and request.request_id not in self._registered:
+                    num_slots = self._cache.fork(first.request_id, request.request_id)
+                    request.num_computed_tokens = num_slots - request.num_encoder_slots
+                    request.num_cached_tokens = request.num_computed_tokens
+                    self._registered.add(request.request_id)
+            first.followers = []
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        is_swapped = self._swap_out(request)
+        if not is_swapped:
+            self._drop_blocks(request)
+        event(
+            logging.INFO,
+            "request_preempted",
+            request_id=request.request_id,
+            num_tokens=request.num_known_tokens,
+            is_swapped=is_swapped,
+        )
+        self._put_back(request)
+
+    def _forget_first(self, request: Request) -> None:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and self._first_of.get(prompt) is request:
+            del self._first_of[prompt]
+
+    def _drop_blocks(self, request: Request) -> None:
+        """Gives a request's blocks back; it is computed again from what is cached of it then."""
+        self._cache.preempt(request.request_id)
+        self._to_resume.add(request.request_id)
+        request.num_computed_tokens = 0
+
+    def _drop_waiting(self) -> bool:
+        """Takes the blocks of those who hold some while they wait: forks, which nobody may have scheduled yet."""
+        waiting = list(filter(self._holds_blocks, self._waiting))
+        for request in waiting:
+            self._drop_blocks(request)
+        return bool(waiting)
+
+    def _swap_out(self, request: Request) -> bool:
+        if not self._config.num_host_blocks:
+            return False
+        try:
+            self._move_blocks(self._cache.swap_out(request.request_id))
+        except OutOfBlocks:
+            return False
+        self._swapped.add(request.request_id)
+        return True
+
+    def _put_back(self, request: Request) -> None:
+        self._forget_first(request)
+        request.move(RequestState.PREEMPTED)
+        request.num_pending_tokens = 0
+        insort(self._waiting, request, key=_order)
+
+
+_order = attrgetter("order")
+
+
+def _remaining(request: Request) -> int:
+    return request.num_tokens - request.num_computed_tokens

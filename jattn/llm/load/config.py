@@ -1,0 +1,247 @@
+"""config.json to ModelConfig and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.llm.load.config_keys import FILE, REQUIRED_FIELDS, checked_keys, family_of_file, language_part
+from jattn.llm.load.families import Family, known_families
+from jattn.llm.load.generation import forced_token, token_ids
+from jattn.llm.load.rope import read_rope, write_rope
+from jattn.llm.models.config import SIZE_LIMITS, ModelConfig
+from jattn.llm.models.parts import LatentConfig, MoEConfig
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import QUERY_DTYPES
+
+__all__ = ["family_of", "parse_config", "render_config"]
+
+#: What an encoder does not have.
+_OF_LOGITS = ("decoder_start_token_id", "forced_bos_token_id", "logits_bias", "logits_scale", "tie_word_embeddings")
+
+
+def parse_config(raw: dict[str, Any]) -> ModelConfig:
+    """Builds the config of a supported model from the object in its config.json.
+
+    `dtype` is the one in which the file says its weights are stored (float32 when it says nothing). What the file
+    leaves out has the value that transformers gives it.
+
+    Args:
+        raw: the parsed JSON object; not changed.
+
+    Raises:
+        InvalidInput: a missing, unknown or wrong value; the message names the key.
+        Unsupported: a valid model that this build does not serve.
+
+    Example:
+        >>> raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 64,
+        ...        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        ...        "max_position_embeddings": 512, "torch_dtype": "bfloat16"}
+        >>> config = parse_config(raw)
+        >>> config.head_dim, config.num_key_value_heads, config.dtype
+        (16, 4, 'bfloat16')
+    """
+    family = family_of_file(raw)
+    raw = checked_keys(language_part(raw, family), family)
+    options = dict(family.options)
+    for name, key in family.all_keys.items():
+        if name in raw:
+            options |= dict.fromkeys(key.fields, key.read(raw[name]))
+    # Before anything is counted out, layer by layer.
+    for name in REQUIRED_FIELDS:
+        check_int(f"{FILE}: {_key_of(name, family, raw)}", options[name], 1, SIZE_LIMITS[name])
+    if options.get("num_key_value_heads") is None:
+        options["num_key_value_heads"] = options["num_attention_heads"]
+    if options.get("head_dim") is None:
+        options["head_dim"] = _derived_head_dim(options)
+    forced, is_served = forced_token(raw.get("forced_eos_token_id"))
+    if not is_served:
+        warnings.warn(f"{FILE} has forced_eos_token_id, whose effect is missing here.", stacklevel=2)
+    try:
+        if family.derive is not None:
+            options |= family.derive(raw)
+        options |= read_rope(raw, family, options["max_position_embeddings"]) | _windows(raw, family)
+        options["dtype"] = _stored_dtype(raw)
+        parts = {part: _popped(options, f"{part}.") for part in ("moe", "latent", "encoder")}
+        for part, kind in (("moe", MoEConfig), ("latent", LatentConfig)):
+            if parts[part]:
+                options[part] = kind(**parts[part])
+        if parts["encoder"]:
+            options["encoder"] = _encoder(options, parts["encoder"])
+        return ModelConfig(
+            **options,
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+            forced_eos_token_id=forced,
+            architecture=family.architecture,
+        )
+    except (InvalidInput, Unsupported) as error:
+        name, space, rest = str(error).partition(" ")
+        raise type(error)(f"{FILE}: {_key_of(name, family, raw)}{space}{rest}") from None
+    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+        raise InvalidInput(f"{FILE}: values of {family.architecture} do not fit each other ({error}).") from None
+
+
+def render_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
+    """Returns the config.json object that `parse_config`, and transformers, read as this config.
+
+    It is of the architecture that the config was read as; a config that was built by hand becomes the first known one
+    that has its options.
+
+    Args:
+        config: of the model.
+        dtype: in which the weights are stored.
+
+    Raises:
+        Unsupported: no supported architecture has this combination of options.
+    """
+    return _rendered(config, dtype)[1]
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Returns the family that a config was read as, or under which `render_config` stores one that was built by hand.
+
+    Raises:
+        Unsupported: none has this combination of options.
+    """
+    known = known_families()
+    return known[config.architecture] if config.architecture in known else _rendered(config, config.dtype)[0]
+
+
+def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
+    known = known_families()
+    tried = [known[config.architecture]] if config.architecture in known else list(known.values())
+    differing: list[str] = []
+    for family in tried:
+        rendered = _render(config, family, dtype)
+        try:
+            again = parse_config(rendered)
+        except (InvalidInput, Unsupported):
+            continue
+        wanted = dataclasses.replace(config, dtype=dtype)
+        if again == wanted:
+            return family, rendered
+        fields = [field.name for field in dataclasses.fields(ModelConfig) if field.compare]
+        found = [name for name in fields if getattr(again, name) != getattr(wanted, name)]
+        differing = min(differing or found, found, key=len)
+    asked = ", ".join(f"{name}={shown(getattr(config, name))}" for name in differing) or "options"
+    raise Unsupported(
+        f"config has {asked}; no supported architecture of {', '.join(f.architecture for f in tried)} stores that."
+    )
+
+
+def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    rendered: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": dtype,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "forced_eos_token_id": config.forced_eos_token_id,
+        # transformers' own default may lie outside the vocabulary.
+        "pad_token_id": None,
+        **family.inert,
+    }
+    for name, key in family.all_keys.items():
+        place, _, attribute = key.fields[0].rpartition(".")
+        source = getattr(config, place) if place else config
+        if source is not None:
+            rendered[name] = key.write(getattr(source, attribute))
+    if config.nope_layers:
+        rendered["no_rope_layers"] = [int(index not in config.nope_layers) for index in range(config.num_hidden_layers)]
+    elif family.model_type == "smollm3":
+        rendered["no_rope_layers"] = [1] * config.num_hidden_layers
+    return rendered | write_rope(config, family) | _write_windows(config, family)
+
+
+def _key_of(name: str, family: Family, raw: Mapping[str, Any]) -> str:
+    """Returns what the file calls a field whose value it holds as it is; the field's own name otherwise."""
+    fields = {name, f"moe.{name}", f"latent.{name}"}
+    own = (key for key, entry in family.all_keys.items() if entry.is_plain and fields & {*entry.fields})
+    return next((key for key in own if key in raw), name)
+
+
+def _popped(options: dict[str, Any], prefix: str) -> dict[str, Any]:
+    own = [name for name in options if name.startswith(prefix)]
+    return {name.removeprefix(prefix): options.pop(name) for name in own}
+
+
+def _encoder(options: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
+    """Returns the config of a decoder's encoder: the same but for its own keys and what is about logits."""
+    shared = {name: value for name, value in options.items() if name not in _OF_LOGITS}
+    try:
+        return ModelConfig(**{**shared, **own, "is_encoder": True})
+    except (InvalidInput, Unsupported) as error:
+        raise type(error)(f"of the encoder, {error}") from None
+
+
+def _derived_head_dim(options: Mapping[str, Any]) -> int:
+    hidden_size, num_heads = options["hidden_size"], options["num_attention_heads"]
+    if hidden_size % num_heads:
+        raise InvalidInput(
+            f"{FILE}: hidden_size is {hidden_size}, not a multiple of num_attention_heads ({num_heads}); "
+            "give head_dim explicitly."
+        )
+    return hidden_size // num_heads
+
+
+def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the window of all layers, or of each, from what the file says and the family's pattern."""
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
+    is_used = raw.get("use_sliding_window", True)
+    if not isinstance(is_used, bool):
+        raise InvalidInput(f"use_sliding_window is {shown(is_used)}; it must be true or false.")
+    if types is not None and (
+        not isinstance(types, list)
+        or len(types) != count
+        or any(kind not in ("sliding_attention", "full_attention", *family.layer_types) for kind in types)
+    ):
+        raise InvalidInput(
+            f"layer_types is {shown(types)}; it must have 'full_attention' or 'sliding_attention' for each of the "
+            f"{count} layers."
+        )
+    if family.windows is None:
+        asked = {
+            "sliding_window": window is not None and raw.get("use_sliding_window") is not False,
+            "use_sliding_window": raw.get("use_sliding_window") is True,
+            "layer_types": "sliding_attention" in (types or ()),
+        }
+        for name in (name for name, is_asked in asked.items() if is_asked):
+            raise Unsupported(f"{name} is {shown(raw[name])}; {family.architecture} has no windows.")
+        return {}
+    if window is None or not is_used:
+        return {}
+    if types is not None and family.windows != "all":
+        slides = [kind == "sliding_attention" for kind in types]
+    else:
+        slides = [family.windows == "all" or family.windows(layer, raw) for layer in range(count)]  # type: ignore[operator]
+    if all(slides):
+        return {"sliding_window": window}
+    return {"layer_windows": tuple(window if slide else None for slide in slides)} if any(slides) else {}
+
+
+def _write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    windows = [config.window_of(layer) for layer in range(config.num_hidden_layers)]
+    window = next((window for window in windows if window is not None), None)
+    if family.windows is None:
+        return {}
+    written: dict[str, Any] = {"sliding_window": window}
+    if "use_sliding_window" in family.defaults:
+        written["use_sliding_window"] = window is not None
+    if family.windows != "all":
+        written["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+    return written
+
+
+def _stored_dtype(raw: Mapping[str, Any]) -> str:
+    given = {key: raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None}
+    if len(set(map(str, given.values()))) > 1:
+        raise InvalidInput(f"torch_dtype and dtype differ ({shown(given)}).")
+    name = next(iter(given.values()), "float32")
+    if not isinstance(name, str) or name not in QUERY_DTYPES:
+        raise Unsupported(f"{next(iter(given))} is {shown(name)}; it must be one of {', '.join(QUERY_DTYPES)}.")
+    return name

@@ -1,0 +1,218 @@
+"""The keys of config.json: which ones a family's file may have, which it must, and what is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from jattn.llm.load.families import Family, known_families, nearest_family
+from jattn.llm.load.ignored_keys import IGNORED
+from jattn.llm.load.rope import ROPE_NAMES
+from jattn.llm.models.config import SIZE_LIMITS
+from jattn.llm.models.parts import LatentConfig, MoEConfig
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = [
+    "FILE",
+    "QUANT_METHODS",
+    "REQUIRED_FIELDS",
+    "checked_keys",
+    "family_of_file",
+    "is_whole",
+    "language_part",
+]
+
+FILE = "config.json"
+#: Fields that every file sets, under whatever key.
+REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_value_heads", "head_dim"))
+#: Of the parts that a family may have, what none is made without.
+_REQUIRED_OF_PARTS = tuple(
+    f"{part}.{field.name}"
+    for part, kind in (("moe", MoEConfig), ("latent", LatentConfig))
+    for field in dataclasses.fields(kind)
+    if field.default is dataclasses.MISSING
+)
+#: How weights may be quantised; they are read as numbers of the model's dtype.
+QUANT_METHODS = ("fp8", "mxfp4", "compressed-tensors")
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
+#: Keys that every file may have besides those that set a field.
+_STRUCTURE = (
+    "architectures",
+    "model_type",
+    *ROPE_NAMES,
+    *_WINDOW_KEYS,
+    "torch_dtype",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "forced_eos_token_id",
+    "quantization_config",
+)
+#: What holds for the language model of a whole.
+_OF_WHOLE = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
+#: What is read by the functions of a family.
+_DERIVED = ("decoder_sparse_step", "mlp_layer_types", "no_rope_layers", "no_rope_layer_interval")
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
+#: Keys with one value under which the model is the one that is computed here.
+_INERT = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+}
+
+
+def family_of_file(raw: dict[str, Any]) -> Family:
+    """Returns the family that a file names.
+
+    Raises:
+        InvalidInput: it names none, or one of another model_type.
+        Unsupported: an unknown one: with the nearest known and the keys that it lacks; code, or a quantisation that is
+            not read.
+    """
+    named = raw.get("architectures")
+    if not isinstance(named, list) or len(named) != 1:
+        raise InvalidInput(f"{FILE}: architectures is {shown(named)}; it must be a list of one name.")
+    known = known_families()
+    wholes = {family.whole.architecture: family for family in known.values() if family.whole is not None}
+    also = wholes | {name: family for family in known.values() for name in family.also}
+    if not isinstance(named[0], str) or named[0] not in known | also:
+        nearest = nearest_family(str(named[0])[:200], lambda family: len(_unread(raw, family)))
+        unread = sorted(_unread(raw, nearest))
+        missing = f"which has no {', '.join(map(shown, unread[:8]))}" if unread else "which reads each key of this file"
+        raise Unsupported(
+            f"{FILE}: architectures[0] is {shown(named[0])}; the nearest that this build has is "
+            f"{nearest.architecture}, {missing}. It has {', '.join(known)}. jattn.llm.load.register_family adds "
+            f"another."
+        )
+    family = (also | known)[named[0]]
+    if raw.get("auto_map") is not None and not family.brings_code:
+        raise Unsupported(f"{FILE} has auto_map; code from a model folder is never run.")
+    _check_quantization(raw.get("quantization_config"))
+    model_type = family.model_type if family.whole is None or named[0] not in wholes else family.whole.model_type
+    if raw.get("model_type", model_type) != model_type:
+        raise InvalidInput(f"{FILE}: model_type is {shown(raw['model_type'])}; {named[0]} needs {model_type!r}.")
+    return family
+
+
+def is_whole(raw: dict[str, Any], family: Family) -> bool:
+    """Returns whether the file is of an architecture that has a model of the family."""
+    return family.whole is not None and raw.get("architectures") == [family.whole.architecture]
+
+
+def language_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns what the family's own file would hold: of a whole, its text_config, and the whole otherwise.
+
+    Raises:
+        InvalidInput: no text_config, or one of another model_type.
+    """
+    if family.whole is None or not is_whole(raw, family):
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise InvalidInput(f"{FILE}: text_config is {shown(text)}; {family.whole.architecture} needs an object.")
+    if text.get("model_type", family.model_type) != family.model_type:
+        raise InvalidInput(
+            f"{FILE}: text_config.model_type is {shown(text['model_type'])}; this build reads the language model of "
+            f"{family.whole.architecture} where it is {family.model_type!r}."
+        )
+    common = {key: raw[key] for key in _OF_WHOLE if raw.get(key) is not None}
+    return {**family.whole.defaults, **text, **common, "architectures": [family.architecture]}
+
+
+def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the keys that say something, with the family's defaults for those that the file leaves out.
+
+    Raises:
+        InvalidInput: a key is missing or unknown, or holds what no function of a family could read.
+        Unsupported: a key of one value has another.
+    """
+    allowed, inert = _allowed(family), _INERT | dict(family.inert)
+    for key in inert.keys() - allowed | family.inert.keys():
+        value, expected = raw.get(key), inert[key]
+        if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
+            known = str(expected).lower() if isinstance(expected, bool) else repr(expected)
+            raise Unsupported(f"{FILE}: {key} is {shown(value)}; this build has {known}.")
+    known = {*allowed, *IGNORED, *family.ignored, *inert}
+    unknown = sorted(key for key, value in raw.items() if value is not None and key not in known)
+    if unknown:
+        named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
+        raise InvalidInput(
+            f"{FILE} has unknown keys: {named}; hf_overrides={{{shown(unknown[0])}: None}} loads without one. "
+            f"Keys that are read: {', '.join(sorted(allowed))}. "
+            f"Keys that are ignored: {', '.join((*IGNORED, *family.ignored))}. "
+            f"Keys of one value: {', '.join(inert)}."
+        )
+    given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
+    for alias, key in family.aliases.items():
+        if alias in given:
+            given.setdefault(key, given.pop(alias))
+    required = [
+        name
+        for name, key in family.all_keys.items()
+        if {field.removeprefix("encoder.") for field in key.fields} & {*REQUIRED_FIELDS, *_REQUIRED_OF_PARTS}
+    ]
+    missing = [key for key in required if key not in given and key not in family.defaults]
+    if missing:
+        raise InvalidInput(f"{FILE} lacks {', '.join(missing)}.")
+    for key, default in family.defaults.items():
+        if callable(default) and given.get(key) is None:
+            # Of a value that is no number nothing follows; what is wrong with it is said where it is checked.
+            with contextlib.suppress(TypeError):
+                given[key] = default(given)
+        elif not callable(default):
+            given.setdefault(key, default)
+    _check_derived(given, family)
+    return given
+
+
+def _unread(raw: dict[str, Any], family: Family) -> set[str]:
+    return set(raw) - _allowed(family) - {*IGNORED, *family.ignored, *_INERT, *family.inert}
+
+
+def _check_quantization(given: Any) -> None:
+    if given is None:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if method not in QUANT_METHODS:
+        raise Unsupported(
+            f"{FILE}: quantization_config.quant_method is {shown(method)}; this build reads {', '.join(QUANT_METHODS)}."
+        )
+    if method == "fp8" and given.get("weight_block_size") not in (None, [128, 128]):
+        raise Unsupported(
+            f"{FILE}: quantization_config.weight_block_size is {shown(given.get('weight_block_size'))}; this build "
+            "reads [128, 128], or one scale for a tensor or an output."
+        )
+    if method == "compressed-tensors" and given.get("format") != "float-quantized":
+        raise Unsupported(
+            f"{FILE}: quantization_config.format is {shown(given.get('format'))}; this build reads float-quantized."
+        )
+
+
+def _allowed(family: Family) -> set[str]:
+    windows = set() if family.windows is None else set(_PATTERNS)
+    derived = set() if family.derive is None else set(_DERIVED)
+    return {*_STRUCTURE, *family.all_keys, *family.aliases, *family.rope_keys.values(), *windows, *derived}
+
+
+def _check_derived(given: dict[str, Any], family: Family) -> None:
+    """Checks what functions of a family read before anything else looks at it; a null flag is its default."""
+    for name, default in family.defaults.items():
+        if isinstance(default, bool) and name not in _WINDOW_KEYS:
+            given[name] = default if given[name] is None else given[name]
+            if not isinstance(given[name], bool):
+                raise InvalidInput(f"{FILE}: {name} is {shown(given[name])}; it must be true or false.")
+    for name in ("decoder_sparse_step", "no_rope_layer_interval"):
+        if given.get(name) is not None:
+            check_int(f"{FILE}: {name}", given[name], 1, SIZE_LIMITS["num_hidden_layers"])
+    for name in ("mlp_only_layers", "no_rope_layers"):
+        layers = given.get(name)
+        if layers is not None and not (isinstance(layers, list) and all(isinstance(each, int) for each in layers)):
+            raise InvalidInput(f"{FILE}: {name} is {shown(layers)}; it must be a list of whole numbers, or null.")

@@ -1,0 +1,78 @@
+"""BART (arXiv:1910.13461): an encoder and a decoder with learned positions and norms behind each sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.llm.load.families.family import Family, Key, attention_names, stack_names
+
+__all__ = ["BART"]
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_BIASES = ("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias", "logits_bias")
+#: What only its descendants have.
+_OFF = ("normalize_before", "add_final_layer_norm", "static_position_embeddings")
+
+
+def _embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"embedding_multiplier": raw["d_model"] ** 0.5 if raw.get("scale_embedding") else 1.0}
+
+
+BART = Family(
+    architecture="BartForConditionalGeneration",
+    model_type="bart",
+    keys={
+        "d_model": "hidden_size",
+        "encoder_layers": "encoder.num_hidden_layers",
+        "encoder_ffn_dim": "encoder.intermediate_size",
+        "encoder_attention_heads": Key(("encoder.num_attention_heads", "encoder.num_key_value_heads")),
+        "decoder_layers": "num_hidden_layers",
+        "decoder_ffn_dim": "intermediate_size",
+        "decoder_attention_heads": "num_attention_heads",
+        "activation_function": "hidden_act",
+        "scale_embedding": Key("embedding_multiplier", write=lambda scale: scale != 1),
+        **{name: name for name in ("decoder_start_token_id", "forced_bos_token_id")},
+    },
+    defaults={
+        "max_position_embeddings": 1024,
+        "activation_function": "gelu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "forced_eos_token_id": 2,
+        "decoder_start_token_id": 2,
+    },
+    options={
+        "rms_norm_eps": 1e-5,
+        "norm_type": "layer_norm",
+        "norm_placement": "residual",
+        "final_norm": False,
+        "embedding_norm": True,
+        "position_embedding": "learned",
+        "position_offset": 2,
+        "gated_mlp": False,
+    }
+    | dict.fromkeys(_BIASES, True),
+    derive=_embedding,
+    absent=("head_dim", "num_key_value_heads"),
+    inert={"is_encoder_decoder": True, "normalize_embedding": True} | dict.fromkeys(_OFF, False),
+    # The encoder's again.
+    ignored=("num_hidden_layers",),
+    names={
+        "embed_tokens": "model.shared",
+        "attention_output_norm": "self_attn_layer_norm",
+        "cross_attention_norm": "encoder_attn_layer_norm",
+        "mlp.up_proj": "fc1",
+        "mlp.down_proj": "fc2",
+        "mlp_output_norm": "final_layer_norm",
+    }
+    | attention_names("self_attn", "self_attn", _PROJECTIONS)
+    | attention_names("cross_attn", "encoder_attn", _PROJECTIONS)
+    | stack_names(
+        {"layer": "layers.{layer}.", "position_embedding": "embed_positions", "embedding_norm": "layernorm_embedding"},
+        "model.",
+    ),
+    # The embedding again, and a number that old writers left.
+    unread=r"model\.(en|de)coder\.(embed_tokens\.weight|version)",
+)

@@ -1,0 +1,205 @@
+"""Family: how one architecture of Hugging Face's spells a ModelConfig, and what it calls its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jattn.llm.models.config import SIZE_LIMITS, ModelConfig
+
+__all__ = [
+    "BOTH_BIASES",
+    "INVERSE",
+    "INVERSE_SQUARE",
+    "Family",
+    "Key",
+    "Whole",
+    "attention_names",
+    "every",
+    "stack_names",
+]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of config.json.
+
+    Attributes:
+        field: of `ModelConfig`; of its `moe`, `latent` or `encoder` where it begins with that and a dot; several that
+            share a value in a tuple.
+        read: the value of the file to the field's.
+        write: the inverse.
+    """
+
+    field: str | tuple[str, ...]
+    read: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = _same
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields, as a tuple."""
+        return (self.field,) if isinstance(self.field, str) else self.field
+
+    @property
+    def is_plain(self) -> bool:
+        """The field has the file's value as it is."""
+        return self.read is _same
+
+
+def _numeric(function: Callable[[float], float], digits: int = 17) -> Callable[[Any], Any]:
+    """Returns a conversion that leaves alone what is no positive number: ModelConfig says what is wrong with it."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+            return value
+        result = float(f"{function(value):.{digits}g}")
+        return int(result) if result.is_integer() else result
+
+    return convert
+
+
+# What is written is rounded, so that 144 -> 1/12 -> 144 and not its neighbour; whole numbers are ints, as strict
+# readers want.
+#: The file divides by what is multiplied with here.
+INVERSE = (_numeric(lambda value: 1 / value), _numeric(lambda value: 1 / value, 12))
+#: The file has the number whose inverse root is multiplied with here.
+INVERSE_SQUARE = (_numeric(lambda value: value**-0.5), _numeric(lambda value: value**-2, 12))
+BOTH_BIASES = Key(("attention_bias", "attention_output_bias"))
+#: Keys that every family reads unless its own keys name the field.
+_COMMON_KEYS = {name: Key(name) for name in (*SIZE_LIMITS, "rms_norm_eps", "hidden_act", "tie_word_embeddings")}
+#: What tensors are called by module of the decoder, behind the prefix of a layer: Llama's names.
+_NAMES: dict[str, str | tuple[str, ...]] = {
+    "embed_tokens": "model.embed_tokens",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+    "layer": "model.layers.{layer}.",
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """An architecture that has a model of the family, and reads pictures besides.
+
+    Attributes:
+        architecture: as config.json names it; what the family's own file would say stands in its text_config.
+        model_type: likewise.
+        defaults: values of keys that text_config may leave out.
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What is different about one architecture; everything is data but a few small functions of the file's values.
+
+    Attributes:
+        architecture: as config.json names it.
+        model_type: likewise.
+        keys: of config.json beyond the common ones, and the fields they set; a bare name is a field of that name.
+        defaults: values of keys that a file may leave out; a function gets the file's values, and stands for null too.
+        options: fields of `ModelConfig` that are so in every model of the family.
+        derive: further fields, from the file's values.
+        absent: common keys that the family does not have.
+        aliases: other names of keys, as some files spell them.
+        inert: keys with the one value that is computed here.
+        ignored: keys of published files that change nothing, whatever their value: transformers does not read them.
+        also: further architectures whose files have these weights among others.
+        whole: one whose language model is of this family; it is read alone.
+        windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
+            that says which layers have the window where no layer_types does.
+        layer_types: what files call layers that see all, besides "full_attention".
+        rope_keys: what the file calls rope_theta, partial_rotary_factor and rope_local_base_freq, where it is another
+            name; partial_rotary_factor and rope_local_base_freq are read by families that name them, the second as
+            "rope_parameters" where it stands only there, by kind of layer.
+        names: of tensors by module of the decoder, where they are not those of `_NAMES`; a tuple for joined pieces.
+            Behind "encoder." stands what differs in an encoder.
+            "{expert}" counts experts; a name of experts without it holds all of them, as [experts, in, out].
+        names_of: those that depend on the model's config.
+        prefix: of tensor names, which files of the model without its head leave out.
+        order: of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key head,
+            then that key and its value), "alternating" (gate and up by turns).
+        in_out: linear layers are stored [in, out].
+        rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
+        brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
+        unread: a regular expression of tensors that files may have and that nothing here is computed with; "{layers}"
+            is the number of layers, and so the index of what follows the last one.
+    """
+
+    architecture: str
+    model_type: str
+    keys: Mapping[str, str | Key] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    absent: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    inert: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    whole: Whole | None = None
+    windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
+    layer_types: tuple[str, ...] = ()
+    rope_keys: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
+    prefix: str = "model."
+    order: Mapping[str, str] = field(default_factory=dict)
+    in_out: bool = False
+    rotates_neighbours: bool = False
+    brings_code: bool = False
+    unread: str = ""
+
+    @property
+    def all_keys(self) -> dict[str, Key]:
+        """Every key of config.json that sets a field."""
+        own = {name: Key(key) if isinstance(key, str) else key for name, key in self.keys.items()}
+        named = {name for key in own.values() for name in key.fields} | {*self.options, *self.absent}
+        return {name: key for name, key in _COMMON_KEYS.items() if key.field not in named} | own
+
+    def tensor_name(self, module: str, config: ModelConfig) -> str | tuple[str, ...]:
+        """Returns what the file calls a module of the decoder, or of its encoder: one name, or those of its pieces."""
+        names = {**_NAMES, **self.names, **self.names_of(config)}
+        own = names.get(module, module)
+        return names.get(f"encoder.{module}", own) if config.is_encoder else own
+
+
+def attention_names(module: str, where: str, pieces: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
+    """Returns the names of an attention layer's tensors: of queries, keys, values and the output.
+
+    Example:
+        >>> attention_names("cross_attn", "attn", "qkvo")["cross_attn.kv_proj"]
+        ('attn.k', 'attn.v')
+    """
+    query, key, value, output = (f"{where}.{piece}" for piece in pieces)
+    if module == "self_attn":
+        return {"self_attn.qkv_proj": (query, key, value), "self_attn.o_proj": output}
+    return {f"{module}.q_proj": query, f"{module}.kv_proj": (key, value), f"{module}.o_proj": output}
+
+
+def stack_names(names: Mapping[str, str], prefix: str = "") -> dict[str, str]:
+    """Returns the names of what decoder and encoder both have, behind `decoder.` and `encoder.` in the file.
+
+    Example:
+        >>> stack_names({"norm": "final_layer_norm"})
+        {'norm': 'decoder.final_layer_norm', 'encoder.norm': 'encoder.final_layer_norm'}
+    """
+    return {
+        f"{part}{module}": f"{prefix}{part or 'decoder.'}{name}"
+        for part in ("", "encoder.")
+        for module, name in names.items()
+    }
+
+
+def every(count: int) -> Callable[[int, Mapping[str, Any]], bool]:
+    """Returns the pattern in which every `count`-th layer sees everything and the others have the window."""
+    return lambda layer, raw: bool((layer + 1) % count)

@@ -1,0 +1,67 @@
+"""Gemma 1 (arXiv:2403.08295) and 2 (arXiv:2408.00118)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.llm.load.families.family import BOTH_BIASES, INVERSE_SQUARE, Family, Key, every
+
+__all__ = ["DEFAULTS", "GEMMA", "GEMMA2", "IGNORED", "INERT", "KEYS", "NAMES", "scaled_embedding"]
+
+
+def scaled_embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the factor that all of them put on embeddings."""
+    return {"embedding_multiplier": raw["hidden_size"] ** 0.5}
+
+
+KEYS = {
+    "attention_bias": BOTH_BIASES,
+    "hidden_activation": "hidden_act",
+    "query_pre_attn_scalar": Key("attention_scale", *INVERSE_SQUARE),
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+NAMES = {
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+INERT = {"use_bidirectional_attention": False}
+#: hidden_activation is read in its place.
+IGNORED = ("hidden_act",)
+
+GEMMA = Family(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    # The first files say "gelu" and mean its approximation; transformers reads them so.
+    keys={
+        "attention_bias": BOTH_BIASES,
+        "hidden_act": Key("hidden_act", lambda name: "gelu_pytorch_tanh" if name == "gelu" else name),
+    },
+    defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256},
+    options={"norm_type": "gemma_rms_norm"},
+    derive=scaled_embedding,
+    inert=INERT,
+    ignored=("hidden_activation",),
+)
+
+GEMMA2 = Family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    keys=KEYS,
+    defaults=DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    options={"norm_type": "gemma_rms_norm", "norm_placement": "both"},
+    derive=scaled_embedding,
+    inert=INERT,
+    ignored=(*IGNORED, "sliding_window_size"),
+    windows=every(2),
+    names=NAMES,
+)

@@ -1,0 +1,71 @@
+"""GPT-2, and StarCoder 2 (arXiv:2402.19173): layer norms with a bias and a plain feed-forward part."""
+
+from __future__ import annotations
+
+from jattn.llm.load.families.family import Family, Key
+
+__all__ = ["GPT2", "STARCODER2"]
+
+_OPTIONS = {"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False}
+_BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    keys={
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "intermediate_size",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    defaults={
+        "n_inner": lambda raw: 4 * raw["n_embd"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    options=_OPTIONS | _BIASES | {"position_embedding": "learned"},
+    absent=("head_dim", "num_key_value_heads"),
+    inert={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    ignored=("n_special", "predict_special_tokens"),
+    names={
+        "embed_tokens": "transformer.wte",
+        "position_embedding": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "layer": "transformer.h.{layer}.",
+        "self_attn.qkv_proj": "attn.c_attn",
+        "self_attn.o_proj": "attn.c_proj",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "mlp.up_proj": "mlp.c_fc",
+        "mlp.down_proj": "mlp.c_proj",
+    },
+    prefix="transformer.",
+    in_out=True,
+)
+
+STARCODER2 = Family(
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    keys={"norm_epsilon": "rms_norm_eps", "use_bias": Key(tuple(_BIASES))},
+    defaults={
+        "norm_epsilon": 1e-5,
+        "use_bias": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    options=_OPTIONS,
+    windows="all",
+    ignored=(
+        "activation_function",
+        "layer_norm_epsilon",
+        "mlp_type",
+        "norm_type",
+        "scale_attention_softmax_in_fp32",
+        "scale_attn_weights",
+    ),
+    names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+)

@@ -1,0 +1,78 @@
+"""GPT-NeoX (arXiv:2204.06745) and BLOOM (arXiv:2211.05100): GPTs whose query, key and value lie together by head."""
+
+from __future__ import annotations
+
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key
+
+__all__ = ["BLOOM", "GPT_NEOX"]
+
+_OPTIONS = {"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False, "mlp_bias": True}
+_MLP = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+
+GPT_NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    keys={
+        "attention_bias": BOTH_BIASES,
+        "layer_norm_eps": "rms_norm_eps",
+        # One function by two names.
+        "hidden_act": Key("hidden_act", lambda name: "gelu_new" if name == "gelu_fast" else name),
+        "use_parallel_residual": Key(
+            "parallel_block", lambda used: "two_norms" if used else None, lambda kind: kind is not None
+        ),
+    },
+    defaults={
+        "attention_bias": True,
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.25,
+    },
+    options=_OPTIONS,
+    absent=("head_dim", "num_key_value_heads"),
+    rope_keys={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    names=_MLP
+    | {
+        "embed_tokens": "gpt_neox.embed_in",
+        "norm": "gpt_neox.final_layer_norm",
+        "lm_head": "embed_out",
+        "layer": "gpt_neox.layers.{layer}.",
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+    },
+    order={"self_attn.qkv_proj": "by_group"},
+)
+
+BLOOM = Family(
+    architecture="BloomForCausalLM",
+    model_type="bloom",
+    keys={"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "layer_norm_epsilon": "rms_norm_eps"},
+    defaults={
+        "intermediate_size": lambda raw: 4 * raw["hidden_size"],
+        "max_position_embeddings": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    options=_OPTIONS
+    | {
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "position_embedding": "alibi",
+        "embedding_norm": True,
+        "hidden_act": "gelu_new",
+    },
+    absent=("head_dim", "num_key_value_heads"),
+    aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    inert={"apply_residual_connection_post_layernorm": False},
+    names=_MLP
+    | {
+        "embed_tokens": "transformer.word_embeddings",
+        "embedding_norm": "transformer.word_embeddings_layernorm",
+        "norm": "transformer.ln_f",
+        "layer": "transformer.h.{layer}.",
+        "self_attn.qkv_proj": "self_attention.query_key_value",
+        "self_attn.o_proj": "self_attention.dense",
+    },
+    prefix="transformer.",
+    order={"self_attn.qkv_proj": "by_group"},
+)

@@ -1,0 +1,51 @@
+"""Llama 1 to 3, and those that differ in a number or two: Mistral, Granite, SmolLM3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.llm.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Whole
+
+__all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
+
+_BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
+
+LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES, ignored=("activation",))
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    defaults={"sliding_window": 4096},
+    windows="all",
+    whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
+)
+
+GRANITE = Family(
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    keys=_BIASES
+    | {
+        "embedding_multiplier": "embedding_multiplier",
+        "residual_multiplier": "residual_multiplier",
+        "attention_multiplier": "attention_scale",
+        "logits_scaling": Key("logits_scale", *INVERSE),
+    },
+    defaults={"attention_multiplier": 1.0},
+)
+
+
+def _without_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    layers, interval = raw["num_hidden_layers"], raw.get("no_rope_layer_interval") or 4
+    flags = raw.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
+    return {"nope_layers": tuple(index for index, rotates in enumerate(flags) if not rotates)}
+
+
+SMOLLM3 = Family(
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    keys=_BIASES,
+    defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "use_sliding_window": False},
+    derive=_without_rope,
+    windows=lambda layer, raw: layer in _without_rope(raw)["nope_layers"],
+)

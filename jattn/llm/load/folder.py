@@ -1,0 +1,168 @@
+"""Safe access to the files of a model folder: names, links, sizes and JSON are checked before anything is used."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["check_folder", "member", "read_given", "read_json", "read_object", "read_text"]
+
+# Of Gemma 3 tokenizer_config.json alone has 1.2 MB.
+_MAX_JSON_BYTES = 16 << 20
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns the folder as a resolved path.
+
+    A name like `org/name` that is no folder here is looked up in the cache of huggingface_hub, where that package is
+    installed; nothing is fetched.
+
+    Raises:
+        InvalidInput: it does not exist or is not a folder.
+    """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise InvalidInput(f"folder is a {type(folder).__name__}; it must be a path.")
+    path = Path(folder)
+    try:
+        if path.is_dir():
+            return path.resolve()
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"folder {str(path)[:100]!r} cannot be read: {error.args[-1]}.") from None
+    cached, reason = _cached_snapshot(folder) if isinstance(folder, str) else (None, "")
+    if cached is None:
+        raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder{reason}.")
+    return cached
+
+
+def read_given(name: str, path: str | os.PathLike[str]) -> str:
+    """Returns the text of a file that the user names, whatever folder it is in.
+
+    Raises:
+        InvalidInput: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{name} {str(path)!r} cannot be read: {error}.") from None
+
+
+def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str = "") -> Path | None:
+    """Returns the path of a regular file directly inside the folder, or None where there is no such name.
+
+    A link may lead to another file of the folder; in a snapshot of the Hugging Face hub, also to one of its cache
+    (`models--org--name`, or the `blobs` that all models of the cache share).
+
+    Args:
+        folder: of `check_folder`.
+        name: a plain file name; it may come from a file that someone else wrote.
+        max_bytes: refuse a larger file.
+        inside: a folder of this folder, of a name of ours, in which to look.
+
+    Raises:
+        InvalidInput: the name could leave the folder, leads out through a link, or is not a regular file.
+    """
+    if not name.isprintable() or name in ("", ".", "..") or any(mark in name for mark in "/\\:") or len(name) > 255:
+        raise InvalidInput(f"file name {name!r} is not a plain name inside the model folder.")
+    path = folder / inside / name
+    if not os.path.lexists(path):
+        return None
+    try:
+        resolved = Path(os.path.realpath(path, strict=True))
+        status = resolved.stat()
+    except OSError as error:
+        raise InvalidInput(f"{name} cannot be read: {error.strerror}.") from None
+    if not any(resolved.is_relative_to(home) for home in _homes(folder)):
+        raise InvalidInput(
+            f"{name} is a link that leads out of the model folder; copy the folder with its links followed."
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidInput(f"{name} is not a regular file.")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise InvalidInput(f"{name} has {status.st_size} bytes; at most {max_bytes} are read.")
+    return path
+
+
+def read_text(path: Path) -> str:
+    """Returns the file as text.
+
+    Raises:
+        InvalidInput: it is not UTF-8, or reading fails.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path.name} is not UTF-8 text (byte {error.start}).") from None
+    except OSError as error:
+        raise InvalidInput(f"{path.name} cannot be read: {error.strerror}.") from None
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of the folder, at most 16 mebibytes long.
+
+    Raises:
+        InvalidInput: there is no such file, it cannot be read, or it holds anything else.
+    """
+    file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
+    if file is None:
+        raise InvalidInput(f"the folder has no {name}.")
+    return read_json(read_text(file), name)
+
+
+def read_json(text: str, name: str) -> dict[str, Any]:
+    """Parses a JSON object strictly: no repeated keys, no NaN or Infinity.
+
+    Raises:
+        InvalidInput: the text is anything else; the message names the file by `name`.
+    """
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            counts = collections.Counter(key for key, _ in pairs)
+            raise InvalidInput(f"{name} has the key {counts.most_common(1)[0][0]!r} more than once.")
+        return result
+
+    def refuse_constant(text: str) -> NoReturn:
+        raise InvalidInput(f"{name} contains {text}, which is not JSON.")
+
+    try:
+        value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse_constant)
+    except InvalidInput:
+        raise
+    except RecursionError:
+        raise InvalidInput(f"{name} is nested too deeply.") from None
+    except ValueError as error:
+        raise InvalidInput(f"{name} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{name} holds a JSON {type(value).__name__}; it must be an object.")
+    return value
+
+
+def _cached_snapshot(name: str) -> tuple[Path | None, str]:
+    """Returns the downloaded snapshot of a model of the hub, or None and why there is none."""
+    if not _HUB_NAME.fullmatch(name):
+        return None, ""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return None, ", and without huggingface_hub its cache is not searched"
+    try:
+        return Path(snapshot_download(name, local_files_only=True)).resolve(), ""
+    except (OSError, ValueError):
+        return None, f", and the Hugging Face cache has no such model; fetch it with `hf download {name}`"
+
+
+def _homes(folder: Path) -> tuple[Path, ...]:
+    """The folders that the links of a model folder may lead to."""
+    cache = folder.parent.parent
+    if folder.parent.name == "snapshots" and cache.name.startswith("models--"):
+        return cache, cache.parent / "blobs"
+    return (folder,)

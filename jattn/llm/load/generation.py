@@ -1,0 +1,148 @@
+"""generation_config.json: how the makers of a model want it to be sampled, and which tokens begin and end a text."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from jattn.llm.load.folder import check_folder, member, read_object
+from jattn.llm.models.rope_scaling import check_number
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["GenerationDefaults", "forced_token", "load_generation_defaults", "token_ids"]
+
+_NAME = "generation_config.json"
+_RANGES = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 1e3)}
+# What would change a text and has no counterpart here, and the value that asks for nothing.
+_UNSERVED: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "constraints": None,
+    "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "watermarking_config": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What generation_config.json asks for; None where it says nothing. Names are those of `SamplingParams`.
+
+    Attributes:
+        temperature: 0 where the file says not to sample.
+        top_k: keep so many of the likeliest tokens; 0 for all.
+        top_p: keep the likeliest tokens up to this mass.
+        min_p: keep the tokens of at least this share of the likeliest one's probability.
+        repetition_penalty: of the logits of tokens that were there before.
+        max_tokens: new tokens at most.
+        bos_token_id: the token that starts a document.
+        eos_token_ids: the tokens that end a generation.
+        decoder_start_token_id: the token that a decoder behind an encoder starts with.
+        forced_bos_token_id: the one that always follows it.
+        forced_eos_token_id: the last one of a text that is as long as it may be; of a list of one its element.
+        unserved: keys of the file that would change a text and are not honoured.
+
+    Raises:
+        InvalidInput: a value out of range.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    unserved: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), low, high)
+        for name, low in (("top_k", 0), ("max_tokens", 1)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low, (1 << 31) - 1)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What was said about sampling, by keyword of `SamplingParams`."""
+        named = {name: getattr(self, name) for name in (*_RANGES, "top_k", "max_tokens")}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaults:
+    """Reads generation_config.json of a model folder; everything is None without one.
+
+    `max_length` is not looked at: it counts the prompt.
+
+    Raises:
+        InvalidInput: the file is broken or a value is out of range.
+    """
+    path = check_folder(folder)
+    if member(path, _NAME) is None:
+        return GenerationDefaults()
+    raw = read_object(path, _NAME)
+    values: dict[str, Any] = {"temperature": 0.0} if raw.get("do_sample") is False else {}
+    same = (
+        "top_k", "top_p", "min_p", "repetition_penalty", "bos_token_id", "decoder_start_token_id",
+        "forced_bos_token_id",
+    )  # fmt: skip
+    keys = {"max_new_tokens": "max_tokens"} | {name: name for name in same}
+    if raw.get("do_sample") is not False:
+        keys["temperature"] = "temperature"
+    values |= {name: raw.get(key) for key, name in keys.items()}
+    forced, is_served = forced_token(raw.get("forced_eos_token_id"))
+    values["forced_eos_token_id"] = forced
+    unserved = [name for name, none in _UNSERVED.items() if raw.get(name) not in (None, none, [], {})]
+    values["unserved"] = (*unserved, *([] if is_served else ["forced_eos_token_id"]))
+    try:
+        if raw.get("eos_token_id") is not None:
+            values["eos_token_ids"] = token_ids(raw["eos_token_id"], "eos_token_id")
+        return GenerationDefaults(**values)
+    except InvalidInput as error:
+        raise InvalidInput(f"{_NAME}: {error}") from None
+
+
+def forced_token(value: Any) -> tuple[Any, bool]:
+    """Returns the token that a list of one, or what is no list, forces, and whether nothing else was asked for.
+
+    Between several transformers chooses without looking at the model; here none is forced then.
+    """
+    if not isinstance(value, list):
+        return value, True
+    return value[0] if len(value) == 1 else None, len(value) < 2
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """Returns an id, a list of ids or null as a tuple; ranges are ModelConfig's to check.
+
+    Raises:
+        InvalidInput: anything else.
+    """
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if len(values) > 64 or any(isinstance(token, bool) or not isinstance(token, int) for token in values):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a token id, a list of at most 64, or null.")
+    return tuple(values)

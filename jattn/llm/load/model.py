@@ -1,0 +1,228 @@
+"""load_model: a Hugging Face folder to a Flax decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import track
+
+from jattn.llm.load.config import family_of, parse_config
+from jattn.llm.load.config_keys import is_whole
+from jattn.llm.load.folder import check_folder, read_object
+from jattn.llm.load.generation import load_generation_defaults
+from jattn.llm.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
+from jattn.llm.load.read_ahead import read_ahead
+from jattn.llm.load.safetensors_file import SafetensorsFile
+from jattn.llm.load.tokenizer import TextTokenizer, load_tokenizer
+from jattn.llm.load.weights import (
+    check_count,
+    check_weights,
+    find_weights,
+    is_quantized,
+    ranges_of,
+    read_kv_scales,
+    read_parameter,
+    read_places,
+    read_quantized,
+    with_tied_head,
+)
+from jattn.llm.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
+from jattn.llm.models.fp8 import Fp8Kernel, round_to_fp8
+from jattn.llm.models.quantized import dequantize, may_be_quantized
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import QUERY_DTYPES
+
+__all__ = ["embedded_model_folder", "load_model"]
+
+#: Tensors beside those of a language model.
+_NOT_LANGUAGE = r"(?!language_model\.|model\.language_model\.|lm_head\.).+"
+
+
+def embedded_model_folder() -> Path:
+    """Returns the folder of the small model that ships with the package."""
+    return Path(str(resources.files("jattn"))) / "assets"
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    implementation: str | None = None,
+    with_tokenizer: bool = True,
+    max_model_len: int | None = None,
+    mesh: Mesh | None = None,
+    parallel: TensorParallel | None = None,
+    progress: bool = False,
+    quantization: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
+    """Loads a Hugging Face folder of any family in `jattn.llm.load.known_families()`.
+
+    Everything is checked before the first array is made: config.json against a list of known keys, every
+    safetensors header against the shapes that follow from the config, the tokenizer against the vocabulary. Code,
+    pickles and links that leave the folder are refused. From generation_config.json only the ids of tokens are taken,
+    those that are forced too; they win over config.json's (`load_generation_defaults` has the rest).
+
+    Weights are mapped into memory and go to the device tensor by tensor, where they are cast, transposed and joined.
+    Those in FP8 (with scales by tensor, by output or by blocks of 128 x 128) and MXFP4 become numbers of `dtype` there,
+    or stay what they are.
+
+    Args:
+        folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name like
+            `org/name` that huggingface_hub has in its cache.
+        dtype: of parameters and computation: float32, bfloat16 or float16. None for the dtype that the config
+            names, but float32 where JAX's default device is a CPU, which has no fast arithmetic for the others.
+        implementation: of the paged ops; see `Decoder`.
+        with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
+        max_model_len: the longest sequence that will be computed, where it is shorter than the model's own. Models
+            with "longrope" have other frequencies where this is not above the context of their first training.
+        mesh: whose axis "tp" (or that of `parallel`) cuts the model; each device's part alone is read, into its memory.
+        parallel: how to cut; see `jattn.llm.models.shard_model`.
+        progress: show a bar on stderr.
+        quantization: "keep" leaves the weights of linear layers and experts that are stored in FP8 or MXFP4 so on the
+            device, and they become numbers of `dtype` in each product: less memory, and in FP8 less to read in
+            decoding. "fp8" has linear layers multiply E4M3 numbers, whatever they are stored in: weights with a scale
+            for each output, and rows of inputs, which it rounds; see `jattn.llm.models.Fp8Linear`; experts as by
+            "keep". None makes all numbers of `dtype` now. Latent attention's are made numbers always.
+        hf_overrides: values that stand in the place of config.json's, by key, as in vLLM; None for a key that is
+            unknown here and does not change what the model computes.
+
+    Returns:
+        The model, on JAX's default device or cut over the mesh, its config (with the dtype in use) and its tokenizer.
+
+    Raises:
+        InvalidInput: a file is missing, broken or contradicts another, or a model that cannot be cut so.
+        Unsupported: a valid model that this build does not serve.
+
+    Example:
+        >>> model, config, tokenizer = load_model(embedded_model_folder())
+        >>> tokenizer.decode(tokenizer.encode("A list")), config.dtype
+        ('A list', 'float32')
+    """
+    if quantization == "keep" and mesh is not None:
+        raise Unsupported(
+            "quantization is 'keep' and there is a mesh; weights that stay as they are stored are not cut. Take "
+            "quantization='fp8', leave it away, or load onto one device."
+        )
+    path = check_folder(folder)
+    raw = _overridden(read_object(path, "config.json"), hf_overrides)
+    config = parse_config(raw)
+    config = _with_generation_config(path, config)
+    if max_model_len is not None:
+        check_int("max_model_len", max_model_len, 1, config.max_position_embeddings)
+        # A learned table of positions stays as long as it is.
+        if config.position_embedding != "learned":
+            config = dataclasses.replace(config, max_position_embeddings=max_model_len)
+    if dtype is not None and dtype not in QUERY_DTYPES:
+        raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
+    if quantization not in (None, "keep", "fp8"):
+        raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep', 'fp8' or None.")
+    tensors = find_weights(path)
+    family = family_of(config)
+    check_count(tensors, fewest_tensors(config))
+    embedding = str(family.tensor_name("embed_tokens", config))
+    is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
+    plan = plan_parameters(config, prefix="" if is_bare else None)
+    whole = is_whole(raw, family)
+    plan = spelled_as_found(plan, tensors, is_whole=whole)
+    if config.tie_word_embeddings:
+        names = {parameter.path: parameter.pieces[0].name for parameter in plan}
+        head = found_name(f"{family.tensor_name('lm_head', config)}.weight", tensors, whole)
+        tensors = with_tied_head(tensors, names["embed_tokens", "embedding"], head)
+    unread = _NOT_LANGUAGE if whole else family.unread.replace("{layers}", str(config.num_hidden_layers))
+    check_weights(tensors, plan, unread=unread)
+    tokenizer = load_tokenizer(path) if with_tokenizer else None
+    if tokenizer is not None:
+        tokenizer = tokenizer.within(config.vocab_size)
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
+    config = dataclasses.replace(config, dtype=dtype)
+    on_host = next(iter(jnp.zeros(()).devices())).platform == "cpu"
+    if mesh is not None:
+        parallel = tensor_parallel_of(mesh, parallel)
+        read = _reader_of_parts(tensors, config, mesh, parallel)
+    else:
+        read = functools.partial(read_parameter, tensors, dtype=jnp.dtype(dtype), on_host=on_host)
+    values: dict[Any, Any] = {}
+    # Of a model that is cut no more is read than the devices here need.
+    in_memory = read_ahead([ranges_of(tensors, parameter) for parameter in plan]) if mesh is None else plan
+    quantized = _reader_of_quantized(
+        tensors, read, to_fp8=quantization == "fp8", is_cut=mesh is not None, on_host=on_host
+    )
+    bar = {"total": len(plan), "console": Console(stderr=True), "disable": not progress}
+    for parameter, _ in track(zip(plan, in_memory, strict=False), "Loading", **bar):
+        in_fewer_bits = quantization is not None and may_be_quantized(config, parameter.path)
+        values[parameter.path] = (quantized if in_fewer_bits else read)(parameter)
+    model = decoder_of(config, values, implementation, None if mesh is None else parallel)
+    for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
+        model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
+    return model, config, tokenizer
+
+
+def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(overrides, Mapping | None):
+        raise InvalidInput(
+            f"hf_overrides is {shown(overrides)}; it must be a mapping of keys of config.json to values."
+        )
+    for key in overrides or {}:
+        if not isinstance(key, str):
+            raise InvalidInput(f"hf_overrides has the key {shown(key)}; keys of config.json are text.")
+    return {**raw, **(overrides or {})}
+
+
+def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
+    defaults = load_generation_defaults(folder)
+    names = ("bos_token_id", "eos_token_ids", "forced_eos_token_id")
+    if config.encoder is not None:
+        names += ("decoder_start_token_id", "forced_bos_token_id")
+    named = {name: getattr(defaults, name) for name in names}
+    try:
+        return dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
+    except InvalidInput as error:
+        raise InvalidInput(f"generation_config.json: {error}") from None
+
+
+def _reader_of_parts(
+    tensors: dict[str, SafetensorsFile], config: ModelConfig, mesh: Mesh, parallel: TensorParallel
+) -> Callable[[ParameterPlan], jax.Array]:
+    shards = parameter_shards(config, parallel)
+
+    def read(parameter: ParameterPlan) -> jax.Array:
+        dtype = jnp.dtype(jnp.float32 if parameter.is_float32 else config.dtype)
+        return shards[parameter.path].loaded(functools.partial(read_places, tensors, parameter), dtype, mesh)
+
+    return read
+
+
+def _reader_of_quantized(
+    tensors: dict[str, SafetensorsFile],
+    read: Callable[[ParameterPlan], jax.Array],
+    *,
+    to_fp8: bool,
+    is_cut: bool,
+    on_host: bool,
+) -> Callable[[ParameterPlan], Any]:
+    def as_fp8(kernel: jax.Array, scale: jax.Array) -> Fp8Kernel:
+        if kernel.dtype == jnp.float8_e4m3fn and scale.shape[0] == 1:
+            return Fp8Kernel(kernel.T, scale[0])
+        return round_to_fp8(dequantize(kernel, scale))
+
+    def quantized(parameter: ParameterPlan) -> Any:
+        is_stored = not is_cut and is_quantized(tensors, parameter)
+        stored = read_quantized(tensors, parameter, on_host=on_host) if is_stored else None
+        if to_fp8 and len(parameter.shape) == 2:
+            return round_to_fp8(read(parameter)) if stored is None else as_fp8(*stored)
+        return read(parameter) if stored is None else stored
+
+    return quantized

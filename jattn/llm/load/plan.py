@@ -1,0 +1,202 @@
+"""Which tensors a model folder must hold, with which shapes, and where in the Flax model each one goes."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jattn.llm.load.config import family_of
+from jattn.llm.load.families import Family
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.shapes import ParameterPath, parameter_shapes
+
+__all__ = [
+    "ParameterPlan",
+    "TensorPlan",
+    "fewest_tensors",
+    "found_name",
+    "plan_parameters",
+    "spelled_as_found",
+]
+
+#: Old writers' names of a norm's parameters.
+_OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
+_EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
+#: Parameters that are no module's kernel, weight or bias.
+_BARE = ("sinks", "e_score_correction_bias", "final_logits_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One tensor of the file: its name and shape there."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """One parameter of the Flax model and the tensors it is made of.
+
+    Attributes:
+        path: of the parameter in the nnx state.
+        shape: of the parameter.
+        pieces: joined in this order along the parameter's last axis. Pieces of one axis less are one expert's: those
+            of the first come first, and each expert's are joined and then stacked.
+        transposed: the file holds each piece as [out, in], the model as [in, out].
+        order: place in the joined pieces of each element of the parameter's last axis; None where it is its own.
+    """
+
+    path: ParameterPath
+    shape: tuple[int, ...]
+    pieces: tuple[TensorPlan, ...]
+    transposed: bool = False
+    order: np.ndarray | None = field(default=None, compare=False)
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the parameter is float32 in models of every dtype."""
+        return self.path[-1] == "e_score_correction_bias" or "weights_proj" in self.path
+
+    @property
+    def num_stacked(self) -> int:
+        """How many groups of pieces are stacked; 0 where the pieces are joined alone."""
+        return self.shape[0] if len(self.pieces[0].shape) < len(self.shape) else 0
+
+
+def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[ParameterPlan, ...]:
+    """Returns the plan of every parameter, from the config alone.
+
+    Args:
+        config: of the model; its family names the tensors and says how they lie in the file.
+        prefix: what the family's own prefix is in this file; None for as it is.
+
+    Raises:
+        Unsupported: no family has this combination of options.
+
+    Example:
+        >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        ...                      num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+        >>> plan = {parameter.path: parameter for parameter in plan_parameters(config)}
+        >>> fused = plan["layers", 0, "self_attn", "qkv_proj", "kernel"]
+        >>> fused.shape, [piece.name.rsplit(".", 2)[1] for piece in fused.pieces]
+        ((64, 128), ['q_proj', 'k_proj', 'v_proj'])
+    """
+    family = family_of(config)
+    prefix = family.prefix if prefix is None else prefix
+    planners = {"": _Planner(config, family, prefix)}
+    if config.encoder is not None:
+        planners["encoder"] = _Planner(config.encoder, family, prefix, depth=1)
+    return tuple(
+        planners[str(path[0]) if path[0] in planners else ""].plan(path, shape)
+        for path, shape in parameter_shapes(config).items()
+    )
+
+
+def fewest_tensors(config: ModelConfig) -> int:
+    """Returns how many tensors a file of this config has at least, counted without naming them."""
+    shapes = parameter_shapes(config)
+    apart = "{expert}" in str(family_of(config).tensor_name("moe.down_proj", config))
+    experts = (shape[0] for path, shape in shapes.items() if path[-3:-1] == ("moe", "down_proj")) if apart else ()
+    return len(shapes) + sum(experts)
+
+
+def spelled_as_found(
+    plan: tuple[ParameterPlan, ...], names: Container[str], *, is_whole: bool = False
+) -> tuple[ParameterPlan, ...]:
+    """Returns the plan with the tensors' names as files of other writers spell them.
+
+    Args:
+        plan: of `plan_parameters`.
+        names: of the tensors that are there.
+        is_whole: the file has further models; see `Family.whole`.
+    """
+    return tuple(
+        replace(
+            parameter,
+            pieces=tuple(replace(piece, name=found_name(piece.name, names, is_whole)) for piece in parameter.pieces),
+        )
+        for parameter in plan
+    )
+
+
+def found_name(name: str, names: Container[str], is_whole: bool) -> str:
+    """Returns how the file spells a tensor's name; the name itself where it has none of the spellings."""
+    front, dot, last = name.rpartition(".")
+    others = (front + _OF_NORMS.get(dot + last, ""),)
+    if is_whole:
+        others = (f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
+    return next((each for each in (name, *others) if each in names), name)
+
+
+class _Planner:
+    def __init__(self, config: ModelConfig, family: Family, prefix: str, depth: int = 0) -> None:
+        self._config, self._family, self._prefix, self._depth = config, family, prefix, depth
+        self._orders = {module: self._order(module) for module in ("self_attn.qkv_proj", "moe.gate_up_proj")}
+        if family.rotates_neighbours:
+            self._orders |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _halves(config))
+
+    def plan(self, path: ParameterPath, shape: tuple[int, ...]) -> ParameterPlan:
+        family, leaf, inner = self._family, path[-1], path[self._depth :]
+        where, layer = "", inner[1] if inner[0] == "layers" else None
+        if layer is not None:
+            where, inner = str(family.tensor_name("layer", self._config)), inner[2:]
+        module = ".".join(map(str, inner[:-1]))
+        if leaf in _BARE:
+            module, suffix = ".".join((*filter(None, (module,)), str(leaf))), ""
+        else:
+            suffix = ".bias" if leaf == "bias" else ".weight"
+        names = family.tensor_name(module, self._config)
+        names = (names,) if isinstance(names, str) else names
+        order = self._orders.get(module)
+        if module == "self_attn.qkv_proj" and shape[-1] == self._config.query_size:
+            # Keys and values are another layer's, and queries come first.
+            names, order = names[:1], None if order is None else order[: shape[-1]]
+        transposed = leaf == "kernel" and not (family.in_out and where)
+        is_expert = module in _EXPERTS
+        if is_expert and "{expert}" not in names[0]:
+            # All experts in one tensor, which lies as the model's does.
+            suffix, transposed = "_bias" if leaf == "bias" else "", False
+            pieces = [(names[0], shape)]
+        else:
+            front = shape[1:-1] if is_expert else shape[:-1]
+            sizes = self._output_sizes(module, shape[-1]) if len(names) > 1 else (shape[-1],)
+            pieces = [
+                (name.replace("{expert}", str(expert)), (size, *front) if transposed else (*front, size))
+                for expert in range(shape[0] if is_expert else 1)
+                for name, size in zip(names, sizes, strict=True)
+            ]
+        where = where.format(layer=layer)
+        planned = tuple(TensorPlan(self._renamed(f"{where}{name}{suffix}"), each) for name, each in pieces)
+        return ParameterPlan(path, shape, planned, transposed, order)
+
+    def _renamed(self, name: str) -> str:
+        own = self._family.prefix
+        return self._prefix + name.removeprefix(own) if own and name.startswith(own) else name
+
+    def _output_sizes(self, module: str, total: int) -> tuple[int, ...]:
+        if module == "self_attn.qkv_proj":
+            return self._config.query_size, self._config.key_value_size, self._config.key_value_size
+        return total // 2, total // 2
+
+    def _order(self, module: str) -> np.ndarray | None:
+        config, kind = self._config, self._family.order.get(module)
+        if kind == "alternating" and config.moe is not None:
+            return np.arange(2 * config.moe.intermediate_size).reshape(-1, 2).T.ravel()
+        heads, size = config.num_attention_heads + 2 * config.num_key_value_heads, config.head_dim
+        columns = np.arange(heads * size).reshape(heads, size)
+        if kind == "by_group":
+            groups = columns.reshape(config.num_key_value_heads, -1, size)
+            return np.concatenate([each.ravel() for each in (groups[:, :-2], groups[:, -2], groups[:, -1])])
+        if module == "self_attn.qkv_proj" and self._family.rotates_neighbours:
+            rotated = heads - config.num_key_value_heads
+            return np.concatenate([columns[:rotated, _halves(config)], columns[rotated:]]).ravel()
+        return None
+
+
+def _halves(config: ModelConfig) -> np.ndarray:
+    """Returns the places, among neighbours that rotate together, of the first of each pair and then of the second."""
+    rotated = np.arange(config.rotary_dim).reshape(-1, 2).T.ravel()
+    return np.concatenate([rotated, np.arange(config.rotary_dim, config.head_dim)])

@@ -1,0 +1,111 @@
+"""Rotary embeddings in config.json: rope_theta and rope_scaling, or the newer rope_parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.llm.load.families import Family
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.rope_scaling import ROPE_KEYS, RopeScaling
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = ["ROPE_NAMES", "read_rope", "write_rope"]
+
+_ORIGINAL = "original_max_position_embeddings"
+_PARTIAL, _LOCAL = "partial_rotary_factor", "rope_local_base_freq"
+ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
+#: What Phi-3's first files called longrope.
+_OLD_NAMES = {"su": "longrope"}
+
+
+def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that are about rotary embeddings.
+
+    Args:
+        raw: the checked values of config.json, the family's defaults among them.
+        family: of the model.
+        context: max_position_embeddings.
+
+    Raises:
+        InvalidInput: a missing, unknown or wrong value.
+        Unsupported: a type that this build does not have.
+    """
+    name = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
+    if name == "rope_parameters" and raw.get("rope_scaling") not in (None, family.defaults.get("rope_scaling")):
+        raise InvalidInput("both rope_scaling and rope_parameters are given; keep one.")
+    given = raw.get(name)
+    if given is not None and not isinstance(given, dict):
+        raise InvalidInput(f"{name} is {shown(given)}; it must be an object or null.")
+    given, local = dict(given or {}), {}
+    if _LOCAL in family.rope_keys and "full_attention" in given:
+        local, given = given.get("sliding_attention") or {}, given["full_attention"] or {}
+        if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
+            raise Unsupported(f"{name}.sliding_attention is {shown(local)}; this build has rope_type 'default' there.")
+    given = {key: value for key, value in given.items() if value is not None}
+    fields = {"rope_theta": given.pop("rope_theta", _value(raw, family, "rope_theta", 10000.0))}
+    partial = given.pop(_PARTIAL, None)
+    if _PARTIAL in family.rope_keys:
+        fields[_PARTIAL] = _value(raw, family, _PARTIAL, 1.0) if partial is None else partial
+    elif partial is not None and (partial != 1 or isinstance(partial, bool)):
+        raise Unsupported(f"{_PARTIAL} is {shown(partial)}; this build has 1.0.")
+    if _LOCAL in family.rope_keys:
+        fields["rope_local_theta"] = local.get("rope_theta", _value(raw, family, _LOCAL, 10000.0))
+    return fields | {"rope_scaling": _scaling(given, name, raw, context)}
+
+
+def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Returns the keys of config.json for these rotary embeddings."""
+    if config.position_embedding != "rope":
+        return {}
+    written: dict[str, Any] = {family.rope_keys.get("rope_theta", "rope_theta"): config.rope_theta}
+    if _PARTIAL in family.rope_keys:
+        written[family.rope_keys[_PARTIAL]] = config.partial_rotary_factor
+    scaling = config.rope_scaling
+    if family.rope_keys.get(_LOCAL) == "rope_parameters":
+        full = {"rope_type": "default", **(_scaling_values(scaling) if scaling else {}), **written}
+        local = {"rope_type": "default", "rope_theta": config.rope_local_theta}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    if _LOCAL in family.rope_keys:
+        written[_LOCAL] = config.rope_local_theta
+    if scaling is None:
+        return written | {"rope_scaling": {"rope_type": "default"} if "rope_scaling" in family.defaults else None}
+    if scaling.rope_type == "longrope":
+        written[_ORIGINAL] = scaling.original_max_position_embeddings
+    return written | {"rope_scaling": _scaling_values(scaling)}
+
+
+def _scaling_values(scaling: RopeScaling) -> dict[str, Any]:
+    needed, possible = ROPE_KEYS[scaling.rope_type]
+    values = {key: getattr(scaling, key) for key in (*needed, *possible)}
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {"rope_type": scaling.rope_type} | {key: value for key, value in lists.items() if value is not None}
+
+
+def _value(raw: Mapping[str, Any], family: Family, name: str, default: float) -> Any:
+    return raw.get(family.rope_keys.get(name, name), raw.get(name, default))
+
+
+def _scaling(given: dict[str, Any], name: str, raw: Mapping[str, Any], context: int) -> RopeScaling | None:
+    old = given.pop("type", "default")
+    rope_type = given.pop("rope_type", old)
+    rope_type = _OLD_NAMES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
+        raise Unsupported(f"{name}.rope_type is {shown(rope_type)}; this build has {', '.join(ROPE_KEYS)}.")
+    needed, possible = ROPE_KEYS[rope_type]
+    if rope_type in ("llama3", "yarn", "longrope"):
+        # Beside the object it wins, as transformers has it.
+        original = raw.get(_ORIGINAL)
+        given[_ORIGINAL] = given.get(_ORIGINAL, context) if original is None else original
+        if rope_type == "longrope" and isinstance(given[_ORIGINAL], int) and given[_ORIGINAL] > 0:
+            given.setdefault("factor", max(context / given[_ORIGINAL], 1.0))
+    if not set(needed) <= set(given) or set(given) - {*needed, *possible}:
+        also = f" and may have {sorted(possible)}" if possible else ""
+        raise InvalidInput(
+            f"{name} of type {rope_type!r} has the keys {shown(sorted(given))}; it needs {sorted(needed)}{also}."
+        )
+    if rope_type == "default":
+        return None
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return RopeScaling(rope_type=rope_type, **values)

@@ -1,0 +1,193 @@
+"""save_model: a Flax decoder to a Hugging Face folder, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer
+
+from jattn.llm.load.config import render_config
+from jattn.llm.load.plan import ParameterPlan, TensorPlan, plan_parameters
+from jattn.llm.load.safetensors_file import STORED_DTYPES
+from jattn.llm.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
+from jattn.llm.models import Decoder, ModelConfig, ParameterShards, parameter_shards
+from jattn.llm.models.fp8 import widened_from_fp8
+from jattn.llm.models.quantized import dequantize
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["save_model"]
+
+
+def save_model(
+    folder: str | os.PathLike[str],
+    model: Decoder,
+    config: ModelConfig,
+    tokenizer: TextTokenizer | Tokenizer | None = None,
+    *,
+    dtype: str | None = None,
+) -> None:
+    """Writes a folder that `load_model` and transformers read: config, weights and, if given, the tokenizer.
+
+    Each file is written under another name and then renamed, so a reader never sees half of one. Of weights on a
+    device the host holds one tensor at a time. Those that are kept quantised are written as numbers of `dtype`.
+
+    Args:
+        folder: made if it does not exist; files of the same names are replaced.
+        model: its parameters go to the file one by one; of a model that is cut over devices, whole ones.
+        config: of the model.
+        tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers, and its chat template.
+        dtype: in which to store the weights; None for the config's.
+
+    Raises:
+        InvalidInput: dtype is not float32, bfloat16 or float16.
+        Unsupported: no supported architecture stores this config.
+
+    Example:
+        >>> import os, tempfile
+        >>> from jattn.llm.load import embedded_model_folder, load_model
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_model(folder, *load_model(embedded_model_folder()))
+        ...     sorted(os.listdir(folder))
+        ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json']
+    """
+    dtype = config.dtype if dtype is None else dtype
+    codes = {str(stored): code for code, stored in STORED_DTYPES.items()}
+    if dtype not in codes:
+        raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(codes)}, or None.")
+    rendered = render_config(config, dtype=dtype)
+    values = dict(nnx.to_flat_state(nnx.state(model)))
+    parallel = getattr(model, "parallel", None)
+    shards = {} if parallel is None else parameter_shards(config, parallel)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    plan, scales = plan_parameters(config), _scales(values)
+    _write_weights(path / "model.safetensors", plan, values, STORED_DTYPES[codes[dtype]], scales, shards)
+    _write_json(path / "config.json", rendered)
+    end = list(config.eos_token_ids) or None
+    tokens = {
+        "bos_token_id": config.bos_token_id, "eos_token_id": end, "forced_eos_token_id": config.forced_eos_token_id
+    }  # fmt: skip
+    _write_json(path / "generation_config.json", tokens)
+    if isinstance(tokenizer, TextTokenizer) and tokenizer.chat_template is not None:
+        _write(path / "chat_template.jinja", tokenizer.chat_template.encode())
+        if tokenizer.tool_chat_template is not None:
+            (path / MORE_TEMPLATES).mkdir(exist_ok=True)
+            _write(path / MORE_TEMPLATES / TOOL_TEMPLATE, tokenizer.tool_chat_template.encode())
+    if tokenizer is not None:
+        _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
+
+
+def _scales(values: dict[Any, Any]) -> dict[str, np.ndarray]:
+    """Returns the scales of 8-bit caches that the model carries, by the names that `load_model` reads."""
+    return {
+        f"model.layers.{path[1]}.self_attn.attn.{path[-1]}": np.asarray(value[...], np.float32)
+        for path, value in values.items()
+        if path[0] == "layers" and path[-2] == "kv_scales"
+    }
+
+
+def _write_weights(
+    path: Path,
+    plan: tuple[ParameterPlan, ...],
+    values: dict[Any, Any],
+    dtype: np.dtype,
+    scales: dict[str, np.ndarray],
+    shards: Mapping[Any, ParameterShards],
+) -> None:
+    """Writes the tensors of a plan one by one, at places that follow from it, in the library's order; then scales."""
+    wide = STORED_DTYPES["F32"]
+    stored = {piece: wide if parameter.is_float32 else dtype for parameter in plan for piece in parameter.pieces}
+    codes = {dtype: code for code, dtype in STORED_DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in sorted(stored, key=lambda piece: (-stored[piece].itemsize, piece.name)):
+        start, end = end, end + math.prod(piece.shape) * stored[piece].itemsize
+        header[piece.name] = {"dtype": codes[stored[piece]], "shape": piece.shape, "data_offsets": [start, end]}
+    for name, array in scales.items():
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": codes[wide], "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with _replaced(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for parameter in plan:
+            for piece, data in _pieces(parameter, _value(values, parameter, shards.get(parameter.path))):
+                file.seek(8 + len(text) + header[piece.name]["data_offsets"][0])
+                # A transposition runs on the device, and one tensor at a time lies on the host.
+                file.write(np.ascontiguousarray(np.asarray(data.astype(stored[piece]))).reshape(-1).view(np.uint8).data)
+        for name, array in scales.items():
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.write(array.tobytes())
+
+
+def _value(values: dict[Any, Any], parameter: ParameterPlan, shards: ParameterShards | None) -> Any:
+    """Returns a parameter as numpy sees it on a host, or as it lies on a device; a quantised kernel as its worth."""
+    weight = values.get((*parameter.path[:-1], "weight")) if parameter.path[-1] == "kernel" else None
+    if weight is not None:
+        value = widened_from_fp8(weight[...], values[*parameter.path[:-1], "scale"][...])
+        return value if shards is None else shards.whole(value)
+    value = values[parameter.path][...]
+    if shards is not None:
+        return shards.whole(value)
+    home = np if next(iter(value.devices())).platform == "cpu" else jnp
+    scale = values.get((*parameter.path[:-1], "scale")) if parameter.path[-1] == "kernel" else None
+    value = home.asarray(value)
+    return value if scale is None else dequantize(value, home.asarray(scale[...]), home)
+
+
+def _pieces(parameter: ParameterPlan, value: Any) -> Iterator[tuple[TensorPlan, Any]]:
+    """Cuts one parameter of the model into the tensors of the file; the inverse of `read_parameter`."""
+    if parameter.order is not None:
+        value = value[..., np.argsort(parameter.order)]
+    size = len(parameter.pieces) // max(parameter.num_stacked, 1)
+    for index, piece in enumerate(parameter.pieces):
+        group, place = divmod(index, size)
+        first = sum(_outputs(parameter, each) for each in parameter.pieces[:place])
+        part = (value[group] if parameter.num_stacked else value)[..., first : first + _outputs(parameter, piece)]
+        yield piece, part.T if parameter.transposed else part
+
+
+def _outputs(parameter: ParameterPlan, piece: TensorPlan) -> int:
+    return piece.shape[0 if parameter.transposed else -1]
+
+
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
+    described: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    if config.bos_token_id is not None:
+        described["bos_token"] = tokenizer.id_to_token(config.bos_token_id)
+    if config.eos_token_ids:
+        described["eos_token"] = tokenizer.id_to_token(config.eos_token_ids[0])
+    _write_json(folder / "tokenizer_config.json", described)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    _write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    with _replaced(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file under another name, which takes the place of this one once it is whole."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        yield file
+    os.replace(partial, path)

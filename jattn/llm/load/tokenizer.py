@@ -1,0 +1,172 @@
+"""TextTokenizer: text to token ids and back through a folder's tokenizer.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from jattn.llm.load.folder import check_folder, member, read_object, read_text
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = ["MORE_TEMPLATES", "TOOL_TEMPLATE", "TextTokenizer", "load_tokenizer"]
+
+#: Where folders have their template of conversations with tools.
+MORE_TEMPLATES, TOOL_TEMPLATE = "additional_chat_templates", "tool_use.jinja"
+
+_NAME = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_MAX_BYTES = 64 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
+
+
+class TextTokenizer:
+    """Encodes text as the model was trained on it; special tokens come from the file's own post-processor.
+
+    Args:
+        tokenizer: of the `tokenizers` library; must not be changed afterwards.
+        chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
+        special_tokens: texts of the tokens that the model's folder names, as in {"bos_token": "<s>"}; for templates.
+        tool_chat_template: the template of conversations with tools, where the folder has one of their own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        tool_chat_template: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.tool_chat_template = tool_chat_template
+        self.special_tokens = dict(special_tokens or {})
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def within(self, vocab_size: int) -> TextTokenizer:
+        """Returns the tokenizer without the added tokens for which a model of so many tokens has no embedding.
+
+        Raises:
+            InvalidInput: its own vocabulary is larger.
+        """
+        if self.vocab_size <= vocab_size:
+            return self
+        described = json.loads(self.tokenizer.to_str())
+        added = described["added_tokens"]
+        described["added_tokens"] = [token for token in added if token["id"] < vocab_size]
+        with _failures(f"{_NAME} has added tokens above the model's {vocab_size}, and is none without them"):
+            rest = Tokenizer.from_str(json.dumps(described))
+        found = TextTokenizer(rest, self.chat_template, self.special_tokens, self.tool_chat_template)
+        if found.vocab_size > vocab_size:
+            raise InvalidInput(f"{_NAME} has token ids up to {found.vocab_size - 1}; vocab_size is {vocab_size}.")
+        names = [token["content"] for token in added if token["id"] >= vocab_size]
+        warnings.warn(
+            f"{_NAME} has added tokens that the model has no embedding for ({shown(names[:8])}); they are text like "
+            "any other here.",
+            stacklevel=3,
+        )
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of the text.
+
+        Raises:
+            InvalidInput: it is no text, has lone surrogates, or the tokenizer fails on it.
+        """
+        with _failures("the tokenizer cannot encode the text"):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of the token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            InvalidInput: an id is no unsigned 32-bit number, or the tokenizer fails on them.
+        """
+        with _failures("the tokenizer cannot decode the token ids"):
+            return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_plainly(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of the token ids, special ones included."""
+        return self.decode(token_ids, skip_special_tokens=False)
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
+    """Reads tokenizer.json of a model folder, and its chat template.
+
+    Truncation and padding, which would change prompts, are switched off.
+
+    Raises:
+        InvalidInput: there is none, or it is broken.
+        Unsupported: the folder has a sentencepiece model only.
+    """
+    path = check_folder(folder)
+    file = member(path, _NAME, max_bytes=_MAX_BYTES)
+    if file is None:
+        if member(path, "tokenizer.model") is not None:
+            raise Unsupported(
+                f"the folder has tokenizer.model but no {_NAME}; save it once with transformers' fast tokenizer."
+            )
+        raise InvalidInput(
+            f"the folder has no {_NAME}; load_model(folder, with_tokenizer=False) reads the model alone, which takes "
+            "prompts of token ids."
+        )
+    text = read_text(file)
+    with _failures(f"{_NAME} is not a tokenizer that this version of tokenizers reads"):
+        tokenizer = Tokenizer.from_str(text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    templates = _chat_templates(path)
+    return TextTokenizer(tokenizer, templates.get("default"), _special_tokens(path), templates.get("tool_use"))
+
+
+def _chat_templates(folder: Path) -> dict[str, str]:
+    """Returns the templates by name, of files of their own or, in older folders, of tokenizer_config.json."""
+    files = {
+        "default": member(folder, "chat_template.jinja", max_bytes=_MAX_TEMPLATE_BYTES),
+        "tool_use": member(folder, TOOL_TEMPLATE, max_bytes=_MAX_TEMPLATE_BYTES, inside=MORE_TEMPLATES),
+    }
+    if files["default"] is not None:
+        return {name: read_text(file) for name, file in files.items() if file is not None}
+    if member(folder, _CONFIG) is None:
+        return {}
+    found = read_object(folder, _CONFIG).get("chat_template")
+    named = {"default": found} if found is not None else {}
+    if isinstance(found, list):
+        listed = [each for each in found if isinstance(each, dict)]
+        named = {each["name"]: each.get("template") for each in listed if isinstance(each.get("name"), str)}
+    for name in ("default", "tool_use"):
+        if not isinstance(named.get(name), str | None):
+            raise InvalidInput(
+                f"{_CONFIG}: chat_template is {shown(named[name])}; it must be a text, or a list with a default."
+            )
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Returns what tokenizer_config.json names bos_token, eos_token and so on: a text, or an object with one."""
+    described = {} if member(folder, _CONFIG) is None else read_object(folder, _CONFIG)
+    named = {name: value for name, value in described.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+@contextlib.contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """Turns whatever the library raises into InvalidInput; it raises plain Exception for what it does not like."""
+    try:
+        yield
+    except BaseException as error:
+        # Where the library's Rust panics, pyo3 raises a class that cannot be imported and is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InvalidInput(f"{what}: {error}.") from None

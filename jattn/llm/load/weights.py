@@ -1,0 +1,386 @@
+"""The weights of a folder, in one file or in shards: found, compared with the plan, then read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.llm.load.folder import member, read_json, read_text
+from jattn.llm.load.plan import ParameterPlan, TensorPlan
+from jattn.llm.load.quantized import kernel_and_scale, parts_of
+from jattn.llm.load.read_ahead import FileRange
+from jattn.llm.load.safetensors_file import SafetensorsFile, checked_dtype, open_safetensors, read_tensor
+from jattn.llm.models.quantized import dequantize
+from torch_core.base.errors import InvalidInput
+
+__all__ = [
+    "check_count",
+    "check_weights",
+    "find_weights",
+    "is_quantized",
+    "ranges_of",
+    "read_kv_scales",
+    "read_parameter",
+    "read_places",
+    "read_quantized",
+    "with_tied_head",
+]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 32 << 20
+_MAX_SHARDS = 1000
+#: Of memory that XLA takes as it is.
+_ALIGNMENT = 64
+_TILE = 256
+#: Tensors that are named in far less than a second.
+_NAMED_AT_ONCE = 1 << 14
+#: Elements of two tensors that are compared at once.
+_COMPARED = 1 << 22
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+#: Scales of an fp8 cache, under the names that vLLM knows.
+_KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
+#: Buffers that older writers stored next to the weights, which follow from the config, and scales of inputs in fp8,
+#: which stay in the model's dtype here.
+_IGNORED_TENSOR = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|input_scale)")
+
+
+def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
+    """Returns, for each tensor name, the file that holds it; every header was read and checked.
+
+    Raises:
+        InvalidInput: no safetensors, several candidates, a bad index or a bad file.
+    """
+    single, index = member(folder, _SINGLE), member(folder, _INDEX, max_bytes=_MAX_INDEX_BYTES)
+    if single is not None and index is not None:
+        named = read_json(read_text(index), _INDEX).get("weight_map")
+        if not isinstance(named, dict) or set(map(str, named.values())) != {_SINGLE}:
+            raise InvalidInput(f"the folder has both {_SINGLE} and {_INDEX}, which names other files; keep one.")
+    if single is not None:
+        file = open_safetensors(single)
+        return dict.fromkeys(file.tensors, file)
+    if index is not None:
+        return _read_index(folder, read_json(read_text(index), _INDEX))
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLE_SUFFIXES)
+    if pickles:
+        raise InvalidInput(
+            f"the folder has pickled weights only ({pickles[0]}); reading a pickle can run code. "
+            "Convert them to safetensors."
+        )
+    raise InvalidInput(f"the folder has neither {_SINGLE} nor {_INDEX}.")
+
+
+def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: str) -> dict[str, SafetensorsFile]:
+    """Returns the tensors of a model whose head is its embedding: one of the two, under the embedding's name.
+
+    Some writers store both, some the head alone.
+
+    Args:
+        tensors: of `find_weights`.
+        embedding: its name.
+        head: likewise.
+
+    Raises:
+        InvalidInput: both are there, and they differ.
+    """
+    if head not in tensors:
+        return tensors
+    rest = {name: file for name, file in tensors.items() if name != head}
+    file, stored = tensors[head], tensors[head].tensors[head]
+    if embedding not in tensors:
+        return rest | {embedding: replace(file, tensors={embedding: stored})}
+    other = tensors[embedding].tensors[embedding]
+    same = (stored.shape, stored.dtype) == (other.shape, other.dtype)
+    if same:
+        first, second = (read_tensor(tensors[name], name).reshape(-1) for name in (head, embedding))
+        same = all(
+            np.array_equal(first[start : start + _COMPARED], second[start : start + _COMPARED])
+            for start in range(0, first.size, _COMPARED)
+        )
+    if not same:
+        raise InvalidInput(
+            f"the weights have {head!r}, which is not {embedding!r}, and tie_word_embeddings is true; "
+            f"hf_overrides={{'tie_word_embeddings': False}} takes both, or take {head!r} out of the weights."
+        )
+    return rest
+
+
+def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
+    """Refuses a config of so many tensors that naming them would take long, where the files have fewer.
+
+    Raises:
+        InvalidInput: with both numbers.
+    """
+    if fewest > max(len(tensors), _NAMED_AT_ONCE):
+        raise InvalidInput(f"the config asks for {fewest} tensors or more; the weights have {len(tensors)}.")
+
+
+def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
+    """Compares what the files hold with what the config asks for.
+
+    Args:
+        tensors: of `find_weights`.
+        plan: of `plan_parameters`.
+        unread: a regular expression of names that may be there and are not looked at.
+
+    Raises:
+        InvalidInput: a missing or extra tensor, or one of another shape.
+        Unsupported: weights in a type that is not read, or that needs scales which are not there.
+    """
+    expected: dict[str, tuple[int, ...]] = {}
+    for parameter in plan:
+        for piece in parameter.pieces:
+            expected |= parts_of(piece, tensors)
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise InvalidInput(
+            f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
+        )
+    unknown = (
+        name
+        for name in tensors
+        if name not in expected and not _IGNORED_TENSOR.fullmatch(name) and not _KV_SCALE.fullmatch(name)
+    )
+    extra = sorted(name for name in unknown if not re.fullmatch(unread, name))
+    if extra:
+        raise InvalidInput(f"the weights have {_listed(extra)}, which the config does not ask for.")
+    for name, shape in expected.items():
+        checked_dtype(tensors[name], name)
+        found = tensors[name].tensors[name].shape
+        if found != shape:
+            raise InvalidInput(
+                f"{tensors[name].path.name}: tensor {name!r} has shape {found}; the config asks for {shape}."
+            )
+
+
+def is_quantized(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> bool:
+    """Returns whether every tensor of a parameter is stored in fewer bits, with scales of one kind beside it."""
+    parts = [tuple(parts_of(piece, tensors).items()) for piece in parameter.pieces]
+    kinds = {(name.rsplit("_", 1)[-1], len(shape)) for (_, *scales) in parts for name, shape in scales}
+    return all(len(each) > 1 for each in parts) and len(kinds) == 1
+
+
+def read_kv_scales(tensors: dict[str, SafetensorsFile], num_layers: int) -> dict[int, dict[str, float]]:
+    """Returns the scales of an fp8 cache that lie beside the weights: for each layer those of "k" and "v".
+
+    Raises:
+        InvalidInput: a scale that is no finite number above 0, of no layer, or without the other one of its layer.
+    """
+    scales: dict[int, dict[str, float]] = {}
+    for name, file in tensors.items():
+        if match := _KV_SCALE.fullmatch(name):
+            value = np.asarray(read_tensor(file, name), np.float32).reshape(-1)
+            if value.size != 1 or not 0 < value[0] < np.inf:
+                raise InvalidInput(f"{file.path.name}: tensor {name!r} must be one finite number above 0.")
+            scales.setdefault(int(match[1]), {})[match[2]] = float(value[0])
+    for layer, found in scales.items():
+        if layer >= num_layers:
+            raise InvalidInput(f"there is a k_scale or v_scale of layer {layer}; the model has {num_layers}.")
+        if len(found) != 2:
+            raise InvalidInput(f"layer {layer} has a scale of its {min(found)} cache alone; it must have k and v.")
+    return scales
+
+
+def read_parameter(
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, dtype: np.dtype, *, on_host: bool
+) -> jax.Array:
+    """Returns one parameter of the model on JAX's default device: its pieces cast, transposed, joined, put in order.
+
+    Args:
+        tensors: of `find_weights`.
+        parameter: of `plan_parameters`.
+        dtype: of the result, unless the parameter is float32 in all models.
+        on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
+            Otherwise each tensor goes to the device as it lies in the file, and the host never holds a copy.
+    """
+    dtype = np.dtype(np.float32) if parameter.is_float32 else dtype
+    home = _home(on_host)
+    blocks = (
+        kernel if scale is None else dequantize(kernel, scale, home)
+        for kernel, scale in _pieces(tensors, parameter, on_host)
+    )
+    return _joined(blocks, parameter, parameter.shape, dtype, on_host)
+
+
+def read_quantized(
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, *, on_host: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a parameter for which `is_quantized` as it is stored: a kernel and its scale, as `dequantize` takes them.
+
+    Args:
+        tensors, parameter, on_host: as in `read_parameter`.
+    """
+    kernels, scales = zip(*_pieces(tensors, parameter, on_host), strict=True)
+
+    def joined(parts: tuple[Any, ...]) -> jax.Array:
+        shape = (*parameter.shape[:-2], parts[0].shape[-2], parameter.shape[-1])
+        return _joined(iter(parts), parameter, shape, parts[0].dtype, on_host)
+
+    return joined(kernels), joined(scales)
+
+
+def ranges_of(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> list[FileRange]:
+    """Returns where the bytes of a parameter lie."""
+    names = [name for piece in parameter.pieces for name in parts_of(piece, tensors)]
+    stored = [(tensors[name], tensors[name].tensors[name], checked_dtype(tensors[name], name)) for name in names]
+    return [FileRange(file.path, each.offset, math.prod(each.shape) * dtype.itemsize) for file, each, dtype in stored]
+
+
+def _home(on_host: bool) -> Any:
+    return np if on_host else jnp
+
+
+def _pieces(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, on_host: bool) -> Iterator[tuple[Any, Any]]:
+    """Yields each piece as the model's [in, out] has it, and its scale; None of what is not quantised."""
+
+    def read(name: str) -> Any:
+        view = read_tensor(tensors[name], name)
+        return view if on_host else jnp.asarray(view)
+
+    for piece in parameter.pieces:
+        parts, transposed = parts_of(piece, tensors), parameter.transposed
+        if len(parts) > 1:
+            yield kernel_and_scale(piece, read, parts, _home(on_host), transposed=transposed)
+        else:
+            block = read(piece.name)
+            yield block.T if transposed else block, None
+
+
+def _joined(
+    blocks: Iterator[Any], parameter: ParameterPlan, shape: tuple[int, ...], dtype: np.dtype, on_host: bool
+) -> jax.Array:
+    """Casts and joins blocks along the last axis, stacks what is one of several, and puts the last axis in order."""
+    size = len(parameter.pieces) // max(parameter.num_stacked, 1)
+    if on_host:
+        value, end = _aligned_empty(shape, dtype), 0
+        for index, block in enumerate(blocks):
+            start = end if index % size else 0
+            end = start + block.shape[-1]
+            target = value[index // size] if parameter.num_stacked else value
+            if parameter.order is None:
+                _copy(block, target[..., start:end])
+            else:
+                places = np.flatnonzero((parameter.order >= start) & (parameter.order < end))
+                target[..., places] = block[..., parameter.order[places] - start]
+        # Aligned as XLA wants it, so it is taken and not copied.
+        return jnp.asarray(value)
+    cast = [block.astype(dtype) for block in blocks]
+    groups = [cast[first : first + size] for first in range(0, len(cast), size)]
+    joined = [group[0] if size == 1 else jnp.concatenate(group, -1) for group in groups]
+    value = jnp.stack(joined) if parameter.num_stacked else joined[0]
+    return value if parameter.order is None else value[..., parameter.order]
+
+
+def read_places(
+    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, axis: int | None, places: np.ndarray
+) -> np.ndarray:
+    """Returns some places of one parameter along an axis, in numpy; of the files no more than these are read.
+
+    Quantised tensors are the exception: what is needed of one is taken from the whole.
+
+    Args:
+        tensors: of `find_weights`.
+        parameter: of `plan_parameters`.
+        axis: of the parameter; None for all of it.
+        places: along the axis.
+    """
+    size = len(parameter.pieces) // max(parameter.num_stacked, 1)
+    groups = [parameter.pieces[first : first + size] for first in range(0, len(parameter.pieces), size)]
+    if parameter.num_stacked and axis == 0:
+        groups, axis = [groups[place] for place in places], None
+    found = [_taken(tensors, parameter, group, axis, places) for group in groups]
+    return np.stack(found) if parameter.num_stacked else found[0]
+
+
+def _taken(
+    tensors: dict[str, SafetensorsFile],
+    parameter: ParameterPlan,
+    pieces: tuple[TensorPlan, ...],
+    axis: int | None,
+    places: np.ndarray,
+) -> np.ndarray:
+    blocks, last = [], len(parameter.shape) - 1
+    for piece in pieces:
+        parts = parts_of(piece, tensors)
+        read = lambda name: read_tensor(tensors[name], name)  # noqa: E731
+        if len(parts) > 1:
+            kernel, scale = kernel_and_scale(piece, read, parts, np, transposed=parameter.transposed)
+            blocks.append(dequantize(kernel, scale, np))
+        else:
+            block = read(piece.name)
+            blocks.append(block.T if parameter.transposed else block)
+    if axis != last:
+        # An axis of stacked experts stands before those of a block.
+        inner = None if axis is None else axis - bool(parameter.num_stacked)
+        joined = np.concatenate([block if inner is None else block.take(places, inner) for block in blocks], -1)
+        return joined if parameter.order is None else joined[..., parameter.order]
+    columns = places if parameter.order is None else parameter.order[places]
+    found = np.empty((*blocks[0].shape[:-1], len(columns)), blocks[0].dtype)
+    first = 0
+    for block in blocks:
+        here = (columns >= first) & (columns < first + block.shape[-1])
+        found[..., here] = block[..., columns[here] - first]
+        first += block.shape[-1]
+    return found
+
+
+def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
+    weight_map = index.get("weight_map")
+    if set(index) - {"metadata", "weight_map"} or not isinstance(weight_map, dict):
+        raise InvalidInput(f"{_INDEX} must have weight_map and may have metadata, nothing else.")
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise InvalidInput(f"{_INDEX}: weight_map must map tensor names to file names.")
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > _MAX_SHARDS:
+        raise InvalidInput(f"{_INDEX} names {len(shards)} files; at most {_MAX_SHARDS} are read.")
+    tensors: dict[str, SafetensorsFile] = {}
+    for shard in shards:
+        if Path(shard).suffix.lower() in _PICKLE_SUFFIXES:
+            raise InvalidInput(f"{_INDEX} names {shard!r}; reading a pickle can run code. Convert it to safetensors.")
+        if not shard.endswith(".safetensors"):
+            raise InvalidInput(f"{_INDEX} names {shard!r}; shards end in .safetensors.")
+        path = member(folder, shard)
+        if path is None:
+            raise InvalidInput(f"{_INDEX} names {shard!r}, which is not in the folder.")
+        file = open_safetensors(path)
+        for name in file.tensors:
+            if name in tensors:
+                raise InvalidInput(f"tensor {name!r} is in both {tensors[name].path.name} and {shard}.")
+            if weight_map.get(name) != shard:
+                raise InvalidInput(f"{shard} holds tensor {name!r}, but {_INDEX} does not place it there.")
+            tensors[name] = file
+    absent = [name for name in weight_map if name not in tensors]
+    if absent:
+        raise InvalidInput(f"{_INDEX} places {_listed(absent)} in a file that does not hold it.")
+    return tensors
+
+
+def _copy(block: Any, target: np.ndarray) -> None:
+    if block.ndim != 2:
+        target[...] = block
+        return
+    # In tiles that fit the processor's caches: a transposed block is read across its rows.
+    for row in range(0, block.shape[0], _TILE):
+        for column in range(0, block.shape[1], _TILE):
+            tile = slice(row, row + _TILE), slice(column, column + _TILE)
+            target[tile] = block[tile]
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)
+
+
+def _listed(names: list[str], shapes: dict[str, tuple[int, ...]] | None = None) -> str:
+    shown = ", ".join(repr(name[:120]) + (f" {shapes[name]}" if shapes else "") for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,47 @@
+"""Language models in Flax nnx: one decoder whose options a config switches on, alone or with an encoder."""
+
+from __future__ import annotations
+
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.decoder import Decoder
+from jattn.llm.models.encoder_decoder import EncoderDecoder
+from jattn.llm.models.fp8 import Fp8Linear
+from jattn.llm.models.logical_axes import DEFAULT_RULES, logical_axes, partition_specs
+from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec
+from jattn.llm.models.parts import LatentConfig, MoEConfig, last_of_each_window
+from jattn.llm.models.quantized import quantize_fp8
+from jattn.llm.models.rope_scaling import RopeScaling
+from jattn.llm.models.sharding import (
+    ParameterShards,
+    decoder_of,
+    parameter_shards,
+    put_whole,
+    shard_model,
+    tensor_parallel_of,
+)
+from jattn.llm.models.tensor_parallel import TensorParallel
+
+__all__ = [
+    "DEFAULT_RULES",
+    "Decoder",
+    "EncoderDecoder",
+    "EncoderModel",
+    "Fp8Linear",
+    "LatentConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "PagedModel",
+    "PagedSpec",
+    "ParameterShards",
+    "RopeScaling",
+    "TensorParallel",
+    "decoder_of",
+    "last_of_each_window",
+    "logical_axes",
+    "parameter_shards",
+    "partition_specs",
+    "put_whole",
+    "quantize_fp8",
+    "shard_model",
+    "tensor_parallel_of",
+]

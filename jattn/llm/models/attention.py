@@ -1,0 +1,193 @@
+"""Attention: one layer's self-attention over a paged cache or over dense sequences, with a model's options."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.layers import linear, norm
+from jattn.llm.models.rotary import apply_rotary
+from jattn.llm.models.tensor_parallel import TensorParallel
+from jattn.metadata import AttentionMetadata
+from jattn.nn import PagedAttention, attention_fn
+from jattn.nn.kv_scales import KVScales
+from jattn.parallel import attend_spread
+
+__all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
+
+#: What attention makes of positions: cosine and sine for a layer that sees everything, and for one with a window; or
+#: the bias of `relative_bias`.
+Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | jax.Array
+
+#: Of dense sequences, by the index of their layer: what later layers read.
+KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
+
+
+class Attention(nnx.Module):
+    """Self-attention of one layer; query, key and value share one matrix product.
+
+    Args:
+        config: the model's, or of what one device has of it.
+        layer: index of the layer.
+        rngs: source of the initial values.
+        implementation: of the paged ops; see `jattn.ops.paged_attention`.
+        parallel: how the model is cut; None for not.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.window = config.window_of(layer)
+        self.rotates = config.position_embedding == "rope" and layer not in config.nope_layers
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        # Of no layer that nobody shares: equal layers are traced once.
+        self.layer = layer if layer in config.kv_sharing_targets else None
+        self.kv_sharing_target = config.kv_sharing_target(layer)
+        self.num_kv_heads = kv_heads if self.kv_sharing_target is None else 0
+        options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
+        fused = (heads + 2 * self.num_kv_heads) * size
+        self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
+        self.o_proj = linear(config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options)
+        if config.qk_norm is not None:
+            self.q_norm, self.k_norm = (
+                norm(
+                    config,
+                    {"head": size, "per_head": (count, size), "all": count * size}[config.qk_norm],
+                    use_bias=False,
+                    parallel=parallel if config.qk_norm == "all" else None,
+                )
+                if count
+                else None
+                for count in (heads, self.num_kv_heads)
+            )
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.dtype(config.dtype))) if config.attention_sinks else None
+        self.paged_attention = PagedAttention(
+            heads,
+            size,
+            num_kv_heads=kv_heads,
+            causal=not config.is_encoder,
+            scale=config.attention_scale,
+            sliding_window=self.window,
+            logits_soft_cap=config.attn_logit_softcapping,
+            implementation=implementation,
+        )
+
+    @property
+    def sees_distances(self) -> bool:
+        """Whether a bias by distance goes in with each call."""
+        return self.config.position_embedding in ("alibi", "relative")
+
+    def forward_paged(
+        self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
+        core, parallel, biases = self.paged_attention, self.parallel, self._biases(angles)
+        if parallel is not None and parallel.context_size > 1:
+            k_scale, v_scale = core.scales_of(kv_cache, None, None)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            options: dict[str, Any] = {**core.options, **biases, **scales, "group_size": parallel.context_size}
+            qkv = self._project(x, angles)
+            output, kv_cache = attend_spread(*qkv, kv_cache, metadata, parallel.axis, **options)
+            return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
+        if self._turns_in_the_write(angles):
+            cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
+            qkv, key, value = self._heads(x), None, None
+            query, kv_cache = core.rotate_and_write(qkv, cos_sin, kv_cache, metadata.slot_mapping)
+        else:
+            query, key, value = self._project(x, angles)
+        output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
+        return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
+
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
+    ) -> jax.Array:
+        """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache.
+
+        What later layers read is put into `shared`, by the index of the layer, and what earlier ones put is read there.
+        """
+        query, key, value = self._project(x, angles)
+        shared = {} if shared is None else shared
+        if key is None or value is None:
+            key, value = shared[self.kv_sharing_target]
+        elif self.layer is not None:
+            shared[self.layer] = key, value
+        options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
+        output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
+        return self.o_proj(output.reshape(*x.shape[:-1], -1))
+
+    def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        """Says what a unit of an 8-bit cache is worth, as it came with a checkpoint; other caches do not ask."""
+        self.paged_attention.kv_scales = KVScales(k_scale, v_scale)
+
+    def _biases(self, angles: Angles | None) -> dict[str, Any]:
+        config = self.config
+        biases: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        if config.position_embedding == "alibi":
+            heads, parallel = config.num_attention_heads, self.parallel
+            parts = 1 if parallel is None else parallel.parts("heads")
+            slopes = jnp.asarray(alibi_slopes(heads * parts) * config.alibi_scale)
+            if parallel is not None:
+                slopes = jax.lax.dynamic_slice_in_dim(slopes, parallel.first("heads", heads), heads)
+            biases["alibi_slopes"] = slopes
+        if config.position_embedding == "relative":
+            biases["relative_bias"] = angles
+        return biases
+
+    def _turns_in_the_write(self, angles: Angles | None) -> TypeGuard[tuple[Any, Any]]:
+        """Returns whether one launch rotates and writes what the projection brings; norms come before a rotation."""
+        plain = self.rotates and self.num_kv_heads and self.config.qk_norm is None and angles is not None
+        return bool(plain) and self.paged_attention.rotates_in_one_launch
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        """Returns the heads of query, key and value, one after the other."""
+        count = self.config.num_attention_heads + 2 * self.num_kv_heads
+        return self.qkv_proj(x).reshape(*x.shape[:-1], count, self.config.head_dim)
+
+    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, Any, Any]:
+        """Returns query, key and value; None for keys and values that are another layer's."""
+        config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
+        heads = self._heads(x)
+        rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
+        if config.qk_norm is not None:
+            parts = ((self.q_norm, rotated[..., :num_heads, :]), (self.k_norm, rotated[..., num_heads:, :]))
+            normed = [self._normed(weight, part) for weight, part in parts if weight is not None]
+            rotated = jnp.concatenate(normed, axis=-1).reshape(rotated.shape)
+        if self.rotates and angles is not None:
+            rotated = apply_rotary(rotated, *angles[self.window is not None])
+        if not num_kv_heads:
+            return rotated, None, None
+        return rotated[..., :num_heads, :], rotated[..., num_heads:, :], value
+
+    def _normed(self, weight: Any, part: jax.Array) -> jax.Array:
+        front = part.shape[:-2]
+        if self.config.qk_norm == "all":
+            part = part.reshape(*front, 1, -1)
+        return weight(part).reshape(*front, -1)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Returns float32[num_heads], the slopes of ALiBi (Press et al. 2021, arXiv:2108.12409).
+
+    A power of two of heads has a geometric sequence; others add every second slope of twice as many heads.
+
+    Example:
+        >>> alibi_slopes(3).tolist()
+        [0.0625, 0.00390625, 0.25]
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (index + 1) / power) for index in range(power)]
+    slopes += [2.0 ** (-4 * (index + 1) / power) for index in range(0, 2 * (num_heads - power), 2)]
+    return np.asarray(slopes, np.float32)

@@ -1,0 +1,400 @@
+"""ModelConfig: the shape and the options of one decoder-only language model, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from jattn.llm.models.parts import MAX_HEAD_DIM, MAX_INNER, LatentConfig, MoEConfig, check_flags
+from jattn.llm.models.rope_scaling import MAX_CONTEXT, RopeScaling, check_number
+from jattn.llm.models.shapes import parameter_shapes
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import QUERY_DTYPES
+
+__all__ = ["SIZE_LIMITS", "ModelConfig"]
+
+#: Upper limits of every size: far above any published model, far below what would exhaust memory while planning.
+SIZE_LIMITS = {
+    "vocab_size": 1 << 20,
+    "hidden_size": 1 << 16,
+    "intermediate_size": MAX_INNER,
+    "num_hidden_layers": 512,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": MAX_HEAD_DIM,
+    "max_position_embeddings": MAX_CONTEXT,
+}
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "norm_type": ("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm"),
+    "norm_placement": ("before", "after", "both", "residual"),
+    "qk_norm": (None, "head", "per_head", "all"),
+    "parallel_block": (None, "shared_norm", "two_norms"),
+    "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai"),
+    "position_embedding": ("rope", "learned", "alibi", "relative"),
+}
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "norm_bias",
+    "gated_mlp",
+    "embedding_norm",
+    "attention_sinks",
+    "is_encoder",
+    "final_norm",
+    "logits_bias",
+)
+_SCALARS = ("embedding_multiplier", "residual_multiplier", "logits_scale", "alibi_scale")
+_OPTIONAL_SCALARS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
+#: Options that attention over latents does not have, and their values where they are off.
+_NOT_LATENT = {
+    "qk_norm": None,
+    "position_embedding": "rope",
+    "rope_local_theta": None,
+    "partial_rotary_factor": 1.0,
+    "nope_layers": (),
+    "attention_scale": None,
+    "attn_logit_softcapping": None,
+    "attention_sinks": False,
+    "is_encoder": False,
+    "sliding_window": None,
+    "layer_windows": (),
+    "encoder": None,
+    "kv_sharing_targets": (),
+}
+#: What an encoder and the decoder that reads it share: one vocabulary, one width, and a cache for both.
+_SHARED_WITH_ENCODER = ("vocab_size", "hidden_size", "num_key_value_heads", "head_dim", "embedding_multiplier", "dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Everything that decides the shapes and the arithmetic of a decoder; names are Hugging Face's where it has one.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the feed-forward layer.
+        num_hidden_layers: decoder layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads; divides num_attention_heads.
+        head_dim: elements of one head; of its rotated part where attention is over latents.
+        max_position_embeddings: the longest sequence that the model is meant for, in tokens.
+        norm_type: "rms_norm" rounds to the model's dtype before its weight, "rms_norm_wide" after it; "gemma_rms_norm"
+            multiplies by 1 + weight; "layer_norm".
+        norm_bias: a layer norm has a bias.
+        norm_placement: of the norms of each branch: "before" it, "after" it, "both", or "residual": after what the
+            branch adds was added.
+        rms_norm_eps: added to the mean square, or to the variance, before its root.
+        qk_norm: norm of queries and keys before they are rotated: over each "head" with one weight for all heads
+            ("per_head": a weight for each), or over "all" heads at once; None for none.
+        parallel_block: attention and feed-forward both read the layer's input, behind one norm ("shared_norm") or
+            one each ("two_norms"); None for one after the other.
+        hidden_act: of the feed-forward layer.
+        gated_mlp: the activation gates a second projection.
+        moe: experts in the place of the feed-forward layer.
+        latent: attention over latents in the place of keys and values of each head.
+        position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores) or "relative"
+            (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683).
+        position_offset: rows of a learned table before that of the first position.
+        relative_attention_num_buckets: of "relative", in both directions together where tokens see later ones.
+        relative_attention_max_distance: of "relative"; all distances from here on have one bucket.
+        alibi_scale: of ALiBi's slopes.
+        rope_theta: base of the rotary frequencies.
+        rope_local_theta: base in layers with a window, without scaling; None for the same in all.
+        rope_scaling: None for the default frequencies.
+        partial_rotary_factor: share of a head's elements that are rotated, the first ones.
+        nope_layers: indices of layers that do not rotate.
+        token_types: rows of an embedding of the kind of a token, of which the first is added to all; 0 for none.
+        embedding_norm: a norm behind the embedding.
+        embedding_multiplier: of the embedding, in the model's dtype.
+        residual_multiplier: of what each branch adds.
+        logits_scale: of the logits.
+        attention_scale: of the attention scores; None for head_dim ** -0.5.
+        attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
+        final_logit_softcapping: likewise of the logits.
+        attention_sinks: every head has a logit without a value in its softmax.
+        is_encoder: every token sees every other; there is no output projection and no cache of its own.
+        final_norm: there is a norm behind the last layer.
+        encoder: what cross attention behind the self-attention of each layer reads: an encoder with the same embedding.
+            None for a model without.
+        decoder_start_token_id: the token that every generation starts with, in a model with an encoder.
+        forced_bos_token_id: one that always follows it there; None for none.
+        forced_eos_token_id: the last one of a text that is as long as it may be; None for none.
+        logits_bias: the logits have a bias.
+        tie_word_embeddings: the output projection is the embedding.
+        attention_bias: the query, key and value projections have a bias.
+        attention_output_bias: the output projection of attention has one.
+        mlp_bias: the feed-forward projections have one.
+        sliding_window: tokens that a query sees in every layer, its own included; None for all.
+        layer_windows: where layers differ, the window of each; empty otherwise.
+        kv_sharing_targets: where layers read the keys and values of an earlier one and have none of their own, the
+            index of that layer, and None for the others; empty otherwise. `last_of_each_window` is Gemma 3n's pattern.
+        dtype: of the parameters and the computation, by name: float32, bfloat16 or float16.
+        bos_token_id: the token that starts a document, or None.
+        eos_token_ids: the tokens that end a generation.
+        architecture: the family that the config was read as, which `save_model` writes again. It changes nothing that
+            is computed and is not compared.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+        Unsupported: an option of another name.
+
+    Example:
+        >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        ...                      num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+        >>> config.num_parameters
+        106816
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    norm_type: str = "rms_norm"
+    norm_bias: bool = False
+    norm_placement: str = "before"
+    rms_norm_eps: float = 1e-6
+    qk_norm: str | None = None
+    parallel_block: str | None = None
+    hidden_act: str = "silu"
+    gated_mlp: bool = True
+    moe: MoEConfig | None = None
+    latent: LatentConfig | None = None
+    position_embedding: str = "rope"
+    position_offset: int = 0
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    alibi_scale: float = 1.0
+    rope_theta: float = 10000.0
+    rope_local_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    nope_layers: tuple[int, ...] = ()
+    token_types: int = 0
+    embedding_norm: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scale: float = 1.0
+    attention_scale: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
+    is_encoder: bool = False
+    final_norm: bool = True
+    encoder: ModelConfig | None = None
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    logits_bias: bool = False
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    kv_sharing_targets: tuple[int | None, ...] = ()
+    dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    architecture: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for name, limit in SIZE_LIMITS.items():
+            check_int(name, getattr(self, name), 1, limit)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InvalidInput(
+                f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})."
+            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = ", ".join(map(str, choices))
+                raise Unsupported(f"{name} is {shown(getattr(self, name))}; this build has {known}.")
+        self._check_positions()
+        check_int("token_types", self.token_types, 0, 1 << 16)
+        check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 1.0)
+        check_flags(self, _FLAGS)
+        for name in (*_SCALARS, *_OPTIONAL_SCALARS):
+            if name in _SCALARS or getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 1e-6, 1e6)
+        self._check_windows()
+        self._check_kv_sharing()
+        if self.moe is not None and not isinstance(self.moe, MoEConfig):
+            raise InvalidInput(f"moe is {shown(self.moe)}; it must be a MoEConfig or None.")
+        if self.moe is not None and not self.gated_mlp:
+            raise Unsupported("gated_mlp is False; experts are gated in this build.")
+        self._check_latent()
+        self._check_encoder()
+        if self.dtype not in QUERY_DTYPES:
+            raise InvalidInput(f"dtype is {self.dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}.")
+        self._check_tokens()
+
+    def _check_positions(self) -> None:
+        check_number("rope_theta", self.rope_theta, 1.0, 1e12)
+        if self.rope_local_theta is not None:
+            check_number("rope_local_theta", self.rope_local_theta, 1.0, 1e12)
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise InvalidInput(f"rope_scaling is {self.rope_scaling!r}; it must be a RopeScaling or None.")
+        check_int("position_offset", self.position_offset, 0, 1 << 16)
+        buckets = self.relative_attention_num_buckets
+        check_int("relative_attention_num_buckets", buckets, 4, 1 << 16)
+        check_int("relative_attention_max_distance", self.relative_attention_max_distance, buckets, MAX_CONTEXT)
+        check_number("partial_rotary_factor", self.partial_rotary_factor, 1e-3, 1.0)
+        if self.position_embedding == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
+            which = "head_dim" if self.partial_rotary_factor == 1 else "head_dim * partial_rotary_factor"
+            raise InvalidInput(f"{which} is {self.rotary_dim}; rotary embeddings need an even number.")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_rotary_dim(self.rotary_dim)
+
+    def _check_windows(self) -> None:
+        windows = [("sliding_window", self.sliding_window)]
+        windows += [(f"layer_windows[{index}]", window) for index, window in enumerate(self.layer_windows)]
+        for name, window in windows:
+            if window is not None:
+                check_int(name, window, 1, MAX_CONTEXT)
+        if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
+            raise InvalidInput(
+                f"layer_windows has {len(self.layer_windows)} entries; it must have one for each of the "
+                f"{self.num_hidden_layers} layers, or none."
+            )
+        if self.layer_windows and self.sliding_window is not None:
+            raise InvalidInput(
+                f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
+                "second where they differ: leave one out."
+            )
+
+    def _check_kv_sharing(self) -> None:
+        targets = self.kv_sharing_targets
+        if targets and len(targets) != self.num_hidden_layers:
+            raise InvalidInput(
+                f"kv_sharing_targets has {len(targets)} entries; it must have one for each of the "
+                f"{self.num_hidden_layers} layers, or none."
+            )
+        if targets and self.is_encoder:
+            raise Unsupported("kv_sharing_targets is given and is_encoder is True; layers of an encoder share nothing.")
+        for layer, target in enumerate(targets):
+            if target is None:
+                continue
+            name = f"kv_sharing_targets[{layer}]"
+            check_int(name, target, 0, layer - 1, also=", or None")
+            if targets[target] is not None:
+                raise InvalidInput(
+                    f"{name} is {target}, which has no keys and values of its own; name the layer that has."
+                )
+            if self.window_of(layer) != self.window_of(target):
+                raise InvalidInput(
+                    f"{name} is {target}, whose window is {self.window_of(target)}; layer {layer} has "
+                    f"{self.window_of(layer)}. Layers that share keys and values keep the same part of the past."
+                )
+
+    @property
+    def index_head_dim(self) -> int | None:
+        """Elements of a token's index key, of attention over latents that an indexer chooses; None of all other."""
+        return None if self.latent is None else self.latent.index_head_dim
+
+    def _check_latent(self) -> None:
+        latent, scaling = self.latent, self.rope_scaling
+        if latent is None:
+            return
+        if not isinstance(latent, LatentConfig):
+            raise InvalidInput(f"latent is {shown(latent)}; it must be a LatentConfig or None.")
+        if self.head_dim != latent.qk_rope_head_dim:
+            raise InvalidInput(
+                f"head_dim is {self.head_dim}; with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})."
+            )
+        wanted = _NOT_LATENT | {
+            "num_key_value_heads": self.num_attention_heads,
+            "attention_output_bias": self.attention_bias,
+        }
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise Unsupported(f"{name} is {shown(getattr(self, name))}; attention over latents has {value!r}.")
+        rope = {} if scaling is None else {"rope_type": "yarn", "attention_factor": None, "truncate": True}
+        for name, value in rope.items():
+            if getattr(scaling, name) != value:
+                raise Unsupported(
+                    f"rope_scaling.{name} is {getattr(scaling, name)!r}; attention over latents has {value}."
+                )
+
+    def _check_encoder(self) -> None:
+        encoder = self.encoder
+        if encoder is None:
+            return
+        if not isinstance(encoder, ModelConfig) or not encoder.is_encoder:
+            raise InvalidInput(f"encoder is {shown(encoder)}; it must be a ModelConfig with is_encoder, or None.")
+        if self.is_encoder or self.decoder_start_token_id is None:
+            raise InvalidInput(
+                "encoder is given; the model that reads it is no encoder itself and has a decoder_start_token_id."
+            )
+        for name in _SHARED_WITH_ENCODER:
+            if getattr(encoder, name) != getattr(self, name):
+                raise Unsupported(
+                    f"encoder.{name} is {shown(getattr(encoder, name))} and the decoder's {getattr(self, name)}; this "
+                    "build has the same in both."
+                )
+        if self.parallel_block is not None or self.norm_placement not in ("before", "residual"):
+            raise Unsupported(
+                f"parallel_block is {self.parallel_block!r} and norm_placement {self.norm_placement!r}; with an "
+                "encoder this build has None, and 'before' or 'residual'."
+            )
+
+    def _check_tokens(self) -> None:
+        single = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+        named = [(name, getattr(self, name)) for name in single if getattr(self, name) is not None]
+        named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
+        for name, token in named:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise InvalidInput(f"{name} is {shown(token)}; it must be a token id from 0 to {self.vocab_size - 1}.")
+
+    @property
+    def query_size(self) -> int:
+        """Elements of all query heads of one token."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Elements of all key heads (or all value heads) of one token."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def norms_before_and_after(self) -> tuple[bool, bool]:
+        """Whether branches have a norm before them, and whether they have one behind."""
+        return self.norm_placement in ("before", "both"), self.norm_placement != "before"
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the tokens that a query of this layer sees, its own included; None for all."""
+        return self.layer_windows[layer] if self.layer_windows else self.sliding_window
+
+    def kv_sharing_target(self, layer: int) -> int | None:
+        """Returns the layer whose keys and values this one reads; None if it has its own."""
+        return self.kv_sharing_targets[layer] if self.kv_sharing_targets else None
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """The layers that have a cache, in order."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if self.kv_sharing_target(layer) is None)
+
+    def cache_of(self, layer: int) -> int:
+        """Returns which of the caches, in the order of `cache_layers`, a layer reads."""
+        target = self.kv_sharing_target(layer)
+        return self.cache_layers.index(layer if target is None else target)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Returns whether this layer has experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the model has, a tied head counted once."""
+        return sum(math.prod(shape) for shape in parameter_shapes(self).values())

@@ -1,0 +1,342 @@
+"""Decoder: a decoder-only language model over a paged cache, and the same weights over dense sequences."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+
+from jattn.llm.models.attention import Angles, KeysValues
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, scaled, through
+from jattn.llm.models.layers import INITIALIZER, linear, norm
+from jattn.llm.models.paged_model import PagedSpec
+from jattn.llm.models.relative import relative_bias
+from jattn.llm.models.rotary import attention_factor, inverse_frequencies, rotary_angles
+from jattn.llm.models.tensor_parallel import TensorParallel
+from jattn.metadata import AttentionMetadata, GroupedMetadata
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = ["Decoder", "checked_dropout"]
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model: `hidden, caches = model(token_ids, positions, caches, metadata)`.
+
+    The caches go in and come out explicitly, one array per layer, so that a jitted step can donate them; the module
+    itself never changes after it was built. It works in nnx's graph and tree mode.
+
+    Args:
+        config: shapes and options.
+        rngs: source of the initial values.
+        implementation: of the paged ops: None (the best for the device), "triton", "torch" or "xla".
+        embeds_tokens: False for an encoder whose tokens are embedded by the decoder that reads it.
+        parallel: one device's part of a model that is cut over a mesh axis, to be called inside `jax.shard_map`; see
+            `jattn.llm.models.shard_model`. None for a whole model.
+
+    Raises:
+        InvalidInput: a model that cannot be cut so, with the number that does not divide.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        embeds_tokens: bool = True,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        self.config, self.parallel, self.implementation = config, parallel, implementation
+        vocab_size, local = config.vocab_size, config
+        if parallel is not None:
+            parallel.check(config)
+            vocab_size, local = parallel.vocab(vocab_size), parallel.local(config)
+        sizes, options = (vocab_size, config.hidden_size), {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
+
+        def table(rows: int, width: int = config.hidden_size) -> Any:
+            return nnx.Embed(rows, width, embedding_init=INITIALIZER, **options) if rows else None
+
+        kind = config.position_embedding
+        self.embed_tokens = table(vocab_size * embeds_tokens)
+        self.position_embedding = table(
+            config.position_offset + config.max_position_embeddings if kind == "learned" else 0
+        )
+        self.relative_attention_bias = table(
+            config.relative_attention_num_buckets if kind == "relative" else 0, config.num_attention_heads
+        )
+        self.token_type_embedding = table(config.token_types)
+        self.embedding_norm = norm(config) if config.embedding_norm else None
+        self.layers = nnx.List(
+            [
+                DecoderLayer(local, index, rngs=rngs, implementation=implementation, parallel=parallel)
+                for index in range(config.num_hidden_layers)
+            ]
+        )
+        self.norm = norm(config) if config.final_norm else None
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings or config.is_encoder
+            else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
+        )
+        self.final_logits_bias = (
+            nnx.Param(jnp.zeros((1, config.vocab_size), jnp.dtype(config.dtype))) if config.logits_bias else None
+        )
+
+    @property
+    def paged_spec(self) -> PagedSpec:
+        """What the engine needs to know of it."""
+        config, parallel = self.config, self.parallel
+        if config.is_encoder:
+            raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
+        # Heads that several devices have are as many heads of the cache.
+        kv_heads = (
+            config.num_key_value_heads if parallel is None else parallel.kv_heads(config) * parallel.parts("heads")
+        )
+        return PagedSpec(
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            num_layers=len(config.cache_layers),
+            num_kv_heads=kv_heads if config.latent is None else 1,
+            head_dim=config.head_dim,
+            kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
+            index_head_dim=config.index_head_dim,
+            dtype=jnp.dtype(config.dtype).name,
+            sliding_window=config.sliding_window,
+            layer_windows=tuple(config.window_of(layer) for layer in config.cache_layers)
+            if config.layer_windows
+            else (),
+            eos_token_ids=config.eos_token_ids,
+            forced_eos_token_id=config.forced_eos_token_id,
+        )
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
+
+        Args:
+            token_ids: int32[tokens], below vocab_size; the caller checks that on the host. Padding may be any token.
+            positions: int32[tokens]; the position of each token in its own sequence, from 0.
+            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer that has one
+                (`ModelConfig.cache_layers`), or one of latents, `(num_blocks, block_size, kv_lora_rank +
+                qk_rope_head_dim)`; fewer where the metadata has several groups, whose layers share them.
+            metadata: block tables, lengths and slots of the step, one record for all layers or one for each group.
+
+        Returns:
+            The normalised hidden states `[tokens, hidden]`, to be given to `logits` (pick the rows first), and the
+            caches with the new keys and values.
+        """
+        *_, (hidden, new_caches) = self.paged_hidden_states(token_ids, positions, kv_caches, metadata)
+        return hidden, new_caches
+
+    def paged_hidden_states(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
+    ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
+        """Yields what `hidden_states` does, of packed tokens, each with the caches as they are then.
+
+        Args:
+            token_ids, positions, kv_caches, metadata: of a call.
+        """
+        if self.config.is_encoder:
+            raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
+        peers = metadata.of_layer(0)[0].peers
+        x, angles = self.embedded(token_ids, positions, peers)
+        caches = list(kv_caches)
+        yield x, tuple(caches)
+        normed = through(self.layers[0].input_layernorm, x)
+        for index, modules in enumerate(self.layers_and_norms()):
+            own, array = metadata.of_layer(self.config.cache_of(index))
+            if self.config.index_head_dim is None:
+                x, normed, caches[array] = _called(modules, x, normed, angles, caches[array], own)
+            else:
+                second = len(self.layers) + array
+                pair = caches[array], caches[second]
+                x, normed, (caches[array], caches[second]) = _called(modules, x, normed, angles, pair, own)
+            yield x, tuple(caches)
+        yield normed, tuple(caches)
+
+    def layers_and_norms(self) -> Iterator[tuple[DecoderLayer, Any]]:
+        """Yields each layer and the norm of what follows it, the next one's or the model's last; None for none."""
+        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        yield from zip(self.layers, norms[1:], strict=True)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows.
+
+        Of a model that is cut these are the device's part of the vocabulary, -inf where that is padding.
+        """
+        if self.config.is_encoder:
+            raise Unsupported("this model is an encoder and has no output projection; use embed.")
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden)
+        else:
+            # Not Embed.attend, which rounds the logits to the dtype of the model.
+            embedding = self.embed_tokens.embedding[...]
+            logits = jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
+        logits = scaled(logits, self.config.logits_scale)
+        if self.final_logits_bias is not None:
+            logits = logits + self.final_logits_bias[0]
+        cap = self.config.final_logit_softcapping
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        parallel, count = self.parallel, logits.shape[-1]
+        if parallel is None or count * parallel.parts("vocab") == self.config.vocab_size:
+            return logits
+        tokens = parallel.first("vocab", count) + jnp.arange(count)
+        return jnp.where(tokens < self.config.vocab_size, logits, -jnp.inf)
+
+    def forward_dense(
+        self, token_ids: jax.Array, *, dropout_rate: float = 0.0, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache: training and comparison.
+
+        Args:
+            token_ids: int32[batch, tokens]; every row starts at position 0.
+            dropout_rate: of the embedding and of each residual branch; 0 for off.
+            dropout_key: a `jax.random.key`; needed when the rate is not 0.
+
+        Raises:
+            InvalidInput: dropout_rate outside [0, 1), or not 0 without a key.
+        """
+        *_, hidden = self.hidden_states(token_ids, checked_dropout(dropout_rate, dropout_key))
+        return self.logits(hidden)
+
+    def embed(
+        self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean", normalize: bool = True
+    ) -> jax.Array:
+        """Returns float32[batch, hidden], a vector for each row: what a text is about.
+
+        Args:
+            token_ids: int32[batch, tokens]; what lies past a row's length may be any token.
+            lengths: int32[batch], real tokens of each row, at least 1.
+            pooling: the "mean" of the last hidden states, that of the first token ("cls") or of the last ("last").
+            normalize: divide each vector by its length.
+
+        Raises:
+            InvalidInput: another pooling.
+        """
+        if pooling not in ("mean", "cls", "last"):
+            raise InvalidInput(f"pooling is {pooling!r}; use 'mean', 'cls' or 'last'.")
+        *_, hidden = self.hidden_states(token_ids, lengths=lengths)
+        hidden, places = hidden.astype(jnp.float32), jnp.arange(token_ids.shape[1])
+        if pooling == "mean":
+            chosen = (places < lengths[:, None]) / lengths[:, None]
+        else:
+            chosen = places == (0 if pooling == "cls" else lengths[:, None] - 1)
+        chosen = jnp.broadcast_to(chosen, token_ids.shape)
+        # Not a product with 0: padding may hold anything, and 0 times NaN is NaN.
+        pooled = jnp.where(chosen[..., None] > 0, hidden * chosen[..., None], 0).sum(1)
+        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True) if normalize else pooled
+
+    def hidden_states(
+        self,
+        token_ids: jax.Array,
+        dropout: nnx.Dropout | None = None,
+        lengths: jax.Array | None = None,
+        encoded: Encoded | None = None,
+    ) -> Iterator[jax.Array]:
+        """Yields `[batch, tokens, hidden]` behind the embedding, behind each layer, and behind the last norm.
+
+        The last is what `logits` takes; the one before it is the last layer's, not normalised yet.
+
+        Args:
+            token_ids: int32[batch, tokens], or their embeddings; every row starts at position 0.
+            dropout: of the embedding and of each residual branch; None for off.
+            lengths: int32[batch], real tokens of each row; None for all.
+            encoded: what cross attention reads, of a model with an encoder.
+        """
+        dropout = nnx.Dropout(0.0) if dropout is None else dropout
+        x, angles = self.embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
+        x = dropout(x)
+        yield x
+        shared: KeysValues = {}
+        for layer in self.layers:
+            x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared)
+            yield x
+        yield through(self.norm, x)
+
+    def embedded(
+        self, token_ids: jax.Array, positions: jax.Array, peers: jax.Array | None = None
+    ) -> tuple[jax.Array, Angles | None]:
+        """Returns the first layer's input, and what attention makes of positions, if anything.
+
+        Args:
+            token_ids: int32[..., tokens], or what the embedding has for them, float[..., tokens, hidden].
+            positions: int32[tokens].
+            peers: see `AttentionMetadata`.
+        """
+        config = self.config
+        is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
+        x = scaled(token_ids if is_embedded else self._embed(token_ids, peers), config.embedding_multiplier)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions + config.position_offset)
+        if self.token_type_embedding is not None:
+            x = x + self.token_type_embedding.embedding[0]
+        x = through(self.embedding_norm, x)
+        if self.relative_attention_bias is not None:
+            return x, relative_bias(self.relative_attention_bias.embedding[...], config)
+        if config.position_embedding != "rope" or config.latent is not None:
+            return x, None
+        factor = attention_factor(config.rope_scaling)
+        angles = rotary_angles(positions, inverse_frequencies(config), factor)
+        if config.rope_local_theta is None:
+            return x, (angles, angles)
+        return x, (angles, rotary_angles(positions, inverse_frequencies(config, local=True)))
+
+    def _embed(self, token_ids: jax.Array, peers: jax.Array | None) -> jax.Array:
+        parallel = self.parallel
+        if parallel is None or parallel.parts("vocab") == 1:
+            return self.embed_tokens(token_ids)
+        count = self.embed_tokens.num_embeddings
+        local = token_ids - parallel.first("vocab", count)
+        is_own = (local >= 0) & (local < count)
+        # All but one of the sum's terms are 0, so that it rounds nothing.
+        own = self.embed_tokens(jnp.where(is_own, local, 0))
+        return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab", peers)
+
+
+def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
+    """Returns the dropout of a forward pass.
+
+    Raises:
+        InvalidInput: the rate is outside [0, 1), or not 0 without a key.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise InvalidInput(f"dropout_rate is {rate}; it must be at least 0 and less than 1.")
+    if rate and key is None:
+        raise InvalidInput(f"dropout_rate is {rate} but dropout_key is None; pass a jax.random.key.")
+    return nnx.Dropout(rate, rngs=None if key is None else nnx.Rngs(dropout=key))
+
+
+def _called(modules: tuple[DecoderLayer, Any], *operands: Any) -> Any:
+    """Calls a layer with the norm of what follows; in a program, pairs that are alike are traced and lowered once.
+
+    The last layer is for itself where the model's last norm is unlike that of a layer's input, or one is missing.
+    """
+    *_, metadata = operands
+    # Known values are looked at on the host, which a function of their own would hide, as it would what a layer notes.
+    if isinstance(metadata.seq_lens, Tracer):
+        graph, weights, noted = nnx.split(modules, nnx.Param, ...)
+        if not noted:
+            return _traced_once(weights, *operands, graph=graph)
+    layer, following = modules
+    return layer(*operands, following=following)
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _traced_once(weights: Any, *operands: Any, graph: Any) -> Any:
+    layer, following = cast(tuple[DecoderLayer, Any], nnx.merge(graph, weights))
+    return layer(*operands, following=following)

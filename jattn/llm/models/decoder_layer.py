@@ -1,0 +1,178 @@
+"""DecoderLayer: attention and feed-forward part, and how what they find joins the residual stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+from flax import nnx
+
+from jattn.llm.models.attention import Angles, Attention, KeysValues
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.cross_attention import CrossAttention
+from jattn.llm.models.experts import SparseMLP
+from jattn.llm.models.latent import LatentAttention, SparseAttention
+from jattn.llm.models.layers import MLP, norm
+from jattn.llm.models.tensor_parallel import TensorParallel
+from jattn.metadata import AttentionMetadata
+
+__all__ = ["DecoderLayer", "Encoded", "scaled", "through"]
+
+#: What an encoder made of each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for all.
+Encoded: TypeAlias = tuple[jax.Array, jax.Array | None]
+_Branch: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward, one after the other or side by side, added to the residual stream.
+
+    Of a model that is cut, each device computes its share of both, and two sums over the devices make them whole.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        self.config, self.parallel = config, parallel
+        before, after = config.norms_before_and_after
+        self.input_layernorm = norm(config) if before else None
+        attention = _attention(config)
+        self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation, parallel=parallel)
+        self.attention_output_norm = norm(config) if after else None
+        has_encoder = config.encoder is not None
+        self.cross_attn = CrossAttention(config, rngs=rngs, implementation=implementation) if has_encoder else None
+        self.cross_attention_norm = norm(config) if has_encoder else None
+        self.post_attention_layernorm = norm(config) if before and config.parallel_block != "shared_norm" else None
+        self.is_sparse = config.is_sparse(layer)
+        if self.is_sparse:
+            self.moe = SparseMLP(config, rngs=rngs, parallel=parallel)
+        else:
+            self.mlp = MLP(config, rngs=rngs)
+        self.mlp_output_norm = norm(config) if after else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        angles: Angles | None,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        following: Any,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Maps packed tokens and this layer's cache, or pair of caches, to the next ones.
+
+        Args:
+            x: `[tokens, hidden]`, the residual stream.
+            normed: the same through `input_layernorm`.
+            angles: what attention makes of positions, if anything; see `Decoder.embedded`.
+            kv_cache: this layer's.
+            metadata: of the step.
+            following: the norm of what follows, `input_layernorm` of the next layer or the model's last; None for none.
+
+        Returns:
+            (the residual stream, the same through `following`, the caches).
+        """
+        attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
+        cross = None
+        if self.cross_attn is not None:
+            cross = functools.partial(self.cross_attn.forward_paged, kv_cache=kv_cache, metadata=metadata)
+        return *self._added(x, normed, attended, None, cross, following, metadata.peers), kv_cache
+
+    def forward_dense(
+        self,
+        x: jax.Array,
+        angles: Angles | None,
+        dropout: nnx.Dropout,
+        lengths: jax.Array | None = None,
+        encoded: Encoded | None = None,
+        shared: KeysValues | None = None,
+    ) -> jax.Array:
+        """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
+        normed = through(self.input_layernorm, x)
+        attended = self.self_attn.forward_dense(normed, angles, lengths, shared)
+        cross = None
+        if self.cross_attn is not None and encoded is not None:
+            cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
+        return self._added(x, normed, attended, dropout, cross)[0]
+
+    def _added(
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        attended: jax.Array,
+        dropout: _Branch | None,
+        cross: _Branch | None,
+        following: Any = None,
+        peers: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds what attention found, and what the other parts make of it, to the residual stream; see `__call__`."""
+        if self.config.norm_placement == "residual":
+            x = through(self.attention_output_norm, x + through(dropout, self._summed(attended, "heads", peers)))
+            if cross is not None:
+                x = through(self.cross_attention_norm, x + through(dropout, cross(x)))
+            branch, axis = self._feed_forward(x)
+            x = through(self.mlp_output_norm, x + through(dropout, self._summed(branch, axis, peers)))
+            return x, through(following, x)
+        kind = self.config.parallel_block
+        before = self.post_attention_layernorm if kind is None and cross is None else None
+        after, seen = self._add_branch(x, attended, "heads", self.attention_output_norm, before, dropout, peers)
+        if cross is not None:
+            branch = through(dropout, cross(through(self.cross_attention_norm, after)))
+            after = after + scaled(branch, self.config.residual_multiplier)
+            seen = through(self.post_attention_layernorm, after)
+        elif kind is not None:
+            seen = normed if kind == "shared_norm" else through(self.post_attention_layernorm, x)
+            # Beside attention this sum does not follow from that one, and two at once would use the same memory.
+            peers = None
+        branch, axis = self._feed_forward(seen)
+        return self._add_branch(after, branch, axis, self.mlp_output_norm, following, dropout, peers)
+
+    def _add_branch(
+        self,
+        x: jax.Array,
+        branch: jax.Array,
+        axis: str,
+        own_norm: Any,
+        following: Any,
+        dropout: _Branch | None,
+        peers: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds a branch to the residual stream; returns that and what `following` makes of it."""
+        scale = self.config.residual_multiplier
+        if self.parallel is not None and own_norm is None and dropout is None and scale == 1:
+            found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
+            if found is not None:
+                return found
+        x = x + scaled(through(dropout, through(own_norm, self._summed(branch, axis, peers))), scale)
+        return x, through(following, x)
+
+    def _feed_forward(self, x: jax.Array) -> tuple[jax.Array, str]:
+        """Returns this device's share, and the axis along which it is one."""
+        return (self.moe(x), "experts") if self.is_sparse else (self.mlp(x), "mlp")
+
+    def _summed(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:
+        return x if self.parallel is None else self.parallel.summed(x, axis, peers)
+
+
+def through(module: Any, x: jax.Array) -> jax.Array:
+    """Returns what a module makes of x, which is x where there is none."""
+    return x if module is None else module(x)
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """Returns x times a number of the config."""
+    # A Python number is rounded to the array's dtype first, as Gemma was trained.
+    return x if scale == 1 else x * scale
+
+
+def _attention(config: ModelConfig) -> Any:
+    if config.latent is None:
+        return Attention
+    return LatentAttention if config.index_head_dim is None else SparseAttention

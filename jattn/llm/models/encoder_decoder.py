@@ -1,0 +1,111 @@
+"""EncoderDecoder: a decoder whose layers also attend to what an encoder made of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.decoder import Decoder, checked_dropout
+from jattn.llm.models.decoder_layer import through
+from jattn.llm.models.paged_model import PagedSpec
+from jattn.metadata import AttentionMetadata
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["EncoderDecoder", "build_model"]
+
+
+class EncoderDecoder(Decoder):
+    """A `Decoder` with an encoder before it, as T5 (arXiv:1910.10683) and BART (arXiv:1910.13461) are.
+
+    A prompt is the encoder's input. `encode` runs once for each, and leaves the keys and values of every layer's cross
+    attention in blocks of the decoder's own pool; `__call__` reads them through `metadata.cross`.
+
+    Args:
+        config: with an `encoder`.
+        rngs: source of the initial values.
+        implementation: of the paged ops; see `Decoder`.
+
+    Raises:
+        InvalidInput: the config has no encoder.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:
+        if config.encoder is None:
+            raise InvalidInput("config.encoder is None; an EncoderDecoder needs the encoder's ModelConfig.")
+        super().__init__(config, rngs=rngs, implementation=implementation)
+        self.encoder = Decoder(config.encoder, rngs=rngs, implementation=implementation, embeds_tokens=False)
+
+    @property
+    def paged_spec(self) -> PagedSpec:
+        """What the engine needs to know of it."""
+        return replace(
+            super().paged_spec,
+            max_encoder_len=self.encoder.config.max_position_embeddings,
+            decoder_start_token_id=self.config.decoder_start_token_id,
+            forced_bos_token_id=self.config.forced_bos_token_id,
+        )
+
+    def encode(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, ...]:
+        """Runs the encoder over whole inputs, packed into one axis, and writes what cross attention will read.
+
+        Args:
+            token_ids: int32[tokens], below vocab_size. Padding may be any token.
+            positions: int32[tokens]; the position of each token in its own input, from 0.
+            kv_caches: as in a call, one array per decoder layer.
+            metadata: of a step in which every sequence has its whole input.
+
+        Returns:
+            The caches with the cross keys and values of every layer in the slots of `metadata`.
+        """
+        encoder, caches = self.encoder, list(kv_caches)
+        x, angles = encoder.embedded(self.embed_tokens(token_ids), positions)
+        encoded = through(encoder.layers[0].input_layernorm, x)
+        for index, (layer, following) in enumerate(encoder.layers_and_norms()):
+            # The encoder's own keys and values lie where the cross ones will: nothing else is in these slots yet.
+            place = index % len(caches)
+            x, encoded, caches[place] = layer(x, encoded, angles, caches[place], metadata, following)
+        layers: Any = self.layers
+        return tuple(
+            layer.cross_attn.write(encoded, cache, metadata.slot_mapping)
+            for layer, cache in zip(layers, caches, strict=True)
+        )
+
+    def forward_dense(
+        self,
+        token_ids: jax.Array,
+        *,
+        encoder_token_ids: jax.Array | None = None,
+        encoder_lengths: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache: training and comparison.
+
+        Args:
+            token_ids: int32[batch, tokens], of the decoder; every row starts at position 0.
+            encoder_token_ids: int32[batch, encoder_tokens].
+            encoder_lengths: int32[batch], real encoder tokens of each row; None for all.
+            dropout_rate, dropout_key: as in `Decoder.forward_dense`.
+
+        Raises:
+            InvalidInput: there are no encoder_token_ids, or as `Decoder.forward_dense`.
+        """
+        if encoder_token_ids is None:
+            raise InvalidInput("encoder_token_ids is None; a model with an encoder needs its input.")
+        dropout = checked_dropout(dropout_rate, dropout_key)
+        embedded = self.embed_tokens(encoder_token_ids)
+        *_, encoded = self.encoder.hidden_states(embedded, dropout, encoder_lengths)
+        *_, hidden = self.hidden_states(token_ids, dropout, encoded=(encoded, encoder_lengths))
+        return self.logits(hidden)
+
+
+def build_model(config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> Decoder:
+    """Returns the model of a config: a `Decoder`, or an `EncoderDecoder` where it has an encoder."""
+    kind = Decoder if config.encoder is None else EncoderDecoder
+    return kind(config, rngs=rngs, implementation=implementation)

@@ -1,0 +1,134 @@
+"""SparseMLP: a feed-forward layer of experts in which no token is dropped, whatever the router says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.layers import INITIALIZER, MLP, linear
+from jattn.llm.models.tensor_parallel import TensorParallel
+from jattn.ops import fused_experts, route_experts
+from jattn.ops.routed import ExpertKernels, ExpertProduct, chosen_experts, routed_experts
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["ExpertLinear", "SparseMLP"]
+
+
+class ExpertLinear(nnx.Module):
+    """One linear map for each expert: `x @ kernel[expert] + bias[expert]`."""
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs
+    ) -> None:
+        self.kernel = nnx.Param(INITIALIZER(rngs.params(), (num_experts, in_features, out_features), jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros((num_experts, out_features), jnp.dtype(dtype))) if use_bias else None
+
+
+class SparseMLP(nnx.Module):
+    """Sends each token to its experts and adds up what they return, weighted (Shazeer et al. 2017, arXiv:1701.06538).
+
+    There is no capacity: rows that share an expert are multiplied together, as many as they are, and an expert that no
+    row goes to is not read. See `jattn.ops.fused_experts`.
+
+    Args:
+        config: the model's, with `moe`.
+        rngs: source of the initial values.
+        parallel: how the model is cut: each device has some of the experts and routes over all; None for not.
+
+    Raises:
+        InvalidInput: the config has no experts.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, parallel: TensorParallel | None = None) -> None:
+        moe, width, dtype = config.moe, config.hidden_size, config.dtype
+        if moe is None:
+            raise InvalidInput("config.moe is None; a SparseMLP needs a MoEConfig.")
+        self.moe, self.hidden_act, self.parallel = moe, config.hidden_act, parallel
+        self.num_local_experts = moe.num_experts // (1 if parallel is None else parallel.parts("experts"))
+        options = {"use_bias": moe.expert_bias, "dtype": dtype, "rngs": rngs}
+        router = {"use_bias": moe.router_bias, "param_dtype": jnp.dtype(dtype), "rngs": rngs}
+        self.router = linear(width, moe.num_experts, preferred_element_type=jnp.float32, **router)
+        # float32 in every model: in fewer bits it would choose other experts.
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(moe.num_experts)) if moe.score_correction_bias else None
+        self.gate_up_proj = ExpertLinear(self.num_local_experts, width, 2 * moe.intermediate_size, **options)
+        self.down_proj = ExpertLinear(self.num_local_experts, moe.intermediate_size, width, **options)
+        shared = moe.shared_width // (1 if parallel is None else parallel.parts("mlp"))
+        self.shared_expert = MLP(config, rngs=rngs, intermediate_size=shared) if shared else None
+        self.shared_expert_gate = (
+            linear(width, 1, use_bias=False, param_dtype=jnp.dtype(dtype), rngs=rngs)
+            if moe.shared_intermediate_size
+            else None
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., hidden]` to `[..., hidden]`."""
+        rows = x.reshape(-1, x.shape[-1])
+        out = self.routed(rows, *self._own(*self.route(rows)))
+        if self.shared_expert is not None:
+            shared, gate = self.shared_expert(rows), self.shared_expert_gate
+            out = out + (shared if gate is None else jax.nn.sigmoid(gate(rows)) * shared)
+        return out.astype(x.dtype).reshape(x.shape)
+
+    def routed(
+        self, rows: jax.Array, weights: jax.Array, experts: jax.Array, *, implementation: str | None = None
+    ) -> jax.Array:
+        """Returns the weighted sums `[rows, hidden]` of what the experts of each row make of it.
+
+        Args:
+            rows: `[rows, hidden]`.
+            weights, experts: as `route` returns them; ids that are none of this device's add nothing.
+            implementation: see `jattn.ops.fused_experts`.
+        """
+        gate_up, down, act = _product(self.gate_up_proj), _product(self.down_proj), self.hidden_act
+        if not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
+            # Kernels in fewer bits become numbers where jnp multiplies them.
+            return routed_experts(gate_up, down, act, rows, weights, experts, self.num_local_experts)
+        return fused_experts(
+            rows,
+            weights,
+            experts,
+            gate_up.kernel,
+            down.kernel,
+            gate_up_bias=gate_up.bias,
+            down_bias=down.bias,
+            activation=act,
+            # Something is added to it.
+            out_dtype=None if self.shared_expert is None else "float32",
+            implementation=implementation,
+        )
+
+    def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the best expert first."""
+        moe, router, correction = self.moe, self.router, self.e_score_correction_bias
+        options: dict[str, Any] = {
+            "top_k": moe.num_experts_per_tok,
+            "correction_bias": None if correction is None else correction[...],
+            "scoring_func": moe.scoring_func,
+            "norm_topk_prob": moe.norm_topk_prob,
+            "routed_scaling_factor": moe.routed_scaling_factor,
+            "n_group": moe.n_group,
+            "topk_group": moe.topk_group,
+        }
+        if not isinstance(router, nnx.Linear):
+            # A kernel in fewer bits becomes numbers where jnp multiplies it.
+            return chosen_experts(router(rows), **options)
+        bias = None if router.bias is None else router.bias[...]
+        return route_experts(rows, router.kernel[...], bias=bias, **options)
+
+    def _own(self, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the routing by this device's ids: experts of others are below 0 or behind the last."""
+        count, parallel = self.num_local_experts, self.parallel
+        if count == self.moe.num_experts or parallel is None:
+            return weights, experts
+        return weights, experts - parallel.first("experts", count)
+
+
+def _product(linear: Any) -> ExpertProduct:
+    """Returns the linear maps of a module, which may have been exchanged for quantised ones."""
+    if not isinstance(linear, ExpertLinear):
+        return linear
+    return ExpertKernels(linear.kernel[...], None if linear.bias is None else linear.bias[...])

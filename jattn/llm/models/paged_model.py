@@ -1,0 +1,205 @@
+"""PagedModel: what the engine asks of a model, and the few facts that it needs to know of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+
+from jattn.metadata import AttentionMetadata
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+
+__all__ = ["EncoderModel", "PagedModel", "PagedSpec"]
+
+_MOST = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedSpec:
+    """What an engine must know of a model before it runs it.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: tokens of one sequence at most.
+        num_layers: layers with a cache.
+        num_kv_heads: key and value heads of each.
+        head_dim: elements of one head.
+        kv_lora_rank: elements of a latent, of layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads is
+            1 and head_dim that of the rotary key behind a latent. None for keys and values.
+        index_head_dim: elements of an indexer's key, of layers of `jattn.nn.SparseLatentAttention`: each layer has a
+            second cache for them, and these come after the caches of all layers. None without.
+        dtype: of the keys and values that the layers write, by name.
+        sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
+            back. None if a layer sees all.
+        layer_windows: where layers differ, what each sees, None for all; empty otherwise. Layers of one window keep
+            their blocks apart from the others' then, and the model must ask its metadata for those of each layer.
+        eos_token_ids: tokens that end a generation.
+        max_encoder_len: tokens of an encoder's input at most, in a model that has an `encode`; 0 without one. A prompt
+            is the encoder's input then, and a generation starts with decoder_start_token_id.
+        decoder_start_token_id: that token; None without an encoder.
+        forced_bos_token_id: one that always follows it; None for none.
+        forced_eos_token_id: the last one of a generation of max_tokens, whatever was sampled; None for none.
+
+    Raises:
+        InvalidInput: a value out of range.
+        Unsupported: a dtype that no cache has.
+
+    Example:
+        >>> PagedSpec(vocab_size=16, max_model_len=64, num_layers=2, num_kv_heads=2, head_dim=8).cache_spec(4).shape(10)
+        (10, 2, 4, 2, 8)
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_lora_rank: int | None = None
+    index_head_dim: int | None = None
+    dtype: str = "float32"
+    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    max_encoder_len: int = 0
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_model_len", "num_layers"):
+            check_int(name, getattr(self, name), 1, _MOST)
+        if self.sliding_window is not None:
+            check_int("sliding_window", self.sliding_window, 1, _MOST, also=", or None")
+        self._check_layer_windows()
+        if not isinstance(self.eos_token_ids, tuple):
+            raise InvalidInput(f"eos_token_ids is {self.eos_token_ids!r}; it must be a tuple of token ids.")
+        for index, token in enumerate(self.eos_token_ids):
+            check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
+        if self.forced_eos_token_id is not None:
+            check_int("forced_eos_token_id", self.forced_eos_token_id, 0, self.vocab_size - 1)
+        check_int("max_encoder_len", self.max_encoder_len, 0, _MOST)
+        if self.max_encoder_len:
+            check_int("decoder_start_token_id", self.decoder_start_token_id, 0, self.vocab_size - 1)
+            if self.forced_bos_token_id is not None:
+                check_int("forced_bos_token_id", self.forced_bos_token_id, 0, self.vocab_size - 1)
+        elif self.decoder_start_token_id is not None:
+            raise InvalidInput(
+                f"decoder_start_token_id is {self.decoder_start_token_id!r} and max_encoder_len 0; a model without an "
+                "encoder starts with its prompt: leave it None."
+            )
+        if self.kv_lora_rank is not None and self.num_kv_heads != 1:
+            raise InvalidInput(
+                f"num_kv_heads is {self.num_kv_heads}; with kv_lora_rank it is 1: all heads share a latent."
+            )
+        if self.index_head_dim is not None and (self.kv_lora_rank is None or any(self.windows)):
+            raise InvalidInput(
+                f"index_head_dim is {self.index_head_dim}; an indexer needs kv_lora_rank, and layers that see "
+                "all: leave windows out."
+            )
+        self.cache_spec(block_size=1)
+        self.further_specs(block_size=1)
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of all caches, where no layers share one."""
+        return self.num_layers + len(self.further_specs(block_size=1))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """What each layer with a cache sees."""
+        return self.layer_windows or (self.sliding_window,) * self.num_layers
+
+    def cache_spec(self, block_size: int) -> KVCacheSpec | LatentCacheSpec:
+        """Returns the layout of each layer's cache in blocks of so many tokens."""
+        if self.kv_lora_rank is not None:
+            return LatentCacheSpec(
+                kv_lora_rank=self.kv_lora_rank, rope_dim=self.head_dim, block_size=block_size, dtype=self.dtype
+            )
+        return KVCacheSpec(
+            num_kv_heads=self.num_kv_heads, head_size=self.head_dim, block_size=block_size, dtype=self.dtype
+        )
+
+    def further_specs(self, block_size: int) -> list[LatentCacheSpec]:
+        """Returns the layouts of what layers cache besides; see `index_head_dim`."""
+        if self.index_head_dim is None:
+            return []
+        rest = self.index_head_dim - self.head_dim
+        spec = LatentCacheSpec(kv_lora_rank=self.head_dim, rope_dim=rest, block_size=block_size, dtype=self.dtype)
+        return [spec] * self.num_layers
+
+    def _check_layer_windows(self) -> None:
+        windows = self.layer_windows
+        if not isinstance(windows, tuple) or len(windows) not in (0, self.num_layers):
+            raise InvalidInput(
+                f"layer_windows is {shown(windows)}; it must be a tuple of one entry for each of the {self.num_layers} "
+                "layers, or empty."
+            )
+        if windows and self.sliding_window is not None:
+            raise InvalidInput(
+                f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
+                "second where they differ: leave one out."
+            )
+        for index, window in enumerate(windows):
+            if window is not None:
+                check_int(f"layer_windows[{index}]", window, 1, _MOST, also=", or None")
+
+
+class PagedModel(Protocol):
+    """A language model that `Engine` and `LLM` serve: any `nnx.Module` with these three; `EncoderModel` has one more.
+
+    `paged_spec` may be an attribute of the class or of the instance. A linen module comes through a subclass of
+    `nnx.bridge.ToNNX` that has it as a class attribute; its own `logits` method is found by name.
+    """
+
+    @property
+    def paged_spec(self) -> PagedSpec:
+        """Sizes and limits."""
+        ...
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
+
+        Args:
+            token_ids: int32[tokens]. Padding may be any token below vocab_size.
+            positions: int32[tokens]; the position of each token in its own sequence, from 0.
+            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
+                `(num_blocks, block_size, kv_lora_rank + head_dim)`, and behind all of them with `index_head_dim` one
+                `(num_blocks, block_size, index_head_dim)` per layer; donated.
+            metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model with
+                `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index is
+                that of the layer's array; several layers may share one, so each passes on what it wrote. It may be a
+                `jattn.metadata.GroupedMetadata` then.
+
+        Returns:
+            Hidden states `[tokens, ...]` and the caches with the new keys and values.
+        """
+        ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Returns float32[rows, vocab_size] for chosen rows of the hidden states."""
+        ...
+
+
+class EncoderModel(PagedModel, Protocol):
+    """A PagedModel that reads its prompts with an encoder first: its `paged_spec` has a `max_encoder_len`.
+
+    Its `__call__` finds the blocks of each sequence's input in `metadata.cross`.
+    """
+
+    def encode(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, ...]:
+        """Runs the encoder over whole inputs, packed into one axis, and writes what cross attention will read.
+
+        Args:
+            token_ids, positions, kv_caches, metadata: as in `PagedModel.__call__`; every sequence starts at 0.
+
+        Returns:
+            The caches, with keys and values of every layer's cross attention in the slots of `metadata`.
+        """
+        ...

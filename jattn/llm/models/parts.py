@@ -1,0 +1,188 @@
+"""What a decoder may have in the place of its plain parts: experts, and attention over latents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jattn.llm.models.rope_scaling import check_number
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = ["MAX_HEAD_DIM", "MAX_INNER", "LatentConfig", "MoEConfig", "check_flags", "last_of_each_window"]
+
+#: Of a head's elements, and of a feed-forward layer's.
+MAX_HEAD_DIM, MAX_INNER = 256, 1 << 18
+_SCORING_FUNCS = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A feed-forward layer of experts; every token goes to some of them, none is dropped.
+
+    Attributes:
+        num_experts: experts of a layer.
+        num_experts_per_tok: experts of a token, those with the largest scores.
+        intermediate_size: width of one expert.
+        scoring_func: a token's scores are the "softmax" of its router logits over all experts, or each one's "sigmoid".
+        norm_topk_prob: the weights of a token's experts sum to 1; without it they are their scores.
+        routed_scaling_factor: of those weights.
+        score_correction_bias: experts are chosen by scores plus a bias of each, which is no part of their weights
+            (DeepSeek-V3, arXiv:2412.19437).
+        n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
+            with the best two together where there is a correction bias. 1 for no groups.
+        topk_group: groups of a token.
+        router_bias: the router has a bias.
+        expert_bias: the experts' projections have one.
+        shared_intermediate_size: width of an expert that every token goes to, behind a gate of its own; 0 for none.
+        n_shared_experts: experts of `intermediate_size` that every token goes to, added as they are.
+        dense_layers: indices of the layers that have an ordinary feed-forward part instead.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+        Unsupported: another scoring_func.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    scoring_func: str = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    score_correction_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0
+    n_shared_experts: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_int("num_experts", self.num_experts, 1, 4096)
+        check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
+        check_int("moe.intermediate_size", self.intermediate_size, 1, MAX_INNER)
+        check_int("shared_intermediate_size", self.shared_intermediate_size, 0, MAX_INNER)
+        check_int("n_shared_experts", self.n_shared_experts, 0, MAX_INNER // self.intermediate_size)
+        check_number("routed_scaling_factor", self.routed_scaling_factor, 1e-6, 1e6)
+        check_flags(self, ("norm_topk_prob", "score_correction_bias", "router_bias", "expert_bias"))
+        if self.scoring_func not in _SCORING_FUNCS:
+            raise Unsupported(
+                f"scoring_func is {shown(self.scoring_func)}; this build has {', '.join(_SCORING_FUNCS)}."
+            )
+        if self.shared_intermediate_size and self.n_shared_experts:
+            raise InvalidInput(
+                f"shared_intermediate_size is {self.shared_intermediate_size} and n_shared_experts "
+                f"{self.n_shared_experts}; give one."
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        check_int("n_group", self.n_group, 1, self.num_experts)
+        check_int("topk_group", self.topk_group, 1, self.n_group)
+        size, least = self.num_experts // self.n_group, 1 + (self.score_correction_bias and self.n_group > 1)
+        if self.num_experts % self.n_group or size < least:
+            raise InvalidInput(
+                f"n_group is {self.n_group} with {self.num_experts} experts; it must divide them into groups of at "
+                f"least {least}."
+            )
+        if self.num_experts_per_tok > self.topk_group * size:
+            raise InvalidInput(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; {self.topk_group} groups have "
+                f"{self.topk_group * size} experts."
+            )
+
+    @property
+    def shared_width(self) -> int:
+        """Width of what every token goes to, 0 for nothing."""
+        return self.shared_intermediate_size or self.n_shared_experts * self.intermediate_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): one cached row of a token serves all heads.
+
+    Attributes:
+        kv_lora_rank: elements of a token's latent.
+        qk_nope_head_dim: elements of a query or key head that are not rotated.
+        qk_rope_head_dim: those that are; of a key they are the same in all heads, and cached behind the latent.
+        v_head_dim: elements of a value head.
+        q_lora_rank: width of the compressed query; None for a query that is projected at once.
+        index_n_heads: heads of the indexer that chooses the tokens of a query (DeepSeek-V3.2); None without one.
+        index_head_dim: elements of each; a token's index key, which all share, is cached too.
+        index_topk: tokens that a query attends to, at most.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits; a part of an indexer, or one without q_lora_rank.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    index_topk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            check_int(name, getattr(self, name), 1, MAX_HEAD_DIM)
+        check_int("kv_lora_rank", self.kv_lora_rank, 1, 1 << 16)
+        if self.q_lora_rank is not None:
+            check_int("q_lora_rank", self.q_lora_rank, 1, 1 << 16, also=", or None")
+        self._check_indexer()
+
+    def _check_indexer(self) -> None:
+        names = ("index_n_heads", "index_head_dim", "index_topk")
+        given = [name for name in names if getattr(self, name) is not None]
+        if not given:
+            return
+        if len(given) < len(names):
+            raise InvalidInput(f"{', '.join(given)} of {', '.join(names)} given; an indexer has all three.")
+        if self.q_lora_rank is None:
+            raise InvalidInput("q_lora_rank is None; an indexer's queries come from the compressed query.")
+        check_int("index_n_heads", self.index_n_heads, 1, 1 << 16)
+        # The rest of a key is not rotated.
+        check_int("index_head_dim", self.index_head_dim, self.qk_rope_head_dim + 1, MAX_HEAD_DIM)
+        check_int("index_topk", self.index_topk, 1, 1 << 24)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int) -> tuple[int | None, ...]:
+    """Returns `ModelConfig.kv_sharing_targets` of a model whose last layers share, as Gemma 3n's do.
+
+    Each of them reads the keys and values of the last layer of its window that has some.
+
+    Args:
+        windows: of each layer; None for all.
+        num_kv_shared_layers: the last layers, which have no keys and values of their own.
+
+    Raises:
+        InvalidInput: no layer of such a window is left, or there are fewer layers.
+
+    Example:
+        >>> last_of_each_window([8, 8, None, 8, 8, None], 3)
+        (None, None, None, 1, 1, 2)
+    """
+    check_int("num_kv_shared_layers", num_kv_shared_layers, 0, len(windows))
+    own = len(windows) - num_kv_shared_layers
+    last = {window: layer for layer, window in enumerate(windows[:own])}
+    for layer, window in enumerate(windows[own:], own):
+        if window not in last:
+            raise InvalidInput(
+                f"num_kv_shared_layers is {num_kv_shared_layers}; layer {layer} has the window {window}, and none of "
+                f"the {own} layers with keys and values has."
+            )
+    return (*[None] * own, *(last[window] for window in windows[own:]))
+
+
+def check_flags(config: object, names: tuple[str, ...]) -> None:
+    """Raises InvalidInput unless every named attribute is a bool."""
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise InvalidInput(f"{name} is {shown(getattr(config, name))}; it must be true or false.")

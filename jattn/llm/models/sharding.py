@@ -1,0 +1,306 @@
+"""Where each parameter of a decoder goes when the decoder is cut over a mesh axis, and the cutting itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.decoder import Decoder
+from jattn.llm.models.encoder_decoder import build_model
+from jattn.llm.models.fp8 import Fp8Kernel
+from jattn.llm.models.logical_axes import logical_axes
+from jattn.llm.models.quantized import QuantizedExpertLinear, QuantizedLinear, quantized_linear
+from jattn.llm.models.shapes import ParameterPath, parameter_shapes
+from jattn.llm.models.tensor_parallel import TensorParallel
+from jattn.nn.kv_scales import paged_layers
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = ["ParameterShards", "decoder_of", "parameter_shards", "put_whole", "shard_model", "tensor_parallel_of"]
+
+#: In the place of an element that a device has and the parameter has not: 0.
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShards:
+    """How one parameter is cut: the devices' parts, one after the other, are an array that a mesh axis splits evenly.
+
+    Attributes:
+        shape: of the whole parameter.
+        axis: which is cut; None for a parameter that every device has.
+        order: for each element of that axis, as devices have them, its place in the parameter, -1 for a zero; None
+            where they stand in order.
+        mesh_axis: that splits it.
+    """
+
+    shape: tuple[int, ...]
+    axis: int | None = None
+    order: np.ndarray | None = field(default=None, compare=False)
+    mesh_axis: str = "tp"
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the array of all parts is split."""
+        return PartitionSpec() if self.axis is None else PartitionSpec(*[None] * self.axis, self.mesh_axis)
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """Shape of the array of all parts."""
+        if self.axis is None or self.order is None:
+            return self.shape
+        return (*self.shape[: self.axis], len(self.order), *self.shape[self.axis + 1 :])
+
+    def placed(self, array: jax.Array | np.ndarray, mesh: Mesh) -> jax.Array:
+        """Returns the parts of a whole parameter, each on its device.
+
+        From a device the parameter first goes to every device of the mesh, whole, and each keeps its own part. Over
+        several processes each gives the whole, or all give an array that is spread over them.
+        """
+        sharding = NamedSharding(mesh, self.spec)
+        if self.order is None:
+            return put_whole(array, sharding)
+        if not _moves(array, sharding):
+            take: Any = jnp.take if isinstance(array, jax.Array) else np.take
+
+            def some(axis: int | None, places: np.ndarray) -> np.ndarray:
+                return np.asarray(array if axis is None else take(array, places, axis))
+
+            return self.loaded(some, array.dtype, mesh)
+        everywhere = jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
+        return _taken(sharding, self.axis)(everywhere, self.order)
+
+    def whole(self, array: jax.Array | np.ndarray) -> np.ndarray:
+        """Returns the whole parameter of the parts; the inverse of `placed`."""
+        parts = np.asarray(array)
+        if self.axis is None or self.order is None:
+            return parts
+        own = np.flatnonzero(self.order != _NONE)
+        places = np.zeros(self.shape[self.axis], np.int64)
+        places[self.order[own]] = own
+        return parts.take(places, self.axis)
+
+    def loaded(
+        self, read: Callable[[int | None, np.ndarray], np.ndarray], dtype: np.dtype | Any, mesh: Mesh
+    ) -> jax.Array:
+        """Returns the parts, of which each device's alone is read.
+
+        Args:
+            read: `read(axis, places)` returns those places of the parameter along an axis; all of it for None.
+            dtype: of the parameter.
+            mesh: the devices.
+        """
+
+        def part(index: Any) -> np.ndarray:
+            if self.axis is None:
+                return np.array(read(None, np.arange(0)), dtype)
+            places = np.arange(self.shape[self.axis]) if self.order is None else self.order
+            places = places[index[self.axis]]
+            found = np.array(read(self.axis, np.maximum(places, 0)), dtype)
+            found[(slice(None),) * self.axis + (places == _NONE,)] = 0
+            return found
+
+        return jax.make_array_from_callback(self.cut_shape, NamedSharding(mesh, self.spec), part)
+
+
+def put_whole(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
+    """Returns an array as a sharding has it. Over several processes each gives the whole, or all one that is spread."""
+    if _moves(array, sharding):
+        return jax.device_put(array, sharding)
+    # A copy: XLA's CPU backend would go on reading the caller's own memory.
+    host = np.array(array)
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+
+
+def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> TensorParallel:
+    """Returns how a decoder is cut over a mesh: as asked, or over its axis "tp" by Megatron's rules.
+
+    Raises:
+        InvalidInput: the mesh has no such axis, or has it in another size.
+    """
+    axis = "tp" if parallel is None else parallel.axis
+    if not isinstance(mesh, Mesh) or axis not in mesh.shape:
+        axes = getattr(mesh, "shape", {})
+        found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(mesh)
+        raise InvalidInput(f"mesh has no axis {axis!r}; it has {found}. Name it: jax.make_mesh(..., ({axis!r},)).")
+    size = mesh.shape[axis]
+    if parallel is not None and parallel.size != size:
+        raise InvalidInput(f"tensor_parallel.size is {parallel.size}; mesh axis {axis!r} has {size} devices.")
+    return TensorParallel(size=size) if parallel is None else parallel
+
+
+def parameter_shards(config: ModelConfig, parallel: TensorParallel) -> dict[ParameterPath, ParameterShards]:
+    """Returns how every parameter of a decoder is cut, from its config alone.
+
+    Raises:
+        InvalidInput: sizes that do not divide.
+
+    Example:
+        >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        ...                      num_attention_heads=4, num_key_value_heads=1, head_dim=16)
+        >>> shards = parameter_shards(config, TensorParallel(size=2))
+        >>> fused = shards["layers", 0, "self_attn", "qkv_proj", "kernel"]
+        >>> fused.shape, fused.cut_shape, tuple(fused.spec)
+        ((64, 96), (64, 128), (None, 'tp'))
+    """
+    parallel.check(config)
+    cutter = _Cutter(config, parallel)
+    return {path: cutter.shards(path, shape) for path, shape in parameter_shapes(config).items()}
+
+
+def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = None) -> Decoder:
+    """Returns a decoder that is cut over a mesh axis, for `jattn.llm.engine.Engine` and for `jax.shard_map`.
+
+    Its parameters are the devices' parts side by side, in an order of their own: `update_weights` and `save_model` take
+    and give whole models.
+
+    Args:
+        model: a whole decoder; its arrays stay as they are.
+        mesh: with the axis of `parallel`.
+        parallel: how to cut; over all devices of axis "tp" by Megatron's rules if None.
+
+    Raises:
+        InvalidInput: the mesh lacks the axis or has it in another size, sizes that do not divide, or a model that is
+            cut already.
+        Unsupported: weights that stay as they are stored.
+    """
+    if model.parallel is not None:
+        raise InvalidInput(f"model is cut already, over {model.parallel.size} devices; give the whole one.")
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, QuantizedLinear | QuantizedExpertLinear):
+            raise Unsupported(
+                f"{'.'.join(map(str, path))} has weights that stay as they are stored, which are not cut over devices. "
+                "Load the model with quantization='fp8', or without, or run it on one device."
+            )
+    parallel = tensor_parallel_of(mesh, parallel)
+    shards = parameter_shards(model.config, parallel)
+    whole = _arrays(model)
+    values = {path: _placed(path, each, whole, mesh) for path, each in shards.items()}
+    cut = decoder_of(model.config, values, model.implementation, parallel)
+    carried = {path: layer.kv_scales for path, layer in paged_layers(model)}
+    for path, layer in paged_layers(cut):
+        if (scales := carried[path]) is not None:
+            layer.kv_scales = scales
+    return cut
+
+
+def decoder_of(
+    config: ModelConfig,
+    values: Mapping[ParameterPath, jax.Array | tuple[jax.Array, jax.Array]],
+    implementation: str | None,
+    parallel: TensorParallel | None = None,
+) -> Decoder:
+    """Makes the model of a config around the given parameters, without ever initialising random ones.
+
+    A parameter of two arrays, of a quantised kernel, makes a quantised module of its own; see `quantized_linear`.
+    """
+    options: dict[str, Any] = {"implementation": implementation}
+    make = build_model if parallel is None else functools.partial(Decoder, parallel=parallel)
+    abstract = nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0), **options))
+    values = dict(values)
+    for path in [path for path, value in values.items() if isinstance(value, tuple)]:
+        (*front, name, _), parent = path, cast(Any, abstract)
+        for key in front:
+            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+        name, parts = str(name), cast(Any, values.pop(path))
+        module, names = quantized_linear(getattr(parent, name), parts, values.get((*front, name, "bias")))
+        setattr(parent, name, module)
+        values |= {(*front, name, part): array for part, array in zip(names, parts, strict=True)}
+    graph, state = nnx.split(abstract)
+    flat: Any = nnx.to_flat_state(state)
+    filled = [(path, variable.replace(values[path])) for path, variable in flat]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _moves(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
+    """Whether `device_put` is for it: from the host, or from one process to several, it compares all their values."""
+    return isinstance(array, jax.Array) and array.is_fully_addressable == sharding.is_fully_addressable
+
+
+def _placed(
+    path: ParameterPath, shards: ParameterShards, whole: Mapping[ParameterPath, jax.Array], mesh: Mesh
+) -> jax.Array | Fp8Kernel:
+    """Returns the parts of a parameter of a whole model, or of the kernel of an `Fp8Linear`."""
+    if path in whole:
+        return shards.placed(whole[path], mesh)
+    weight, scale = (whole[*path[:-1], name] for name in Fp8Kernel._fields)
+    (_, outputs), axis = shards.shape, shards.axis
+    turned = replace(shards, shape=shards.shape[::-1], axis=None if axis is None else 1 - axis)
+    order = np.tile(np.arange(outputs), mesh.shape[shards.mesh_axis]) if axis == 0 else shards.order
+    scales = ParameterShards((outputs,), None if axis is None else 0, order, shards.mesh_axis)
+    return Fp8Kernel(turned.placed(weight, mesh), scales.placed(scale, mesh))
+
+
+def _arrays(model: Decoder) -> dict[ParameterPath, jax.Array]:
+    """Returns a decoder's parameters by their paths."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    paths: Any = flat.paths
+    return {path: nnx.as_pure(leaf) for path, leaf in zip(paths, flat.leaves, strict=True)}
+
+
+class _Cutter:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        self._config, self._parallel = config, parallel
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        parts, each = parallel.parts("heads"), parallel.kv_heads(config)
+        self._heads = np.arange(heads).reshape(parts, -1)
+        # Of fewer heads than devices each has a copy on neighbours, whose query heads are its group.
+        self._kv_heads = np.arange(parts)[:, None] * kv_heads // parts + np.arange(each)
+
+    def shards(self, path: ParameterPath, shape: tuple[int, ...]) -> ParameterShards:
+        parallel, (*_, module, leaf) = self._parallel, ("", *path)
+        axes = logical_axes(path, len(shape))
+        if self._config.qk_norm == "all" and module in ("q_norm", "k_norm"):
+            axes = ("heads",)
+        split = [(index, name) for index, name in enumerate(axes) if name is not None and parallel.rules[name]]
+        if split:
+            ((axis, name),) = split
+            return ParameterShards(shape, axis, self._order(path, name, shape[axis]), parallel.axis)
+        summed = {"o_proj": "heads", "down_proj": "mlp"}.get(str(module))
+        if leaf == "bias" and len(shape) == 1 and summed and parallel.parts(summed) > 1:
+            # Added on each device before the sum: the first one has it, the others have zeros.
+            order = np.pad(np.arange(shape[0]), (0, (parallel.size - 1) * shape[0]), constant_values=_NONE)
+            return ParameterShards(shape, 0, order, parallel.axis)
+        return ParameterShards(shape)
+
+    def _order(self, path: ParameterPath, name: str, length: int) -> np.ndarray | None:
+        (*_, module, _), config = path, self._config
+        if module == "qkv_proj":
+            query, key = config.query_size, config.key_value_size
+            columns = np.arange(length)
+            by_head = [columns[:query], columns[query : query + key], columns[query + key :]]
+            parts = [
+                part.reshape(-1, config.head_dim)[heads].reshape(len(heads), -1)
+                for part, heads in zip(by_head, (self._heads, self._kv_heads, self._kv_heads), strict=True)
+            ]
+            return np.concatenate(parts, axis=1).ravel()
+        if module == "k_norm":
+            per_head = length // config.num_key_value_heads
+            return np.arange(length).reshape(-1, per_head)[self._kv_heads].ravel()
+        if module == "gate_up_proj" and name == "mlp":
+            return np.arange(length).reshape(2, self._parallel.parts(name), -1).swapaxes(0, 1).ravel()
+        if name == "vocab":
+            padded = self._parallel.vocab(length) * self._parallel.parts(name)
+            return None if padded == length else np.pad(np.arange(length), (0, padded - length), constant_values=_NONE)
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _taken(sharding: NamedSharding, axis: int) -> Any:
+    def take(array: jax.Array, order: jax.Array) -> jax.Array:
+        found = jnp.take(array, jnp.maximum(order, 0), axis)
+        shape = [-1 if dim == axis else 1 for dim in range(array.ndim)]
+        return jnp.where((order == _NONE).reshape(shape), 0, found)
+
+    return jax.jit(take, out_shardings=sharding)

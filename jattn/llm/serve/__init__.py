@@ -1,0 +1,5 @@
+"""Serving: an engine with a thread of its own for asyncio, and OpenAI's HTTP interface over it."""
+
+from jattn.llm.serve.async_llm import AsyncLLM
+
+__all__ = ["AsyncLLM"]

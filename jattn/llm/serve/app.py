@@ -1,0 +1,382 @@
+"""OpenAI's HTTP interface over an AsyncLLM: routes, keys, limits, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import jattn
+from jattn.llm.engine import RequestOutput
+from jattn.llm.engine.prompts import chat_prompt, encoded
+from jattn.llm.load import ChatTemplate, TextTokenizer
+from jattn.llm.serve.access import AccessLog
+from jattn.llm.serve.async_llm import AsyncLLM, Submission
+from jattn.llm.serve.embeddings import embeddings_body, parse_embeddings
+from jattn.llm.serve.fields import RequestError, as_request_error
+from jattn.llm.serve.keys import KeyRing
+from jattn.llm.serve.metrics import Metrics
+from jattn.llm.serve.protocol import (
+    Generation,
+    parse_body,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from jattn.llm.serve.responses import Answer, error_body, event, num_characters, usage
+from torch_core.base.checks import check_bool, check_int
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["ServeConfig", "create_app"]
+
+_log = logging.getLogger("jattn.llm.serve")
+
+# What nginx answers, in its log, to a client that is gone.
+_CLIENT_GONE = 499
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Of one server.
+
+    Attributes:
+        model_name: that clients ask for.
+        api_keys: one of which a client must bring as its bearer token, as `KeyRing` takes them; none for no check.
+        isolate_tenants: requests share cached prefixes with those of the same tenant alone.
+        max_body_bytes: of a request.
+        max_unfinished: samples that may wait or run; beyond it the answer is 429.
+        chat_template: instead of the model's.
+        trust_request_chat_template: take a template from a request, too; it runs in the same sandbox.
+        default_sampling: fields of requests that do not bring them, by name.
+
+    Raises:
+        InvalidInput: a size out of range, or tenants without keys.
+    """
+
+    model_name: str
+    api_keys: Mapping[str, str] | Sequence[str] = ()
+    isolate_tenants: bool = False
+    max_body_bytes: int = 4 << 20
+    max_unfinished: int = 1024
+    chat_template: ChatTemplate | str | None = None
+    trust_request_chat_template: bool = False
+    default_sampling: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_int("max_body_bytes", self.max_body_bytes, 1)
+        check_int("max_unfinished", self.max_unfinished, 1)
+        for name in ("isolate_tenants", "trust_request_chat_template"):
+            check_bool(name, getattr(self, name))
+        if self.isolate_tenants and not self.api_keys:
+            raise InvalidInput("isolate_tenants is True and there are no api_keys, which say who a tenant is.")
+
+
+def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
+    """Returns the ASGI application; the AsyncLLM is closed when it shuts down."""
+    server = _Server(llm, config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(llm.close)
+
+    routes = [
+        Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
+        Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+        Route("/v1/embeddings", server.guarded(server.embeddings), methods=["POST"]),
+        Route("/v1/models", server.guarded(server.models)),
+        Route("/v1/models/{name:path}", server.guarded(server.models)),
+        Route("/tokenize", server.guarded(server.tokenize), methods=["POST"]),
+        Route("/detokenize", server.guarded(server.detokenize), methods=["POST"]),
+        Route("/version", server.version),
+        Route("/health", server.health),
+        Route("/metrics", server.show_metrics),
+    ]
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(AccessLog)],
+        exception_handlers={HTTPException: server.refuse_route},
+    )
+
+
+class _Server:
+    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+        self._llm = llm
+        self._config = config
+        self._metrics = Metrics(llm)
+        self._started = int(time.time())
+        self._keys = KeyRing(config.api_keys)
+        self._embeds, self._num_embedded, self._num_arriving = asyncio.Lock(), 0, 0
+
+    def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Wraps a route: the key is checked, and every error becomes OpenAI's."""
+
+        async def handle_or_refuse(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await handle(request)
+            except ClientDisconnect:
+                return Response(status_code=_CLIENT_GONE)
+            except Exception as error:
+                refusal = as_request_error(error)
+                if refusal.status >= 500:
+                    _log.exception("request %s failed", request.state.request_id)
+                return self._refusal(refusal)
+
+        return handle_or_refuse
+
+    async def refuse_route(self, request: Request, error: Exception) -> Response:
+        """Answers what no route takes."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        return self._refusal(RequestError(status, f"{request.method} {request.url.path} is not served."))
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, parse_completion(await self._body(request), self._config.default_sampling))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, parse_chat(await self._body(request), self._config.default_sampling))
+
+    async def embeddings(self, request: Request) -> Response:
+        asked = parse_embeddings(await self._body(request))
+        self._check_model(asked.model)
+        self._check_room("input", len(asked.prompts), self._num_embedded)
+        self._num_embedded += len(asked.prompts)
+        try:
+            # One after the other: each fills the device by itself.
+            async with self._embeds:
+                found = await asyncio.to_thread(
+                    self._llm.llm.embed, asked.prompts, pooling=asked.pooling, normalize=asked.normalize
+                )
+        except Exception as error:
+            raise as_request_error(error, default="input") from error
+        finally:
+            self._num_embedded -= len(asked.prompts)
+        num_tokens = sum(len(each.prompt_token_ids) for each in found)
+        request.state.log["prompt_tokens"] = num_tokens
+        vectors = [each.outputs.embedding for each in found]
+        return JSONResponse(embeddings_body(asked, vectors, self._config.model_name, num_tokens))
+
+    async def models(self, request: Request) -> Response:
+        model = {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "jattn",
+            "max_model_len": self._llm.llm.max_model_len,
+        }
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        self._check_model(name)
+        return JSONResponse(model)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        if "messages" in body:
+            generation = parse_chat(body)
+            self._check_model(generation.model)
+            prompt = await asyncio.to_thread(self._chat_prompt, generation)
+            token_ids, _ = encoded(prompt, self._llm.llm.tokenizer)
+        else:
+            asked = parse_tokenize(body)
+            self._check_model(asked.model)
+            token_ids = self._tokenizer().encode(asked.text, add_special_tokens=asked.add_special_tokens)
+        length = self._llm.llm.max_model_len
+        return JSONResponse({"tokens": list(token_ids), "count": len(token_ids), "max_model_len": length})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = parse_detokenize(await self._body(request))
+        self._check_model(asked.model)
+        vocab_size = self._llm.llm.vocab_size
+        if (largest := max(asked.token_ids, default=0)) >= vocab_size:
+            message = f"tokens has {largest}, outside the vocabulary; ids are 0 to {vocab_size - 1}."
+            raise RequestError(400, message, param="tokens")
+        try:
+            return JSONResponse({"prompt": self._tokenizer().decode_plainly(asked.token_ids)})
+        except InvalidInput as error:
+            raise as_request_error(error, default="tokens") from None
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": jattn.__version__})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._llm.is_running else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(await asyncio.to_thread(self._metrics.text), media_type="text/plain; version=0.0.4")
+
+    async def _generate(self, request: Request, generation: Generation) -> Response:
+        self._check_model(generation.model)
+        if not self._llm.llm.generates:
+            name = self._config.model_name
+            raise RequestError(
+                400, f"model {name!r} is an encoder, which generates nothing; ask /v1/embeddings.", param="model"
+            )
+        prompts = generation.prompts
+        field = "prompt" if generation.messages is None else "messages"
+        wanted = generation.params.n * max(len(prompts), 1)
+        self._check_room("n" if generation.params.n > self._config.max_unfinished else field, wanted)
+        # Whoever comes before these are queued counts them.
+        self._num_arriving += wanted
+        try:
+            if generation.messages is not None:
+                prompts = [await asyncio.to_thread(self._chat_prompt, generation)]
+            submission = await self._llm.submit(
+                prompts, generation.params, salt=self._salt(request, generation), priority=generation.priority
+            )
+        except Exception as error:
+            raise as_request_error(
+                error, default=field, grammar=generation.grammar_field, aliases=generation.aliases
+            ) from error
+        finally:
+            self._num_arriving -= wanted
+        prefix = "cmpl" if generation.messages is None else "chatcmpl"
+        name, tokenizer = self._config.model_name, self._llm.llm.tokenizer
+        answer = Answer(generation, f"{prefix}-{uuid.uuid4().hex}", name, int(time.time()), tokenizer)
+        if generation.stream:
+            events = self._events(request, answer, submission)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        with submission:
+            outputs = await _unless_gone(request, self._outputs(submission))
+        self._note_usage(request, outputs)
+        return JSONResponse(answer.whole(outputs))
+
+    async def _outputs(self, submission: Submission) -> list[RequestOutput]:
+        finished = {}
+        async for prompt, update in submission:
+            if update.output is not None:
+                finished[prompt] = update.output
+                self._metrics.finished(update.output)
+        return [finished[prompt] for prompt in sorted(finished)]
+
+    async def _events(self, request: Request, answer: Answer, submission: Submission) -> AsyncIterator[str]:
+        # Starlette closes the iterator when the client is gone.
+        with submission:
+            try:
+                outputs, starts = [], Counter[tuple[int, int]]()
+                for body in answer.opening():
+                    yield event(body)
+                async for prompt, update in submission:
+                    if update.new.text or update.new.logprobs or update.new.finish_reason is not None:
+                        sample = prompt, update.new.index
+                        yield event(answer.part(prompt, update.new, starts[sample]))
+                        starts[sample] += num_characters(update.new)
+                    if update.output is not None:
+                        outputs.append(update.output)
+                        self._metrics.finished(update.output)
+                self._note_usage(request, outputs)
+                for body in answer.closing(outputs):
+                    yield event(body)
+            except Exception as error:
+                # The status is sent; all that is left is an event.
+                yield event(error_body(as_request_error(error)))
+            yield event("[DONE]")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        most = self._config.max_body_bytes
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise RequestError(413, f"the body is longer than {most} bytes.")
+        return parse_body(bytes(body))
+
+    def _chat_prompt(self, generation: Generation) -> Any:
+        own = generation.chat_template
+        if own is not None and not self._config.trust_request_chat_template:
+            raise RequestError(
+                400, "chat_template is given; this server takes none from requests.", param="chat_template"
+            )
+        try:
+            return chat_prompt(
+                self._llm.llm.tokenizer,
+                generation.messages or [],
+                chat_template=self._config.chat_template if own is None else own,
+                **(generation.template or {}),
+            )
+        except InvalidInput as error:
+            if own is None:
+                raise
+            raise RequestError(400, f"chat_template: {error}", param="chat_template") from None
+
+    def _check_room(self, param: str, wanted: int, num_unfinished: int | None = None) -> None:
+        most = self._config.max_unfinished
+        if num_unfinished is None:
+            num_unfinished = self._llm.num_unfinished + self._num_arriving
+        if wanted > most:
+            raise RequestError(
+                400, f"{param} asks for {wanted} samples; this server takes {most} at once.", param=param
+            )
+        if num_unfinished + wanted > most:
+            raise RequestError(429, f"{num_unfinished} samples wait or run; try again soon.", code="overloaded")
+
+    def _tokenizer(self) -> TextTokenizer:
+        tokenizer = self._llm.llm.tokenizer
+        if tokenizer is None:
+            raise RequestError(400, "the model has no tokenizer.")
+        return tokenizer
+
+    def _salt(self, request: Request, generation: Generation) -> bytes | None:
+        if not self._config.isolate_tenants:
+            return generation.salt
+        # Both are digests, so that no tenant's salt is another one's beginning.
+        return hashlib.sha256(request.state.tenant + (generation.salt or b"")).digest()
+
+    def _note_usage(self, request: Request, outputs: Sequence[RequestOutput]) -> None:
+        counts = usage(outputs)
+        request.state.log |= {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
+
+    def _check_key(self, request: Request) -> None:
+        if self._keys:
+            tenant = self._keys.tenant(request.headers.get("authorization", ""))
+            if tenant is None:
+                raise RequestError(401, "the API key is missing or wrong.", code="invalid_api_key")
+            request.state.tenant, name = tenant
+            if name is not None:
+                request.state.log["tenant"] = name
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._config.model_name:
+            known = self._config.model_name
+            raise RequestError(
+                404, f"model {name[:80]!r} is not served; {known!r} is.", param="model", code="model_not_found"
+            )
+
+    def _refusal(self, error: RequestError) -> Response:
+        self._metrics.refused(error.status)
+        headers = {"Retry-After": "1"} if error.status == 429 else None
+        return JSONResponse(error_body(error), error.status, headers)
+
+
+async def _unless_gone(request: Request, work: Any) -> Any:
+    """Awaits work, and drops it when the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()

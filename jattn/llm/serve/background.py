@@ -1,0 +1,67 @@
+"""A server in a thread of this process: for benchmarks and tests, and for notebooks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import uvicorn
+
+from jattn.llm.serve.app import ServeConfig, create_app
+from jattn.llm.serve.async_llm import AsyncLLM
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["BackgroundServer"]
+
+
+class BackgroundServer(contextlib.AbstractContextManager):
+    """Listens on loopback, at a port that is free, until it is closed; the AsyncLLM is closed with it.
+
+    Args:
+        llm: to serve.
+        config: of the server.
+
+    Attributes:
+        port: where it listens.
+        url: without a path.
+
+    Raises:
+        InvalidInput: it cannot start.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+        # The process's logging is its owner's: uvicorn's own would also close the handlers that are there.
+        options: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
+        self._server = _Server(uvicorn.Config(create_app(llm, config), host="127.0.0.1", port=0, **options))
+        self._thread = threading.Thread(target=self._server.run, name="jattn-serve", daemon=True)
+        self._thread.start()
+        self._server.ready.wait()
+        if not self._server.started:
+            raise InvalidInput("the server did not start; its log says why.")
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        """Finishes what runs and stops."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = threading.Event()
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().run(*args, **kwargs)
+        finally:
+            self.ready.set()
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()

@@ -1,0 +1,74 @@
+"""Who may ask: API keys, and the tenants whose cached prefixes stay apart."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping, Sequence
+
+from jattn.llm.load.folder import read_given
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["KeyRing", "digest", "read_keys"]
+
+
+class KeyRing:
+    """The keys of a server; it keeps their digests alone.
+
+    Args:
+        keys: as a mapping each with its tenant's name; in a sequence each key is a tenant of its own.
+
+    Example:
+        >>> KeyRing({"k1": "red", "k2": "red"}).tenant("Bearer k1") == KeyRing({"k3": "red"}).tenant("bearer k3")
+        True
+    """
+
+    def __init__(self, keys: Mapping[str, str] | Sequence[str]) -> None:
+        named = keys if isinstance(keys, Mapping) else {}
+        self._tenants = [
+            (digest(key), digest(f"tenant {named[key]}" if key in named else f"key {key}"), named.get(key))
+            for key in keys
+        ]
+
+    def tenant(self, authorization: str) -> tuple[bytes, str | None] | None:
+        """Returns what a request's Authorization header says of its tenant: a digest, and the name if it has one.
+
+        None where the key is missing or wrong, and where there are no keys.
+        """
+        scheme, _, key = authorization.partition(" ")
+        own = digest(key)
+        # Every key is compared, in constant time.
+        found = [(tenant, name) for known, tenant, name in self._tenants if hmac.compare_digest(own, known)]
+        return found[0] if found and scheme.lower() == "bearer" else None
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+
+def read_keys(path: str | os.PathLike[str]) -> dict[str, str] | list[str]:
+    """Returns the keys of a file: one a line, and behind a space, on all lines or on none, its tenant's name.
+
+    Empty lines and those that begin with "#" say nothing.
+
+    Raises:
+        InvalidInput: it cannot be read, has no keys, or a line is not of this form.
+    """
+    lines = [line.split() for line in read_given("api_key_file", path).splitlines()]
+    entries = [words for words in lines if words and not words[0].startswith("#")]
+    if not entries:
+        raise InvalidInput(f"api_key_file {str(path)!r} has no keys.")
+    if len({words[0] for words in entries}) < len(entries):
+        raise InvalidInput(f"api_key_file {str(path)!r} has a key twice.")
+    if all(len(words) == 1 for words in entries):
+        return [key for (key,) in entries]
+    if all(len(words) == 2 for words in entries):
+        return {words[0]: words[1] for words in entries}
+    raise InvalidInput(
+        f"api_key_file {str(path)!r} must have one key a line, followed on all lines or on none by its tenant's name."
+    )
+
+
+def digest(text: str) -> bytes:
+    """Returns 32 bytes that stand for a text, whatever characters it has."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,205 @@
+"""What OpenAI's clients read: completions and chats, whole or in events, and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jattn.llm.engine import CompletionOutput, Logprob, RequestOutput
+from jattn.llm.load import TextTokenizer
+from jattn.llm.serve.fields import RequestError
+from jattn.llm.serve.protocol import Generation
+
+__all__ = ["Answer", "error_body", "event", "num_characters", "usage"]
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """Returns OpenAI's error object."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def event(body: dict[str, Any] | str) -> str:
+    """Returns one server-sent event."""
+    return f"data: {body if isinstance(body, str) else json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The frame of one HTTP answer.
+
+    Attributes:
+        request: what was asked.
+        answer_id: of the answer.
+        model: the name that is served.
+        created: seconds of Unix time.
+        tokenizer: of the model, for prompts that are echoed; None without one.
+    """
+
+    request: Generation
+    answer_id: str
+    model: str
+    created: int
+    tokenizer: TextTokenizer | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return self.request.messages is not None
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Returns the answer to a request that does not stream."""
+        if self.request.prompt_alone:
+            outputs = [_of_no_tokens(output) for output in outputs]
+        choices = []
+        for output in outputs:
+            for completion in self._best(output):
+                choice = {
+                    "index": len(choices),
+                    "finish_reason": _reason(completion),
+                    **self._content(output, completion),
+                }
+                choices.append(choice | {"stop_reason": completion.stop_reason} | self._of_prompt(output, chat=False))
+        body = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
+        # A chat has one prompt.
+        return body | self._of_prompt(outputs[0], chat=True) | {"usage": usage(outputs)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Returns the events before the first token: a chat's say who speaks."""
+        if not self.is_chat:
+            return []
+        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.request.params.n)]
+
+    def part(self, prompt: int, new: CompletionOutput, start: int) -> dict[str, Any]:
+        """Returns the event for what is new of one sample, behind `start` characters of its tokens."""
+        index = prompt * self.request.params.n + new.index
+        if self.is_chat:
+            chunk = self._chunk(index, {"content": new.text} if new.text or new.logprobs else {})
+            logprobs = _chat_logprobs(new, self.request.params.logprobs)
+        else:
+            chunk = self._frame("text_completion", [{"index": index, "text": new.text}])
+            logprobs = _completion_logprobs(new.token_ids, new.logprobs, start=start)
+        chunk["choices"][0] |= {"logprobs": logprobs, "finish_reason": _reason(new), "stop_reason": new.stop_reason}
+        return chunk
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """Returns the events behind the last token."""
+        if not self.request.include_usage:
+            return []
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return [self._frame(kind, []) | {"usage": usage(outputs)}]
+
+    def _best(self, output: RequestOutput) -> Sequence[CompletionOutput]:
+        """Returns the choices: of more samples than that, those of the highest log-probability per token."""
+        if self.request.num_choices == len(output.outputs):
+            return output.outputs
+        score = lambda each: (each.cumulative_logprob or 0.0) / max(len(each.token_ids), 1)  # noqa: E731
+        return sorted(output.outputs, key=score, reverse=True)[: self.request.num_choices]
+
+    def _content(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        if self.is_chat:
+            message = {"role": "assistant", "content": completion.text}
+            return {"message": message, "logprobs": _chat_logprobs(completion, self.request.params.logprobs)}
+        token_ids, logprobs, text = completion.token_ids, completion.logprobs, completion.text
+        first = ""
+        if self.request.echo:
+            text = self._prompt(output) + text
+            first = self._decoded(output.prompt_token_ids[:1])
+            token_ids = (*output.prompt_token_ids, *token_ids)
+            logprobs = None if logprobs is None else (*(output.prompt_logprobs or ()), *logprobs)
+        return {"text": text, "logprobs": _completion_logprobs(token_ids, logprobs, first=first)}
+
+    def _prompt(self, output: RequestOutput) -> str:
+        """Returns a prompt's text, as much of it as was read."""
+        if output.prompt is not None and self.request.params.truncate_prompt_tokens is None:
+            return output.prompt
+        return self._decoded(output.prompt_token_ids)
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        skip = self.request.params.skip_special_tokens
+        return "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+    def _of_prompt(self, output: RequestOutput, *, chat: bool) -> dict[str, Any]:
+        """Returns the log-probabilities of a prompt's tokens in vLLM's form, if they are wanted and stand here."""
+        if output.prompt_logprobs is None or chat is not self.is_chat:
+            return {}
+        found = [
+            None if each is None else {str(token): asdict(value) for token, value in each.items()}
+            for each in output.prompt_logprobs
+        ]
+        return {"prompt_logprobs": found}
+
+    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._frame("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None}])
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"choices": choices}
+
+
+def num_characters(new: CompletionOutput) -> int:
+    """Returns the characters of the tokens that have log-probabilities, each token by itself."""
+    found = zip(new.token_ids, new.logprobs or (), strict=False)
+    return sum(len(each[token].decoded_token or "") for token, each in found)
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Returns the counts of tokens, those included that came from the prefix cache."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+def _of_no_tokens(output: RequestOutput) -> RequestOutput:
+    """Returns an output as if nothing had been generated behind the prompt."""
+    nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length", "stop_reason": None}
+    completions = (replace(each, **nothing, logprobs=None if each.logprobs is None else ()) for each in output.outputs)
+    return replace(output, outputs=tuple(completions))
+
+
+def _reason(completion: CompletionOutput) -> str | None:
+    return "abort" if completion.finish_reason == "cancelled" else completion.finish_reason
+
+
+def _chat_logprobs(completion: CompletionOutput, count: int | None) -> dict[str, Any] | None:
+    if completion.logprobs is None or count is None:
+        return None
+    content = []
+    for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
+        others = sorted((each for each in found.values() if each.rank <= count), key=lambda each: each.rank)
+        content.append(_chat_logprob(found[token]) | {"top_logprobs": [_chat_logprob(each) for each in others]})
+    return {"content": content, "refusal": None}
+
+
+def _chat_logprob(found: Logprob) -> dict[str, Any]:
+    text = found.decoded_token or ""
+    return {"token": text, "logprob": found.logprob, "bytes": list(text.encode())}
+
+
+def _completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob] | None] | None,
+    *,
+    start: int = 0,
+    first: str = "",
+) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    tokens, offsets, own, top = [], [], [], []
+    for token, found in zip(token_ids, logprobs, strict=True):
+        # The first token of a prompt has none.
+        text = first if found is None else found[token].decoded_token or ""
+        offsets.append(start)
+        start += len(text)
+        tokens.append(text)
+        own.append(None if found is None else found[token].logprob)
+        top.append(None if found is None else {each.decoded_token or "": each.logprob for each in found.values()})
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}

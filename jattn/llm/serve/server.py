@@ -1,0 +1,179 @@
+"""`jattn serve`: a model folder behind OpenAI's HTTP interface, until SIGTERM; then what runs is finished."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import uvicorn
+
+from jattn.llm.arguments import (
+    add_device_arguments,
+    add_loading_arguments,
+    device_settings,
+    join_processes,
+    loading_options,
+)
+from jattn.llm.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
+from jattn.llm.engine.config import SERVING_SIZES
+from jattn.llm.load import ChatTemplate, embedded_model_folder
+from jattn.llm.load.folder import read_given, read_json
+from jattn.llm.serve import access
+from jattn.llm.serve.app import ServeConfig, create_app
+from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.keys import read_keys
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until a signal; returns 0."""
+    parser = argparse.ArgumentParser(prog="jattn serve", description=__doc__)
+    parser.add_argument("model", nargs="?", help="a Hugging Face folder (default: the embedded model)")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="to listen at; 0 for any that is free (8000)")
+    parser.add_argument("--served-model-name", help="that clients ask for (default: the folder's name)")
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="one key a line, of which clients must bring one, and behind a space its tenant's name (on all lines or "
+        "on none); # for comments",
+    )
+    parser.add_argument(
+        "--isolate-tenants", action="store_true", help="no cached prefix is shared beyond a tenant (default: a key)"
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    parser.add_argument(
+        "--trust-request-chat-template", action="store_true", help="take chat_template from requests, in the sandbox"
+    )
+    parser.add_argument("--no-access-log", action="store_true", help="no line of JSON on stdout for each request")
+    parser.add_argument(
+        "--ignore-generation-config", action="store_true", help="defaults of sampling are OpenAI's, not the folder's"
+    )
+    parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="of one request (4 MiB)")
+    parser.add_argument("--max-unfinished", type=int, default=1024, help="samples that may wait or run (1024)")
+    parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
+    add_loading_arguments(parser)
+    rows, tokens = SERVING_SIZES["max_num_seqs"], SERVING_SIZES["max_num_batched_tokens"]
+    parser.add_argument("--max-num-seqs", type=int, default=rows, help=f"sequences of one step ({rows})")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=tokens, help=f"new tokens of one step ({tokens})")
+    parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="fp8, fp8_e5m2, int8 or fp8_ds_mla; the model's own by default"
+    )
+    parser.add_argument("--kv-cache-scales", metavar="FILE", help="of an 8-bit cache, as KVCacheScales.save writes it")
+    parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
+    parser.add_argument(
+        "--engine-config", metavar="JSON", help='other fields of jattn.EngineConfig, as {"scrub_on_free": true}'
+    )
+    parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
+    parser.add_argument(
+        "--kv-cache-bytes",
+        type=int,
+        help="of each device, for the cache (nine tenths of what a GPU has free, else 1 GiB)",
+    )
+    add_device_arguments(parser)
+    arguments = parser.parse_args(argv)
+    join_processes(arguments)
+    check_int("drain_seconds", arguments.drain_seconds, 0)
+    if not jax.process_index():
+        _check_address(arguments.host, arguments.port)
+    keys = () if arguments.api_key_file is None else read_keys(arguments.api_key_file)
+    template = None
+    if arguments.chat_template is not None:
+        template = read_given("chat_template", arguments.chat_template)
+        ChatTemplate(template)  # Refused before anything is loaded.
+    folder = embedded_model_folder() if arguments.model is None else Path(arguments.model)
+    name = arguments.served_model_name or ("jattn" if arguments.model is None else folder.resolve().name)
+    config = ServeConfig(
+        model_name=name,
+        api_keys=keys,
+        isolate_tenants=arguments.isolate_tenants,
+        max_body_bytes=arguments.max_body_bytes,
+        max_unfinished=arguments.max_unfinished,
+        chat_template=template,
+        trust_request_chat_template=arguments.trust_request_chat_template,
+    )
+    engine = _engine_config(arguments)
+    # The host has a stream to write for each sequence, too, however large the model is.
+    engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
+    llm = LLM(
+        folder,
+        **loading_options(arguments),
+        config=engine,
+        use_generation_config=not arguments.ignore_generation_config,
+    )
+    if llm.generates and llm.engine.follow():
+        return 0
+    config = dataclasses.replace(config, default_sampling=llm.default_sampling)
+    if llm.generates and not arguments.no_warmup:
+        # Minutes on a CPU, and a progress bar is for terminals alone.
+        sys.stderr.write("jattn: compiling what any request can need; --no-warmup serves at once\n")
+        llm.engine.warmup()
+    if not arguments.no_access_log:
+        # A stream of its own: lines of JSON and nothing else.
+        access.log.addHandler(logging.StreamHandler(sys.stdout))
+        access.log.setLevel(logging.INFO)
+    # uvicorn stops to listen at SIGTERM and SIGINT, and waits for the answers that run.
+    uvicorn.run(
+        create_app(AsyncLLM(llm), config),
+        host=arguments.host,
+        port=arguments.port,
+        timeout_graceful_shutdown=arguments.drain_seconds,
+        access_log=False,
+    )
+    return 0
+
+
+def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """Returns the engine's sizes: those that are options, and what --engine-config adds.
+
+    Raises:
+        InvalidInput: a value out of range; a field that is unknown, an option of its own, or none that JSON can spell.
+    """
+    speculative, scales = arguments.speculative_config, arguments.kv_cache_scales
+    options = {
+        "max_num_seqs": arguments.max_num_seqs,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "max_model_len": arguments.max_model_len,
+        "kv_cache_bytes": arguments.kv_cache_bytes,
+        **device_settings(arguments),
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "kv_cache_scales": scales and KVCacheScales.load(scales),
+        "speculative_config": speculative and SpeculativeConfig.from_json(speculative),
+    }
+    more = {} if arguments.engine_config is None else read_json(arguments.engine_config, "--engine-config")
+    others = EngineConfig.__dataclass_fields__.keys() - options.keys() - {"mesh", "logits_processors"}
+    for name in more:
+        if name in options:
+            raise InvalidInput(f"--engine-config has {name!r}; give it as --{name.replace('_', '-')}.")
+        if name not in others:
+            raise InvalidInput(f"--engine-config has {shown(name)}; it may have {', '.join(sorted(others))}.")
+    return EngineConfig(**options, **more)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuses an address that nothing can listen at, before minutes of compiling.
+
+    Raises:
+        InvalidInput: it is in use, or none of this machine's.
+    """
+    check_int("port", port, 0, 65535)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As uvicorn's own: what a server of before left behind does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise InvalidInput(f"nothing can listen at host {host!r} and port {port}: {error}.") from None

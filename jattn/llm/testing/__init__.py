@@ -1,0 +1,20 @@
+"""Cross-checks as a product: the same weights and prompts through jattn and through torch, and a report."""
+
+from __future__ import annotations
+
+from jattn.llm.testing.compare import compare_with_torch
+from jattn.llm.testing.layers import LayerRow
+from jattn.llm.testing.picture import check_picture_path, save_picture
+from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, TokenDifference
+from jattn.llm.testing.torch_decoder import TorchDecoder
+
+__all__ = [
+    "CrosscheckReport",
+    "CrosscheckRow",
+    "LayerRow",
+    "TokenDifference",
+    "TorchDecoder",
+    "check_picture_path",
+    "compare_with_torch",
+    "save_picture",
+]

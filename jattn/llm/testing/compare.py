@@ -1,0 +1,373 @@
+"""compare_with_torch: the same weights and prompts through jattn's paged path and through torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import torch
+from flax import nnx
+
+from jattn.llm.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
+from jattn.llm.load.folder import check_folder, read_object
+from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig
+from jattn.llm.testing.layers import LayerRow, layer_rows
+from jattn.llm.testing.measure import Truth, compare_tokens, measure
+from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
+from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow
+from jattn.llm.testing.torch_decoder import TorchDecoder
+from jattn.llm.testing.torch_side import TorchSide, greedy_run, load_torch_side, suitable_threads
+from jattn.ops import IMPLEMENTATIONS, available_implementations
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
+
+__all__ = ["compare_with_torch"]
+
+DEFAULT_PROMPTS = (
+    "The",
+    "A class definition",
+    "The for statement is used to iterate over the elements of a sequence",
+    (
+        "If an exception occurs during execution of the try clause, the rest of the clause is skipped. Then, if its "
+        "type matches the exception named after the except keyword, the except clause is executed, and then execution "
+        "continues after the try/except block."
+    ),
+)
+#: Tokens of the sequence that shows torch's float32 error where all others are shorter.
+PROBE_LEN = 32
+#: Lengths of the prompts for a model without a tokenizer.
+DEFAULT_PROMPT_LENS = (1, 7, 16, 45)
+
+
+def compare_with_torch(
+    model: str | os.PathLike[str] | Decoder | None = None,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    *,
+    torch_model: str | os.PathLike[str] | None = None,
+    implementations: Sequence[str] | None = None,
+    max_tokens: int = 32,
+    dtype: str | None = None,
+    torch_device: str = "cpu",
+    layers: bool = False,
+) -> CrosscheckReport:
+    """Runs the same weights and prompts through jattn and torch and compares logits and greedy tokens.
+
+    torch (transformers where it is installed, `TorchDecoder` otherwise) generates greedily. jattn then computes the
+    logits of every position of the same tokens through its paged cache, once by prefill and once by decode steps, with
+    each implementation; and `LLM` generates on its own with the first of them. A float64 run (of `TorchDecoder`, or of
+    transformers for families that it does not serve) says how much of a difference is rounding: jattn passes if its
+    error is at most 2 x (torch's own error + eps) and every greedy token is torch's, or ties with it.
+
+    float32 products are computed in full float32 on both sides; on CUDA, JAX would use TF32 by default.
+
+    Args:
+        model: a Hugging Face folder, a `Decoder` (its weights are written to a temporary folder for torch), or None
+            for the embedded model.
+        prompts: texts or lists of token ids; a few of unequal length if None.
+        torch_model: the folder that torch loads, if it is not `model`: to check that weights in memory, or
+            converted ones, still are those of a checkpoint.
+        implementations: of jattn's attention ops; all that run here if None.
+        max_tokens: greedy tokens for each prompt.
+        dtype: of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
+        torch_device: where transformers runs.
+        layers: compare what lies behind every layer too, so that the first that differs is named.
+
+    Raises:
+        InvalidInput: nothing to compare: no prompts, an empty one, a token outside the vocabulary, an unknown
+            implementation, a dtype that is not the Decoder's, or a folder that cannot be loaded.
+        RequestTooLong: a prompt and its new tokens exceed the model's context.
+        Unsupported: a named implementation cannot run here, or transformers is needed and not installed.
+
+    Example:
+        >>> report = compare_with_torch("path/to/folder", ["Hello"])  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+        >>> report.passed  # doctest: +SKIP
+        True
+    """
+    check_int("max_tokens", max_tokens, 1)
+    chosen, skipped = _choose(implementations)
+    with contextlib.ExitStack() as stack:
+        subject = stack.enter_context(_subject(model, dtype))
+        if subject.decoder.config.is_encoder:
+            raise Unsupported(f"{subject.name} is an encoder; logits and greedy tokens are compared.")
+        tokens = _token_ids(prompts, subject, max_tokens)
+        if subject.decoder.config.encoder is None:
+            subject = replace(subject, decoder=_as_long(subject.decoder, max(map(len, tokens)) + max_tokens))
+        torch_folder = subject.folder if torch_model is None else check_folder(torch_model)
+        config = subject.decoder.config
+        torch_config = parse_config(read_object(torch_folder, "config.json"))
+        if torch_config.vocab_size != config.vocab_size:
+            raise InvalidInput(
+                f"torch_model has vocab_size {torch_config.vocab_size} and the model {config.vocab_size}; the two "
+                "cannot be compared."
+            )
+        side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device=torch_device)
+        exact_side = None
+        if layers or not TorchDecoder.serves(torch_config):
+            exact_side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device="cpu", widened=True)
+        stack.enter_context(suitable_threads(config.num_parameters))
+        # With an encoder, prompts are its inputs, and what is generated begins with one token.
+        inputs = tokens if config.encoder is not None else []
+        prompts_fed = [(config.decoder_start_token_id or 0,) for _ in inputs] or tokens
+        torch_runs = [
+            greedy_run(each, prompt, max_tokens)
+            for each, prompt in zip(_reading(side, inputs, len(tokens)), prompts_fed, strict=True)
+        ]
+        # The last new token is never fed, so a sequence has one position less than it has tokens.
+        sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(prompts_fed, torch_runs, strict=True)]
+        probes = [] if inputs else _probes(torch_config, config.dtype, sequences)
+        exact, truth_name = _exact_logits(
+            torch_folder, torch_config, config.dtype, [*sequences, *probes], inputs, exact_side
+        )
+        probe = None
+        if probes:
+            probe = exact.pop(), side.forward(probes[0], None)[0].float().cpu().numpy()
+        states: list[_States] = []
+        if layers and exact_side is not None:
+            states = [_states_of(each, sequences, inputs) for each in (side, exact_side)]
+    eps = torch.finfo(getattr(torch, config.dtype)).eps
+    truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps, probe=probe)
+    expected = [new for new, _ in torch_runs]
+    rows: list[CrosscheckRow] = []
+    behind: list[LayerRow] = []
+    with _full_precision(config.dtype):
+        for implementation in chosen:
+            decoder = with_implementation(subject.decoder, implementation)
+            if not rows:
+                # How requests are scheduled and blocks are allocated does not depend on the implementation.
+                rows.append(_engine_row(implementation, decoder, tokens, prompts_fed, expected, truth))
+            run = PagedRun(decoder, sequences, inputs)
+            rows += _logits_rows(
+                implementation, run, [len(prompt) for prompt in prompts_fed], sequences, expected, truth
+            )
+            if states:
+                if isinstance(decoder, EncoderDecoder):
+                    encoders = [each.encoder for each in states]
+                    found = encoder_states(decoder, inputs)
+                    behind += layer_rows(implementation, found, *encoders, eps=eps, prefix="encoder.")
+                behind += layer_rows(implementation, run.hidden_states(), *(each.decoder for each in states), eps=eps)
+    return CrosscheckReport(
+        model=subject.name,
+        dtype=config.dtype,
+        prompt_lens=tuple(map(len, tokens)),
+        max_tokens=max_tokens,
+        jax_side=f"jax {jax.__version__} on {jax.default_backend()}, through the paged cache",
+        torch_side=side.description,
+        torch_name=side.name,
+        torch_error=truth.torch_error,
+        torch_limit=math.sqrt(eps),
+        limit=truth.limit,
+        rows=tuple(rows),
+        skipped=skipped,
+        truth=truth_name,
+        layers=tuple(behind),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The model under test, and the folder of its weights."""
+
+    decoder: Decoder
+    tokenizer: TextTokenizer | None
+    folder: Path
+    name: str
+
+
+def _as_long(decoder: Decoder, longest: int) -> Decoder:
+    """Returns the decoder for sequences up to `longest`: with "longrope", transformers looks at how long they are."""
+    scaling = decoder.config.rope_scaling
+    if scaling is None or scaling.rope_type != "longrope" or longest > scaling.original_max_position_embeddings:
+        return decoder
+    config = replace(decoder.config, max_position_embeddings=scaling.original_max_position_embeddings)
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))), nnx.state(decoder))
+
+
+def _probes(config: ModelConfig, dtype: str, sequences: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Returns random tokens where no sequence is long enough to show what float32 costs, and else nothing.
+
+    Torch multiplies few rows by other kernels than many, which round a third as much; jattn pads to many.
+    """
+    scaling = config.rope_scaling
+    lengths = (PROBE_LEN, config.max_position_embeddings, scaling and scaling.original_max_position_embeddings)
+    length = min(each for each in lengths if each)
+    if dtype != "float32" or max(map(len, sequences)) >= length:
+        return []
+    return [tuple(np.random.default_rng(0).integers(config.vocab_size, size=length).tolist())]
+
+
+def _exact_logits(
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    sequences: Sequence[Sequence[int]],
+    inputs: Sequence[Sequence[int]],
+    side: TorchSide | None,
+) -> tuple[list[np.ndarray], str]:
+    """Returns float64 logits of every position, of our own decoder where it serves the model, and its name."""
+    if TorchDecoder.serves(config):
+        decoder = TorchDecoder(folder, weight_dtype=getattr(torch, dtype), compute_dtype=torch.float64)
+        return [decoder(sequence)[0].numpy() for sequence in sequences], "jattn.llm.testing.TorchDecoder in float64"
+    if side is None:
+        raise Unsupported(f"{config.architecture} is compared with transformers, and no model of it is given.")
+    sides = _reading(side, inputs, len(sequences))
+    logits = [each.forward(sequence, None)[0].numpy() for each, sequence in zip(sides, sequences, strict=True)]
+    return logits, "transformers in float64"
+
+
+def _reading(side: TorchSide, inputs: Sequence[Sequence[int]], count: int) -> list[TorchSide]:
+    """Returns torch's side for each sequence: one that reads its input, or the same for all without an encoder."""
+    if not inputs or side.reading is None:
+        return [side] * count
+    return [side.reading(each) for each in inputs]
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Hidden states of each sequence, and those of the encoder for each input."""
+
+    decoder: list[list[np.ndarray]]
+    encoder: list[list[np.ndarray]]
+
+
+def _states_of(side: TorchSide, sequences: Sequence[Sequence[int]], inputs: Sequence[Sequence[int]]) -> _States:
+    found = []
+    for each, sequence in zip(_reading(side, inputs, len(sequences)), sequences, strict=True):
+        if each.hidden_states is None:
+            raise Unsupported(f"layers are compared with transformers, and torch's side is {side.description}.")
+        found.append(each.hidden_states(sequence))
+    return _States(found, [] if side.encoder_states is None else [side.encoder_states(each) for each in inputs])
+
+
+@contextlib.contextmanager
+def _subject(model: str | os.PathLike[str] | Decoder | None, dtype: str | None) -> Iterator[_Subject]:
+    if isinstance(model, Decoder):
+        config = model.config
+        if dtype is not None and dtype != config.dtype:
+            raise InvalidInput(f"dtype is {dtype!r} and the Decoder's is {config.dtype!r}; leave dtype out.")
+        with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
+            save_model(folder, model, config)
+            yield _Subject(model, None, Path(folder), f"Decoder ({config.num_parameters:,} parameters)")
+        return
+    folder = embedded_model_folder() if model is None else check_folder(model)
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    decoder, config, tokenizer = load_model(folder, dtype=dtype or "float32", with_tokenizer=has_tokenizer)
+    name = "embedded model" if model is None else folder.resolve().name
+    yield _Subject(decoder, tokenizer, folder, f"{name} ({config.num_parameters:,} parameters)")
+
+
+def _choose(implementations: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    reasons = available_implementations()
+    if implementations is None:
+        skipped = tuple((name, reason) for name, reason in reasons.items() if reason is not None)
+        return tuple(name for name, reason in reasons.items() if reason is None), skipped
+    chosen = (implementations,) if isinstance(implementations, str) else tuple(dict.fromkeys(implementations))
+    if not chosen:
+        raise InvalidInput(f"implementations is empty; name some of {', '.join(map(repr, IMPLEMENTATIONS))}.")
+    for name in chosen:
+        if name not in reasons:
+            raise InvalidInput(f"implementations has {name!r}; use {', '.join(map(repr, IMPLEMENTATIONS))}.")
+        if reasons[name] is not None:
+            raise Unsupported(f"implementation {name!r} cannot run here: {reasons[name]}")
+    return chosen, ()
+
+
+def _token_ids(
+    prompts: Sequence[str | Sequence[int]] | None, subject: _Subject, max_tokens: int
+) -> list[tuple[int, ...]]:
+    config, tokenizer = subject.decoder.config, subject.tokenizer
+    if prompts is None:
+        encoder = config.encoder
+        room = config.max_position_embeddings - max_tokens if encoder is None else encoder.max_position_embeddings
+        if tokenizer is None:
+            random = np.random.default_rng(0)
+            prompts = [random.integers(config.vocab_size, size=length).tolist() for length in DEFAULT_PROMPT_LENS]
+        else:
+            prompts = [tokenizer.encode(prompt) for prompt in DEFAULT_PROMPTS]
+        prompts = [prompt[: max(room, 1)] for prompt in prompts]
+    if isinstance(prompts, str) or not prompts:
+        raise InvalidInput("prompts must be a list of at least one text or list of token ids.")
+    tokens = [_one_prompt(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
+    for index, prompt in enumerate(tokens):
+        if not prompt:
+            raise InvalidInput(f"prompts[{index}] is empty; it needs at least one token.")
+        outside = [place for place, token in enumerate(prompt) if not 0 <= token < config.vocab_size]
+        if outside:
+            raise InvalidInput(
+                f"prompts[{index}][{outside[0]}] is {prompt[outside[0]]}; token ids are 0 to {config.vocab_size - 1}."
+            )
+        if config.encoder is not None and len(prompt) > config.encoder.max_position_embeddings:
+            raise RequestTooLong(
+                f"prompts[{index}] has {len(prompt)} tokens; the model's encoder was made for "
+                f"{config.encoder.max_position_embeddings}. Shorten it."
+            )
+        # The decoder of a model with an encoder starts with one token.
+        count = len(prompt) if config.encoder is None else 1
+        if count + max_tokens > config.max_position_embeddings:
+            raise RequestTooLong(
+                f"prompts[{index}] needs {count + max_tokens} tokens ({count} + {max_tokens} new); the "
+                f"model was made for {config.max_position_embeddings}. Shorten it or lower max_tokens."
+            )
+    return tokens
+
+
+def _one_prompt(index: int, prompt: str | Sequence[int], tokenizer: TextTokenizer | None) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidInput(f"prompts[{index}] is a text and there is no tokenizer; pass a list of token ids.")
+        return tuple(tokenizer.encode(prompt))
+    array = np.asarray(prompt)
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        raise InvalidInput(f"prompts[{index}] must be a text or a flat list of ints.")
+    return tuple(array.tolist())
+
+
+def _logits_rows(
+    implementation: str,
+    run: PagedRun,
+    prompt_lens: Sequence[int],
+    sequences: Sequence[Sequence[int]],
+    expected: Sequence[tuple[int, ...]],
+    truth: Truth,
+) -> Iterator[CrosscheckRow]:
+    for path, prefill_lens in (("prefill", [len(sequence) for sequence in sequences]), ("decode", prompt_lens)):
+        logits = run.logits(prefill_lens)
+        found = [each[length - 1 :].argmax(-1).tolist() for each, length in zip(logits, prompt_lens, strict=True)]
+        difference, ties = compare_tokens(expected, found, truth, prompt_lens, free_running=False)
+        yield CrosscheckRow(
+            implementation=implementation,
+            path=path,
+            **asdict(measure(logits, truth)),
+            limit=truth.limit,
+            first_difference=difference,
+            ties=ties,
+        )
+
+
+def _engine_row(
+    implementation: str,
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    prompts_fed: Sequence[Sequence[int]],
+    expected: Sequence[tuple[int, ...]],
+    truth: Truth,
+) -> CrosscheckRow:
+    found = engine_tokens(decoder, prompts, len(expected[0]))
+    lengths = [len(prompt) for prompt in prompts_fed]
+    difference, ties = compare_tokens(expected, found, truth, lengths, free_running=True)
+    return CrosscheckRow(
+        implementation=implementation, path="engine", limit=truth.limit, first_difference=difference, ties=ties
+    )
+
+
+def _full_precision(dtype: str) -> contextlib.AbstractContextManager[None]:
+    # On a CPU it would change nothing but the programs, which would not be those of generation any more.
+    wanted = dtype == "float32" and jax.default_backend() != "cpu"
+    return jax.default_matmul_precision("highest") if wanted else contextlib.nullcontext()

@@ -1,0 +1,140 @@
+"""The numbers of the cross-check: how far logits are apart, and where greedy tokens begin to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jattn.llm.testing.report import Deviation, TokenDifference
+
+__all__ = ["Truth", "compare_tokens", "measure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What every run is measured against.
+
+    Attributes:
+        logits: float64, for each sequence [tokens, vocab_size].
+        scale: the largest absolute value in them.
+        torch_logits: float32, torch's own in the dtype under test.
+        torch_error: torch's own error, relative to `scale`; that of the probe where it is larger.
+        limit: the error that is allowed: 2 x (torch_error + eps of the dtype).
+    """
+
+    logits: Sequence[np.ndarray]
+    scale: float
+    torch_logits: Sequence[np.ndarray]
+    torch_error: float
+    limit: float
+
+    @classmethod
+    def of(
+        cls,
+        logits: Sequence[np.ndarray],
+        torch_logits: Sequence[np.ndarray],
+        *,
+        eps: float,
+        probe: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> Truth:
+        """Measures torch against the float64 logits and derives the limit.
+
+        Args:
+            logits, torch_logits: see `Truth`.
+            eps: of the dtype under test.
+            probe: both logits of a longer sequence, which torch's error is measured on, too.
+
+        Example:
+            >>> truth = Truth.of([np.array([[1.0, -4.0]])], [np.array([[1.5, -4.0]])], eps=0.25)
+            >>> truth.torch_error, truth.limit
+            (0.125, 0.75)
+        """
+        # The smallest normal number: logits that are all zero have no scale, and an error of zero stays zero.
+        scale = max(float(max(np.abs(each).max() for each in logits)), np.finfo(np.float64).tiny)
+        worst = _worst([np.abs(found - each).max() for found, each in zip(torch_logits, logits, strict=True)])
+        error = worst / scale
+        if probe is not None:
+            exact, found = probe
+            error = _worst([error, np.abs(found - exact).max() / max(np.abs(exact).max(), np.finfo(np.float64).tiny)])
+        return cls(logits=logits, scale=scale, torch_logits=torch_logits, torch_error=error, limit=2 * (error + eps))
+
+
+def measure(found: Sequence[np.ndarray], truth: Truth) -> Deviation:
+    """Returns the worst deviation over all positions of all sequences, computed in float64."""
+    max_abs, errors, cosines, divergences = [], [], [], []
+    with np.errstate(invalid="ignore", over="ignore"):
+        for mine, torch_logits, exact in zip(found, truth.torch_logits, truth.logits, strict=True):
+            wide, expected = mine.astype(np.float64), torch_logits.astype(np.float64)
+            max_abs.append(np.abs(wide - expected).max())
+            errors.append(np.abs(wide - exact).max())
+            cosines.append(_cosines(wide, expected).min())
+            divergences.append(_divergences(expected, wide).max())
+    return Deviation(
+        max_abs=_worst(max_abs),
+        error=_worst(errors) / truth.scale,
+        cosine=float(np.min(cosines)),
+        kl=_worst(divergences),
+    )
+
+
+def compare_tokens(
+    expected: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
+    truth: Truth,
+    prompt_lens: Sequence[int],
+    *,
+    free_running: bool,
+) -> tuple[TokenDifference | None, int]:
+    """Returns the first greedy token that really differs, or None, and the number of ties.
+
+    Two tokens tie when the true logits of both are closer than the allowed error: then neither choice is wrong.
+
+    Args:
+        expected: torch's tokens for each prompt.
+        found: ours, as many.
+        truth: gives the logits and the limit.
+        prompt_lens: tokens of each prompt.
+        free_running: each of our tokens was computed from our own earlier ones, so that nothing can be compared
+            after a tie; otherwise from torch's.
+    """
+    first: TokenDifference | None = None
+    ties = 0
+    for prompt, (wanted, got, exact) in enumerate(zip(expected, found, truth.logits, strict=True)):
+        for position, (token, other) in enumerate(zip(wanted, got, strict=True)):
+            if token == other:
+                continue
+            row = exact[prompt_lens[prompt] - 1 + position]
+            gap = float(abs(row[token] - row[other]))
+            if gap <= truth.limit * truth.scale:
+                ties += 1
+                if free_running:
+                    break
+                continue
+            if first is None or position < first.position:
+                first = TokenDifference(prompt=prompt, position=position, expected=token, found=other, gap=gap)
+            break
+    return first, ties
+
+
+def _worst(values: Sequence[float]) -> float:
+    # np.max and not max: a NaN anywhere must come out.
+    return float(np.max(values))
+
+
+def _cosines(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(expected, axis=-1)
+    products = np.einsum("tv,tv->t", found, expected)
+    return np.divide(products, lengths, out=np.ones_like(products), where=lengths != 0)
+
+
+def _divergences(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    log_expected, log_found = _log_softmax(expected), _log_softmax(found)
+    # Rounding can make the sum of a tiny divergence negative.
+    return np.maximum(np.einsum("tv,tv->t", np.exp(log_expected), log_expected - log_found), 0.0)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

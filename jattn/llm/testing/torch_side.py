@@ -1,0 +1,210 @@
+"""The torch side of the cross-check: transformers if it is installed, else our own decoder, and its greedy run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from jattn.llm.models import ModelConfig
+from jattn.llm.testing.torch_decoder import TorchDecoder
+from torch_core.base.errors import Unsupported
+
+__all__ = ["FirstOfEqual", "TorchSide", "greedy_run", "load_torch_side", "suitable_threads"]
+
+# Below this many parameters a second OpenMP thread brings less to a decode step than waiting for it costs: with 1.8M
+# parameters on two busy cores a step took 90 ms of processor time with two threads and 6 ms with one.
+_ONE_THREAD_BELOW = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSide:
+    """A model on torch and how to name it in a report.
+
+    Attributes:
+        name: short, for a table.
+        description: one line with versions; says why transformers is not used when it is not.
+        forward: `(token_ids, past) -> (logits[tokens, vocab_size], past)`; past is None at the start.
+        hidden_states: `token_ids -> [[tokens, hidden_size], ...]` behind the embedding, each layer but the last, and
+            the last norm; None where the model does not give them.
+        reading: `encoder_token_ids -> TorchSide` whose decoder reads this input; None without an encoder.
+        encoder_states: `encoder_token_ids -> [[tokens, hidden_size], ...]`, likewise, of the encoder.
+    """
+
+    name: str
+    description: str
+    forward: Callable[[Sequence[int], Any], tuple[torch.Tensor, Any]]
+    hidden_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
+    reading: Callable[[Sequence[int]], TorchSide] | None = None
+    encoder_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
+
+
+class FirstOfEqual(TorchFunctionMode):
+    """Within it `Tensor.topk` takes the first of equal values, as jax.lax.top_k does; torch says nothing of which.
+
+    Many of an indexer's scores are 0, so that otherwise torch itself chooses other tokens in float64 than in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `torch.overrides.TorchFunctionMode`."""
+        return _first_topk(*args, **(kwargs or {})) if func is torch.Tensor.topk else func(*args, **(kwargs or {}))
+
+
+def _first_topk(values: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
+    ordered, indices = values.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)))  # type: ignore[attr-defined]
+
+
+def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: str, widened: bool = False) -> TorchSide:
+    """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` where transformers cannot be imported.
+
+    Args:
+        folder: a Hugging Face folder.
+        config: as `parse_config` reads it.
+        dtype: of weights and computation.
+        device: of torch.
+        widened: compute in float64, with weights that were rounded to `dtype`.
+
+    Raises:
+        Unsupported: transformers cannot be imported and `TorchDecoder` does not serve the model.
+    """
+    torch_dtype = getattr(torch, dtype)
+    try:
+        with _quiet():
+            import transformers
+            from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+            from transformers.utils import logging
+    except (ImportError, RuntimeError) as error:
+        reason = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
+        description = f"jattn.llm.testing.TorchDecoder, torch {torch.__version__} on cpu (transformers {reason})"
+        if not TorchDecoder.serves(config):
+            raise Unsupported(
+                f"{config.architecture} is compared with transformers, which {reason}; pip install jattn[crosscheck]."
+            ) from None
+        compute_dtype = torch.float64 if widened else torch_dtype
+        decoder = TorchDecoder(folder, weight_dtype=torch_dtype, compute_dtype=compute_dtype)
+        return TorchSide("TorchDecoder", description, decoder)
+    # Its other ways to attend leave soft caps and sinks out, and those through experts have no float64. The eager one
+    # of transformers 5 adds Falcon's ALiBi twice.
+    attend = "sdpa" if config.architecture == "FalconForCausalLM" else "eager"
+    eager = {} if TorchDecoder.serves(config) else {"attn_implementation": attend}
+    eager |= {} if config.moe is None else {"experts_implementation": "eager"}
+    with _quiet(), _without_progress_bar(logging):
+        kind = AutoModelForCausalLM if config.encoder is None else AutoModelForSeq2SeqLM
+        model: Any = kind.from_pretrained(
+            folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True, **eager
+        )
+        model.to(device).eval()
+        if widened:
+            model.double()
+
+    description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
+    context = _quiet if config.index_head_dim is None else _quiet_first_of_equal
+    has_encoder = config.encoder is not None
+    return _of_transformers(model, f"{description} on {device}", device, context, has_encoder=has_encoder)
+
+
+def _of_transformers(
+    model: Any,
+    description: str,
+    device: str,
+    context: Callable[[], contextlib.AbstractContextManager[None]],
+    *,
+    has_encoder: bool,
+    encoder_token_ids: Sequence[int] = (),
+) -> TorchSide:
+    def ids(token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(token_ids)], device=device)
+
+    @torch.no_grad()
+    def run(token_ids: Sequence[int], **options: Any) -> Any:
+        with context():
+            if has_encoder:
+                return model(input_ids=ids(encoder_token_ids), decoder_input_ids=ids(token_ids), **options)
+            return model(ids(token_ids), **options)
+
+    def forward(token_ids: Sequence[int], past: Any) -> tuple[torch.Tensor, Any]:
+        output = run(token_ids, past_key_values=past, use_cache=True)
+        return output.logits[0], output.past_key_values
+
+    def hidden_states(token_ids: Sequence[int]) -> list[np.ndarray]:
+        output = run(token_ids, use_cache=False, output_hidden_states=True)
+        return _float64(output.decoder_hidden_states if has_encoder else output.hidden_states)
+
+    @torch.no_grad()
+    def encoder_states(token_ids: Sequence[int]) -> list[np.ndarray]:
+        with context():
+            return _float64(model.get_encoder()(ids(token_ids), output_hidden_states=True).hidden_states)
+
+    def reading(token_ids: Sequence[int]) -> TorchSide:
+        return _of_transformers(model, description, device, context, has_encoder=True, encoder_token_ids=token_ids)
+
+    side = TorchSide("transformers", description, forward, hidden_states)
+    return replace(side, reading=reading, encoder_states=encoder_states) if has_encoder else side
+
+
+def _float64(states: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    return [state[0].double().cpu().numpy() for state in states]
+
+
+def greedy_run(side: TorchSide, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], np.ndarray]:
+    """Generates greedily with torch's own cache, past any end-of-sequence token.
+
+    Returns:
+        The new tokens, and the logits after each token of the prompt and of all new tokens but the last,
+        float32[len(prompt) + max_tokens - 1, vocab_size].
+    """
+    tokens: list[int] = []
+    pieces = []
+    new, past = list(prompt), None
+    for _ in range(max_tokens):
+        logits, past = side.forward(new, past)
+        pieces.append(logits.float().cpu().numpy())
+        new = [int(pieces[-1][-1].argmax())]
+        tokens += new
+    return tuple(tokens), np.concatenate(pieces)
+
+
+@contextlib.contextmanager
+def suitable_threads(num_parameters: int) -> Iterator[None]:
+    """Lets torch use one thread within the block if the model is small; its thread count is restored after."""
+    before = torch.get_num_threads()
+    if num_parameters < _ONE_THREAD_BELOW:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides the warnings of transformers' own modules; everything else stays as it was."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(transformers|huggingface_hub)(\.|$)")
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_first_of_equal() -> Iterator[None]:
+    with _quiet(), FirstOfEqual():
+        yield
+
+
+@contextlib.contextmanager
+def _without_progress_bar(logging: Any) -> Iterator[None]:
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -1,8 +1,0 @@
-"""The architectures that are read and written, each as data."""
-
-from __future__ import annotations
-
-from jattn.load.families.family import Family, Key, every
-from jattn.load.families.registry import known_families, nearest_family, register_family
-
-__all__ = ["Family", "Key", "every", "known_families", "nearest_family", "register_family"]

@@ -1,5 +1,0 @@
-"""Serving: an engine with a thread of its own for asyncio, and OpenAI's HTTP interface over it."""
-
-from jattn.serve.async_llm import AsyncLLM
-
-__all__ = ["AsyncLLM"]

@@ -1,0 +1,387 @@
+"""PagedCall and DenseCall: attention over a paged cache, and over packed keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
+
+from torch_core.attention.dropout import check_rate
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
+from torch_core.launch.call import A, Call, dtype_name
+
+__all__ = ["BIAS_FIELDS", "SCORE_FIELDS", "AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
+
+#: Arrays that add to a score.
+BIAS_FIELDS = ("alibi_slopes", "relative_bias", "qq_bias")
+#: Arrays that do more to a score than to hide it by bounds which all rows share.
+SCORE_FIELDS = (*BIAS_FIELDS, "mm_prefix_range")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(Call[A]):
+    """What both kinds of attention have in common.
+
+    Attributes:
+        query: rows at and after the last offset of `query_start_loc` are padding. An fp8 query is worth `q_scale` a
+            unit.
+        query_start_loc: running sum of the query lengths, starting with 0.
+        alibi_slopes: one slope for each query head; see `AttentionSpec`.
+        sinks: a logit without a value in every softmax of a head; the lse includes it.
+        mm_prefix_range: pairs (first, last position) of bidirectional attention: a query inside a pair sees every key
+            inside it, whatever the other bounds say. A pair with last <= first is empty.
+        qq_bias: added to the scores between a sequence's own new tokens (tree attention); -inf hides.
+        relative_bias: added to the scores by the distance of key and query, head by head (T5's buckets, spread out):
+            entry `D + clip(key - query, -D, D)` of `2 * D + 1`; finite.
+        seq_causal: overrides `spec.causal` sequence by sequence.
+        out: where the result goes; None makes a new array.
+        out_scale: for an fp8 output, which then holds `result / out_scale`, saturated.
+        spec: the static options.
+        max_query_len: an upper bound on the query lengths; it never changes a result.
+        with_lse: the natural log-sum-exp of each row's scores is wanted too, float32 [num_tokens, num_heads].
+        out_dtype: element type of a new output; None for the query's, bfloat16 for an fp8 query.
+    """
+
+    query: Float[A, "num_tokens num_heads head_size"]
+    query_start_loc: Int32[A, "num_seqs+1"]
+    alibi_slopes: Float[A, "num_heads"] | None = None
+    sinks: Float[A, "num_heads"] | None = None
+    mm_prefix_range: Int32[A, "num_seqs ranges 2"] | None = None
+    qq_bias: Float[A, "bias_rows bias_rows"] | None = None
+    relative_bias: Float[A, "num_heads distances"] | None = None
+    seq_causal: Bool[A, "num_seqs"] | None = None
+    out: Float[A, "num_tokens num_heads value_head_size"] | None = None
+    out_scale: Float32[A, "1"] | float | None = None
+    spec: AttentionSpec
+    max_query_len: int
+    with_lse: bool = False
+    out_dtype: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows, padding included."""
+        return self.query.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences, padding included."""
+        return self.query_start_loc.shape[0] - 1
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.query.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+        return self._keys_and_values()[0].shape[-2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a query or key head."""
+        return self.query.shape[2]
+
+    @property
+    def value_head_size(self) -> int:
+        """Elements of a value head, and so of an output row."""
+        return self._keys_and_values()[1].shape[-1]
+
+    @property
+    def key_dtype(self) -> str:
+        """Element type of keys and values."""
+        return dtype_name(self._keys_and_values()[0])
+
+    @property
+    def result_dtype(self) -> str:
+        """Element type of the output, whether it is given or new."""
+        if self.out is not None:
+            return dtype_name(self.out)
+        query = dtype_name(self.query)
+        return self.out_dtype or ("bfloat16" if query in FP8_DTYPES else query)
+
+    @property
+    def drops(self) -> bool:
+        """Softmax weights are dropped."""
+        return False
+
+    @property
+    def sees_distances(self) -> str | None:
+        """What of mask and bias depends on where a key stands, beside the causal mask; None for nothing."""
+        spec = self.spec
+        given = {
+            "a sliding window": spec.window_left is not None or spec.window_right is not None,
+            "attention_chunk": spec.attention_chunk is not None,
+            "ALiBi": self.alibi_slopes is not None,
+            "relative_bias": self.relative_bias is not None,
+            "mm_prefix_range": self.mm_prefix_range is not None,
+        }
+        return next((name for name, is_given in given.items() if is_given), None)
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no query row or no sequence."""
+        return self.num_tokens == 0 or self.num_seqs == 0
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The output, when it is given."""
+        return () if self.out is None else ("out",)
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `out`, unless it is given, and `lse`, if it is wanted (float64 for a float64 query)."""
+        found = {}
+        if self.out is None:
+            found["out"] = ArraySpec((self.num_tokens, self.num_heads, self.value_head_size), self.result_dtype)
+        if self.with_lse:
+            lse_dtype = "float64" if dtype_name(self.query) == "float64" else "float32"
+            found["lse"] = ArraySpec((self.num_tokens, self.num_heads), lse_dtype)
+        return found
+
+    def check_statics(self) -> None:
+        """Checks that the bound on the query lengths is an int."""
+        check_static("max_query_len", self.max_query_len)
+
+    def check_options(self) -> None:
+        """Checks heads, dtypes and options."""
+        key, value = self._keys_and_values()
+        key_name = "key" if isinstance(self, DenseCall) else "the key cache"
+        if 0 in (self.num_heads, self.head_size, *key.shape[1:], *value.shape[1:]):
+            raise InvalidInput(
+                f"query has shape {list(self.query.shape)} and {key_name} {list(key.shape)}; there must be at least "
+                "one head, one element and one slot."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidInput(
+                f"query has {self.num_heads} heads and {key_name} {self.num_kv_heads}; the first must be a multiple "
+                "of the second."
+            )
+        if dtype_name(key) != dtype_name(value):
+            raise InvalidInput(f"keys are {dtype_name(key)} and values {dtype_name(value)}; both must be of one dtype.")
+        if self.result_dtype not in (*QUERY_DTYPES, *FP8_DTYPES, "float64"):
+            raise InvalidInput(f"out is {self.result_dtype}; it must be float32, bfloat16, float16 or fp8.")
+        if self.out is not None:
+            expected = (self.num_tokens, self.num_heads, self.value_head_size)
+            if tuple(self.out.shape) != expected:
+                raise InvalidInput(f"out has shape {list(self.out.shape)}; it must be {list(expected)}.")
+            if self.out_dtype not in (None, dtype_name(self.out)):
+                raise InvalidInput(f"out is {dtype_name(self.out)} and out_dtype {self.out_dtype}; give one of them.")
+        if self.out_scale is not None and self.result_dtype not in FP8_DTYPES:
+            raise InvalidInput(
+                f"out is {self.result_dtype} and out_scale is given; a scale is for an fp8 output: pass an fp8 out, "
+                "or out_dtype."
+            )
+        if self.qq_bias is not None and self.qq_bias.shape[0] < self.max_query_len:
+            raise InvalidInput(
+                f"qq_bias has shape {list(self.qq_bias.shape)}; both sides must be at least max_query_len = "
+                f"{self.max_query_len}."
+            )
+
+        if self.relative_bias is not None and self.relative_bias.shape[1] % 2 == 0:
+            raise InvalidInput(
+                f"relative_bias has shape {list(self.relative_bias.shape)}; it must have an odd number of distances, "
+                "from -D to D."
+            )
+
+    def _keys_and_values(self) -> tuple[A, A]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCall(AttentionCall[A]):
+    """Attention of new tokens to what their sequences have in the blocks of a cache.
+
+    Query rows are the last ones of their sequence; what they attend to is in the cache already. Table entries past a
+    sequence's last block are never followed.
+
+    Attributes:
+        block_tables: the blocks of each sequence, in order.
+        seq_lens: tokens in the cache, the new ones included; 0 for a padding row.
+        q_scale: what one unit of an fp8 query is worth.
+        k_scale: what one unit of a stored key is worth.
+        kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128; None for the tile table's. With
+            a number, a sequence has the same bits in all tables and batches whose plans have the same tile, and long
+            queries are not split.
+    """
+
+    block_tables: Int32[A, "num_seqs max_blocks"]
+    seq_lens: Int32[A, "num_seqs"]
+    q_scale: Float32[A, "1"] | float | None = None
+    k_scale: Float32[A, "1"] | float | None = None
+    kv_chunk_size: int | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._keys_and_values()[0].shape[-3]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self._keys_and_values()[0].shape[0]
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens that one row of the block tables can hold."""
+        return self.block_tables.shape[1] * self.block_size
+
+    def check_statics(self) -> None:
+        """Checks that a chunk is a power of two."""
+        super().check_statics()
+        chunk = self.kv_chunk_size
+        if chunk is not None and (not isinstance(chunk, int) or chunk < 128 or chunk & (chunk - 1)):
+            raise InvalidInput(f"kv_chunk_size is {chunk}; it must be a power of two, 128 or more.")
+
+    def check_options(self) -> None:
+        """Checks what all attention checks, that there is a block, and the dtypes that go together."""
+        super().check_options()
+        if self.num_blocks == 0:
+            raise InvalidInput("the cache has no block; block 0 at least must be there.")
+        query, key = dtype_name(self.query), self.key_dtype
+        if key not in (*FP8_DTYPES, "int8") and query not in (key, *FP8_DTYPES):
+            raise InvalidInput(f"query is {query} and the cache {key}; cast one of them, or quantise the cache.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCall(TableCall[A]):
+    """Attention of new tokens to their sequences' keys and values in a paged cache: one array, or one for each.
+
+    Attributes:
+        kv_cache: keys at index 0 of the second axis, values at index 1; block 0 belongs to nobody.
+        key_cache: keys alone, with `value_cache`; then `kv_cache` is None.
+        value_cache: values alone; their head size may differ.
+        v_scale: what one unit of a stored value is worth.
+        k_scale_cache: what one unit is worth for each token and head, in place of `k_scale`.
+        v_scale_cache: the same for values.
+    """
+
+    name: ClassVar[str] = "paged_attention"
+
+    kv_cache: Shaped[A, "num_blocks 2 block_size num_kv_heads head_size"] | None = None
+    key_cache: Shaped[A, "num_blocks block_size num_kv_heads head_size"] | None = None
+    value_cache: Shaped[A, "num_blocks block_size num_kv_heads value_head_size"] | None = None
+    v_scale: Float32[A, "1"] | float | None = None
+    k_scale_cache: Float32[A, "num_blocks block_size num_kv_heads"] | None = None
+    v_scale_cache: Float32[A, "num_blocks block_size num_kv_heads"] | None = None
+
+    @property
+    def caches(self) -> A | tuple[A, A]:
+        """The cache as the public functions take it: one array, or a pair."""
+        return (self.key_cache, self.value_cache) if self.kv_cache is None else self.kv_cache  # type: ignore[return-value]
+
+    def check_options(self) -> None:
+        """Checks the form of the cache and its scales, and what every call with a table checks."""
+        check_caches(self.kv_cache, self.key_cache, self.value_cache)
+        super().check_options()
+        check_token_scales(self.k_scale_cache, self.v_scale_cache, self.k_scale, self.v_scale, self.key_dtype)
+
+    def _keys_and_values(self) -> tuple[A, A]:
+        if self.kv_cache is not None:
+            return self.kv_cache, self.kv_cache
+        return self.key_cache, self.value_cache  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseCall(AttentionCall[A]):
+    """Attention of packed queries to packed keys and values, sequence by sequence.
+
+    Keys need not be as many as queries (cross attention); the mask is aligned bottom-right.
+
+    Attributes:
+        key: packed like the queries.
+        value: their head size may differ.
+        key_start_loc: running sum of the key lengths, starting with 0.
+        dropout_seeds: for each sequence and head what decides which weights go; see `torch_core.attention.dropout`.
+            The lse knows nothing of it.
+        max_key_len: an upper bound on the key lengths; None for what the arrays allow.
+        dropout_rate: the share of weights that go, to a multiple of 2^-16; above 0 with `dropout_seeds`.
+        deterministic: gradients have the same bits every time; without it, the Hopper kernels add to the queries'
+            gradient in any order, and are faster.
+    """
+
+    name: ClassVar[str] = "attention"
+
+    key: Float[A, "num_keys num_kv_heads head_size"]
+    value: Float[A, "num_keys num_kv_heads value_head_size"]
+    key_start_loc: Int32[A, "num_seqs+1"]
+    dropout_seeds: Int32[A, "num_seqs num_heads 2"] | None = None
+    max_key_len: int | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool = True
+
+    @property
+    def drops(self) -> bool:
+        """There are seeds to drop by."""
+        return self.dropout_seeds is not None
+
+    def check_statics(self) -> None:
+        """Checks that the bounds on the lengths are ints, the rate of dropout a number, `deterministic` a bool."""
+        super().check_statics()
+        if not isinstance(self.deterministic, bool):
+            raise InvalidInput(f"deterministic is {self.deterministic!r}; it must be a static True or False.")
+        check_rate(self.dropout_rate)
+        if self.max_key_len is not None:
+            check_static("max_key_len", self.max_key_len)
+
+    def check_options(self) -> None:
+        """Checks what all attention checks, that keys have the query's dtype, and that dropout has seeds."""
+        super().check_options()
+        if (self.dropout_rate > 0) != self.drops:
+            given = "given" if self.drops else "missing"
+            raise InvalidInput(
+                f"dropout_rate is {self.dropout_rate} and dropout_seeds {given}; a rate above 0 needs seeds, and seeds "
+                "need one."
+            )
+        if self.key_dtype != dtype_name(self.query):
+            raise InvalidInput(
+                f"query is {dtype_name(self.query)} and key {self.key_dtype}; they must be equal: 8-bit keys need a "
+                "paged cache."
+            )
+
+    def _keys_and_values(self) -> tuple[A, A]:
+        return self.key, self.value
+
+
+def cache_fields(kv_cache: A | tuple[A, A]) -> dict[str, Any]:
+    """Returns the fields of a call for a cache as the public functions take it: one array, or a pair."""
+    if not isinstance(kv_cache, tuple):
+        return {"kv_cache": kv_cache}
+    if len(kv_cache) != 2:
+        raise InvalidInput(f"kv_cache is a tuple of {len(kv_cache)}; a pair is a key cache and a value cache.")
+    return {"key_cache": kv_cache[0], "value_cache": kv_cache[1]}
+
+
+def check_static(name: str, size: int) -> None:
+    """Raises InvalidInput unless a bound is a plain int from 0 on: not a tracer, not an array."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidInput(f"{name} is {size!r}; it must be a static int, 0 or more.")
+
+
+def check_caches(kv_cache: object, key_cache: object, value_cache: object) -> None:
+    """Raises InvalidInput unless a cache is one array or a pair."""
+    if (kv_cache is None) == (key_cache is None) or (key_cache is None) != (value_cache is None):
+        raise InvalidInput("kv_cache must be one array, or a pair of a key cache and a value cache.")
+
+
+def check_token_scales(k_cache: object, v_cache: object, k_scale: object, v_scale: object, dtype: str) -> None:
+    """Checks scales per token and head: both, without scales per tensor, for an 8-bit cache.
+
+    Raises:
+        InvalidInput: one of them alone, or both kinds of scale.
+        Unsupported: the elements of the cache are the real values.
+    """
+    if k_cache is None and v_cache is None:
+        return
+    if k_cache is None or v_cache is None:
+        raise InvalidInput("k_scale_cache and v_scale_cache go together; give both or none.")
+    if k_scale is not None or v_scale is not None:
+        raise InvalidInput("k_scale or v_scale is given beside k_scale_cache and v_scale_cache; pass one kind.")
+    if dtype not in (*FP8_DTYPES, "int8"):
+        raise Unsupported(f"the cache is {dtype}; scales per token and head need int8 or fp8.")

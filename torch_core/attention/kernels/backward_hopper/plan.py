@@ -1,0 +1,144 @@
+"""The launches of the Hopper backward pass, where it serves a call; from shapes, dtypes and limits alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from torch_core.attention.backward_call import DenseBackwardCall
+from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
+from torch_core.attention.kernels.backward.plan import sum_parts_launch
+from torch_core.attention.kernels.backward_hopper.kernel import hopper_backward_kernel
+from torch_core.attention.kernels.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
+from torch_core.attention.kernels.backward_hopper.tiles import HopperBackwardTile, hopper_backward_tile
+from torch_core.attention.operands import count, make_launch, operation
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
+
+__all__ = ["hopper_backward_plan"]
+
+_ARRAYS = frozenset(
+    ("query", "key", "value", "sinks", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc")
+)
+_WRITTEN = ("d_query_sums", "turns", "d_key", "d_value")
+# Shorter sequences leave too much of a tile of keys without work, and narrower windows both edges in one tile.
+_MIN_LEN = 256
+_MIN_WINDOW = 256
+_ROWS = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def hopper_backward_plan(
+    call: DenseBackwardCall[ArraySpec],
+    limits: DeviceLimits,
+    *,
+    tile: HopperBackwardTile | None = None,
+) -> OperationPlan | None:
+    """Plans the gradients of queries, keys and values; None where the portable kernels serve the call better.
+
+    The kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, or 192 over values of 128, a positive scale,
+    causal and window masks, a sink for each head; strides and alignments that the copy engine can follow.
+
+    Args:
+        call: the call, checked and not empty.
+        limits: the device.
+        tile: another tile than the table's, for measurements and tests.
+    """
+    tile = tile or hopper_backward_tile(
+        head_size=call.head_size, max_query_len=call.max_query_len, deterministic=call.deterministic
+    )
+    if tile is None or not _is_served(call, limits, tile):
+        return None
+    block_m, heads, head_size = tile.block_m, call.num_heads, call.head_size
+    query, key, value = (array_matrix(call, name, tile.block_n) for name in ("query", "key", "value"))
+    d_out = dense_matrix(call.d_out)
+    tiles = call.num_tokens // block_m + call.num_seqs + 1
+    stats = ArraySpec((heads * tiles * 2 * block_m,), "float32")
+    if query is None or key is None or value is None or d_out is None or stats.shape[0] >= 2**31:
+        return None
+    scratch = {
+        "row_stats": stats,
+        "d_query_sums": ArraySpec((heads * tiles, block_m * head_size), "float32"),
+    }
+    if call.deterministic or tile.always_in_turns:
+        scratch["turns"] = ArraySpec((heads * tiles,), "int32")
+    outputs = call.outputs()
+    if "d_sinks" in outputs:
+        scratch["sink_parts"] = ArraySpec((heads, tiles), "float32")
+    known: dict[str, Any] = {
+        "NUM_HEADS": heads,
+        "NUM_KV_HEADS": call.num_kv_heads,
+        "GROUP": call.group,
+        "HEADS_TOGETHER": math.gcd(call.num_kv_heads, tile.heads_together),
+        "HEAD_SIZE": head_size,
+        "REST_SIZE": head_size - call.value_head_size,
+        "VALUE_SIZE": call.value_head_size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
+        "ROLE_KEYS": tile.role_keys,
+        "QUERY_STAGES": tile.query_stages,
+        "D_OUT_STAGES": tile.d_out_stages,
+        "KEY_REGISTERS": tile.key_registers,
+        "QUERY_REGISTERS": tile.query_registers,
+        "LOAD_REGISTERS": tile.load_registers,
+        "QUERY_STRIDE": query.head_stride,
+        "D_OUT_STRIDE": d_out.head_stride,
+        "KEY_STRIDE": key.head_stride,
+        "VALUE_STRIDE": value.head_stride,
+        "OUT_STRIDES": _strides(call.out),
+        "D_OUT_STRIDES": _strides(call.d_out),
+        **{f"{name.upper()}_STRIDES": _strides(outputs[name]) for name in ("d_query", "d_key", "d_value")},
+    }
+    pointers: dict[str, Argument] = {
+        **dict.fromkeys(("sink_parts", "turns"), ABSENT),
+        **{name: Pointer(name) for name in (*outputs, *scratch)},
+        "query_tiles": count(tiles),
+        "num_keys": count(call.key.shape[0]),
+    }
+    dtype = call.query.dtype
+    # Columns of a copy: a power of two, as tiles must have.
+    width, value_width = (size & -size for size in (head_size, call.value_head_size))
+    copies: dict[str, Argument] = {
+        "query": copy_descriptor("query", query, (block_m, width), dtype),
+        "key": copy_descriptor("key", key, (tile.block_n, width), dtype),
+        "value": copy_descriptor("value", value, (tile.block_n, value_width), dtype),
+        "d_out": copy_descriptor("d_out", d_out, (block_m, value_width), dtype),
+        "row_stats": Descriptor("row_stats", stats.shape, (1,), (2 * block_m,), _ROWS),
+    }
+    programs = (call.key.shape[0] // tile.block_n + call.num_seqs + 1) * call.num_kv_heads
+    rows = (tiles, heads)
+    launches = [
+        make_launch(prepare_backward_kernel, call, rows, known, arguments=pointers, writes=tuple(scratch)),
+        # Not hot: in the steps at the mask's edge some state outside the products is spilled.
+        make_launch(
+            hopper_backward_kernel, call, (programs,), known, arguments={**pointers, **copies},
+            writes=tuple(name for name in _WRITTEN if name in (*outputs, *scratch)),
+            num_warps=tile.role_keys // 16,
+        ),
+        make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)),
+    ]  # fmt: skip
+    if "d_sinks" in outputs:
+        launches.append(sum_parts_launch(call, "d_sinks", "sink_parts", tiles))
+    return operation(call, tuple(launches), tuple(scratch.items()))
+
+
+def _is_served(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits, tile: HopperBackwardTile) -> bool:
+    dtypes = {x.dtype for x in (call.query, call.key, call.value, call.out, call.d_out) if x is not None}
+    return (
+        is_copied(call, limits, rest_size=call.head_size - call.value_head_size)
+        and (call.head_size, call.value_head_size) in tile.head_sizes
+        and call.arrays().keys() <= _ARRAYS
+        and dtypes in ({"bfloat16"}, {"float16"})
+        and call.max_query_len >= _MIN_LEN
+        and _window(call) >= _MIN_WINDOW
+    )
+
+
+def _window(call: DenseBackwardCall[ArraySpec]) -> float:
+    left, right = call.spec.window_left, 0 if call.spec.causal else call.spec.window_right
+    return math.inf if left is None or right is None else left + right
+
+
+def _strides(array: ArraySpec | None) -> tuple[int, ...]:
+    return () if array is None else array.element_strides[:2]

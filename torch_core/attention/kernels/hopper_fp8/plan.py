@@ -1,0 +1,108 @@
+"""The launch of the e4m3 Hopper prefill kernel, where it serves a call; from shapes, dtypes and limits alone."""
+
+from __future__ import annotations
+
+from torch_core.attention.call import AttentionCall, PagedCall
+from torch_core.attention.copies import array_matrix, copied_launch, is_copied, query_descriptor
+from torch_core.attention.kernels.hopper.plan import few_tiles_chunks, query_pack
+from torch_core.attention.kernels.hopper_fp8.kernel import hopper_fp8_prefill_kernel
+from torch_core.attention.kernels.hopper_fp8.tiles import (
+    BLOCK_N,
+    MIN_PACKED_ROWS,
+    WARPGROUP_ROWS,
+    HopperFp8Tile,
+    hopper_fp8_tile,
+)
+from torch_core.attention.kernels.split.partials import Chunks, combine_launch
+from torch_core.attention.operands import keys, output
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.plan import DeviceLimits, LaunchPlan
+
+__all__ = ["hopper_fp8_launch", "packs_short_fp8", "split_hopper_fp8_launches"]
+
+# Key/value heads worked on side by side: their keys and values stay in the L2 cache.
+_KV_HEADS = 2
+
+
+def hopper_fp8_launch(
+    call: AttentionCall[ArraySpec],
+    limits: DeviceLimits,
+    *,
+    min_query: int,
+    tile: HopperFp8Tile | None = None,
+    pack: int | None = None,
+    chunks: Chunks | None = None,
+) -> LaunchPlan | None:
+    """Plans hopper_fp8_prefill_kernel for a call's long queries and padding; None where other kernels serve them.
+
+    The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64, 128 and 256, a
+    positive scale, causal and window masks, a sink for each head, scales of queries, keys and values; strides and
+    alignments that the copy engine can follow. Scales are positive, as what a unit of a quantised array is worth is.
+
+    Args:
+        call: the call.
+        limits: the device.
+        min_query: query rows from which on a sequence is served.
+        tile: another tile than the table's, for measurements.
+        pack: another number of heads side by side than `hopper_pack` says, for measurements; a power of two up to 16
+            that divides the group.
+        chunks: chunks of keys that are work items of their own, for `combine_launch` to finish.
+    """
+    tile = tile or hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    if pack is None:
+        pack = query_pack(call, MIN_PACKED_ROWS)
+    if tile is None or pack == 0 or not isinstance(call, PagedCall) or not _is_served(call, limits):
+        return None
+    query = array_matrix(call, "query", BLOCK_N)
+    boxes = None if query is None else query_descriptor(call, query, (WARPGROUP_ROWS, call.head_size), pack)
+    if query is None or boxes is None:
+        return None
+    return copied_launch(
+        hopper_fp8_prefill_kernel,
+        call,
+        limits,
+        tile,
+        {"PACK": pack, "QUERY_STRIDE": query.head_stride if pack == 1 else 0},
+        rows=tile.rows,
+        pack=pack,
+        block_n=BLOCK_N,
+        kv_heads=_KV_HEADS if pack == 1 else call.num_kv_heads,
+        query=boxes,
+        min_query=min_query,
+        chunks=chunks,
+    )
+
+
+def split_hopper_fp8_launches(
+    call: PagedCall[ArraySpec], limits: DeviceLimits
+) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
+    """Plans a call with few query tiles over many keys, in chunks; see `split_hopper_launches`."""
+    tile = hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    if tile is None or call.kv_chunk_size is not None or not _is_served(call, limits):
+        return None
+    pack = query_pack(call, MIN_PACKED_ROWS) or 1
+    chunks = few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
+    if chunks is None:
+        return None
+    launch = hopper_fp8_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
+    if launch is None:
+        return None
+    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
+
+
+def packs_short_fp8(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:
+    """Whether short queries alone, which the split kernel could take, are better with their heads in tiles here.
+
+    That kernel is slow where e4m3 queries have many rows.
+    """
+    # Heads of a larger group are in several tiles, which would read the same keys.
+    pack = query_pack(call, MIN_PACKED_ROWS)
+    return call.kv_chunk_size is None and pack == call.group > 1 and _is_served(call, limits)
+
+
+def _is_served(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:
+    return (
+        is_copied(call, limits)
+        and call.query.dtype == keys(call).dtype == "float8_e4m3fn"
+        and output(call).dtype in ("bfloat16", "float16")
+    )

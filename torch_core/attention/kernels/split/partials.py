@@ -1,0 +1,87 @@
+"""What chunks of keys leave in scratch for the combine kernel, and the launch that merges it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_core.attention.call import TableCall
+from torch_core.attention.kernels.split.combine import attention_combine_kernel
+from torch_core.attention.operands import cache_constexprs, count, make_launch, padded
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.operands import ceil_div, power_of_two
+from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer
+
+__all__ = ["PARTIALS", "Chunks", "combine_launch"]
+
+#: The buffers: accumulated rows, their maxima in units of log 2, and the sums of their weights.
+PARTIALS = ("partial_out", "partial_max", "partial_sum")
+_COMBINE_CHUNKS = 32
+# Scratch that is read whole, whatever the lengths are: to wait for them first takes longer.
+_READ_AHEAD_BYTES = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How the keys of a call are cut.
+
+    Attributes:
+        size: keys of a chunk, counted from key 0 of each sequence.
+        number: chunks that one sequence can have.
+        max_query: query rows that one sequence can have.
+    """
+
+    size: int
+    number: int
+    max_query: int
+
+    @classmethod
+    def of(cls, call: TableCall[ArraySpec], size: int, max_query: int) -> Chunks:
+        """Returns the chunks of a call, by the table's width and the static window."""
+        number = ceil_div(call.table_tokens, size)
+        seen = [n for n in (call.spec.window_left, call.spec.attention_chunk) if n is not None]
+        if seen:
+            number = min(number, ceil_div(min(seen) + max_query, size) + 1)
+        return cls(size, max(1, number), max_query)
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The names of the buffers in the operation; none where each sequence has one chunk."""
+        return PARTIALS if self.number > 1 else ()
+
+    def scratch(self, call: TableCall[ArraySpec]) -> tuple[tuple[str, ArraySpec], ...]:
+        """Returns the buffers: row `sequence * max_query + query row`, chunk of the sequence, head."""
+        rows = (call.num_seqs * self.max_query, self.number, call.num_heads)
+        shapes = ((*rows, call.value_head_size), rows, rows)
+        return tuple((name, ArraySpec(shape, "float32")) for name, shape in zip(self.buffers, shapes, strict=False))
+
+    def arguments(self) -> dict[str, Argument]:
+        """Returns the arguments of the kernels."""
+        partials = {name: Pointer(name) for name in self.buffers}
+        return {**dict.fromkeys(PARTIALS, ABSENT), **partials, "max_chunks": count(self.number)}
+
+
+def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int) -> LaunchPlan:
+    """Plans the merge of the rows of sequences with at least `min_chunks` chunks."""
+    value_padded = padded(call.value_head_size)
+    # A thread holds 128 elements of the rows that are merged at a time, whatever their width.
+    block = min(_COMBINE_CHUNKS, power_of_two(chunks.number))
+    scratch = 4 * call.num_seqs * chunks.max_query * chunks.number * call.num_heads * call.value_head_size
+    return make_launch(
+        attention_combine_kernel,
+        call,
+        (call.num_seqs * chunks.max_query, call.num_heads),
+        {
+            **cache_constexprs(call),
+            "CHUNK": chunks.size,
+            "MIN_CHUNKS": min_chunks,
+            "MAX_QUERY": chunks.max_query,
+            "BLOCK_CHUNKS": block,
+            "AHEAD": chunks.number <= block and scratch <= _READ_AHEAD_BYTES,
+            "NUM_HEADS": call.num_heads,
+        },
+        arguments=chunks.arguments(),
+        # One warp holds the chunks of a row: its sums need no exchange through shared memory.
+        num_warps=1 if value_padded <= 128 else 2 if value_padded <= 256 else 4,
+        num_stages=1,
+        hot=True,
+    )

@@ -1,0 +1,1 @@
+"""The specification of attention in plain torch."""

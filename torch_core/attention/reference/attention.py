@@ -1,0 +1,134 @@
+"""Attention of whole batches: over the blocks of a cache, and over keys and values that lie packed in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.reference.sequence import attend, empty_results, on_the_host, store_output
+from torch_core.base.errors import InvalidInput
+from torch_core.launch.values import check_values
+
+__all__ = ["attention", "paged_attention"]
+
+
+def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Attends any mix of prefill, chunked prefill, speculative and decode rows over a paged cache.
+
+    The last `q` of the `seq_lens[s]` tokens of sequence `s` are its query rows,
+    `query_start_loc[s]:query_start_loc[s + 1]`; their keys and values are in the cache already. Token `j` of the
+    sequence lies in block `block_tables[s, j // block_size]` at offset `j % block_size`.
+
+    Only the first `ceil(seq_lens[s] / block_size)` entries of a table row are used; what stands after them is never
+    looked at. A used entry may be any block, the null block 0 for instance, as long as every token in it is hidden
+    from every query row, by a sliding window say: what a block holds at hidden places never reaches a result.
+
+    Args:
+        call: the call; a scale per token and head is multiplied with one per tensor when both are given.
+        compute_dtype: the dtype of the arithmetic and of the output. None computes in float32 (float64 for a float64
+            query) and returns the query's dtype, bfloat16 for an fp8 query.
+
+    Returns:
+        The output and the lse; padding rows give zeros and -inf. See `torch_core.attention.reference.sequence`.
+
+    Raises:
+        InvalidInput: offsets that fall or exceed the query, a sequence longer than its table row, a block id in use
+            that the cache does not have.
+
+    Example:
+        >>> from torch_core.base.specs import AttentionSpec
+        >>> cache = torch.zeros(2, 2, 4, 1, 2)
+        >>> cache[1, 1, :3] = 5.0
+        >>> call = PagedCall(query=torch.ones(1, 1, 2), kv_cache=cache, block_tables=torch.tensor([[1, 99]]),
+        ...                  seq_lens=torch.tensor([3]), query_start_loc=torch.tensor([0, 1]),
+        ...                  spec=AttentionSpec(scale=1.0), max_query_len=1)
+        >>> paged_attention(call)[0].round(decimals=4).tolist()
+        [[[5.0, 5.0]]]
+    """
+    call = on_the_host(call)
+    if call.seq_lens.shape[0] != call.num_seqs:
+        raise InvalidInput(
+            f"seq_lens has {call.seq_lens.shape[0]} entries and query_start_loc {call.num_seqs + 1}; they need "
+            "num_seqs and num_seqs + 1."
+        )
+    # The specification says what more queries than keys give; callers of an operation are told of their slip.
+    check_values(call, more_queries=True)
+    key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
+    starts = call.query_start_loc.tolist()
+    output, lse, compute_dtype = empty_results(call, compute_dtype)
+    for seq, seq_len in enumerate(call.seq_lens.tolist()):
+        rows = slice(starts[seq], starts[seq + 1])
+        blocks = call.block_tables[seq, : -(-seq_len // call.block_size)]
+        output[rows], lse[rows] = attend(
+            call,
+            seq,
+            _scaled(call.query[rows].cpu().to(compute_dtype), call.q_scale),
+            _gather(key_cache, blocks, seq_len, call.k_scale, call.k_scale_cache, compute_dtype),
+            _gather(value_cache, blocks, seq_len, call.v_scale, call.v_scale_cache, compute_dtype),
+        )
+    return store_output(call, output), lse.to(call.query.device)
+
+
+def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Attends sequences of unequal length that are packed one after the other.
+
+    Sequence `s` owns query rows `query_start_loc[s]:query_start_loc[s + 1]` and key rows
+    `key_start_loc[s]:key_start_loc[s + 1]`. The two lengths may differ (cross attention, a query against a longer
+    past); the mask is aligned bottom-right, as in `AttentionSpec`.
+
+    Args:
+        call: the call.
+        compute_dtype: as in `paged_attention`.
+
+    Returns:
+        The output and the lse; padding rows give zeros and -inf. See `torch_core.attention.reference.sequence`.
+
+    Raises:
+        InvalidInput: offsets that fall, that do not start at 0, or that exceed their tensor or the stated maximum.
+
+    Example:
+        >>> from torch_core.base.specs import AttentionSpec
+        >>> x, starts = torch.ones(3, 1, 2), torch.tensor([0, 3])
+        >>> call = DenseCall(query=x, key=x, value=x, query_start_loc=starts, key_start_loc=starts,
+        ...                  spec=AttentionSpec(scale=0.5), max_query_len=3)
+        >>> attention(call)[0].round(decimals=4).flatten().tolist()
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+    call = on_the_host(call)
+    check_values(call)
+    query_starts, key_starts = call.query_start_loc.tolist(), call.key_start_loc.tolist()
+    if len(query_starts) != len(key_starts):
+        raise InvalidInput(
+            f"key_start_loc has {len(key_starts)} entries and query_start_loc {len(query_starts)}; "
+            "both need num_seqs + 1."
+        )
+    output, lse, compute_dtype = empty_results(call, compute_dtype)
+    for seq in range(call.num_seqs):
+        rows = slice(query_starts[seq], query_starts[seq + 1])
+        keys = slice(key_starts[seq], key_starts[seq + 1])
+        query, key, value = (x.cpu().to(compute_dtype) for x in (call.query[rows], call.key[keys], call.value[keys]))
+        output[rows], lse[rows] = attend(call, seq, query, key, value)
+    return store_output(call, output), lse.to(call.query.device)
+
+
+def _gather(
+    cache: Tensor,
+    blocks: Tensor,
+    seq_len: int,
+    scale: Tensor | float | None,
+    scale_cache: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the first `seq_len` rows of a sequence, `[seq_len, num_kv_heads, head_size]`, with scales applied."""
+    blocks = blocks.to(cache.device)
+    rows = cache[blocks].cpu().to(dtype).flatten(0, 1)[:seq_len]
+    if scale_cache is not None:
+        rows = rows * scale_cache[blocks].cpu().to(dtype).flatten(0, 1)[:seq_len, :, None]
+    return _scaled(rows, scale)
+
+
+def _scaled(tensor: Tensor, scale: Tensor | float | None) -> Tensor:
+    if scale is None:
+        return tensor
+    return tensor * torch.as_tensor(scale).cpu().reshape(()).to(tensor.dtype)

@@ -1,0 +1,290 @@
+"""Frozen descriptions of a cache and of an attention call, shared by every layer; standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch_core.base.checks import INT32_MAX, check_int
+from torch_core.base.errors import InvalidInput, Unsupported
+
+__all__ = [
+    "DTYPE_BYTES",
+    "FP8_DTYPES",
+    "KV_CACHE_DTYPES",
+    "LARGEST_CODE",
+    "PACKED_GROUP",
+    "PAD_SLOT_ID",
+    "QUERY_DTYPES",
+    "SMALLEST_SCALE",
+    "ArraySpec",
+    "AttentionSpec",
+    "KVCacheSpec",
+    "LatentCacheSpec",
+    "packed_latent_bytes",
+    "row_major_strides",
+]
+
+#: The slot of a padded token: nothing is written for it. vLLM: vllm/v1/attention/backends/utils.py.
+PAD_SLOT_ID = -1
+
+#: Bytes of one element, by the name that numpy (with ml_dtypes), torch and jax agree on.
+DTYPE_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+QUERY_DTYPES = ("float32", "bfloat16", "float16")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+KV_CACHE_DTYPES = (*QUERY_DTYPES, *FP8_DTYPES, "int8")
+#: The largest value of each 8-bit type that keys, values and outputs are quantised to; int8 leaves out -128.
+LARGEST_CODE = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+#: A scale per token and head is never smaller, so that a row of zeros does not divide by zero. vLLM uses the same.
+SMALLEST_SCALE = 1e-6
+#: Elements of a packed latent that share a scale.
+PACKED_GROUP = 128
+_MAX_BLOCK_SIZE = 256
+_MAX_HEAD_SIZE = 256
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides, in elements, of a contiguous row-major array of `shape`.
+
+    Example:
+        >>> row_major_strides((4, 2, 8))
+        (16, 8, 1)
+    """
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def packed_latent_bytes(kv_lora_rank: int, rope_dim: int) -> int:
+    """Returns the bytes of a packed row of a latent cache; see `LatentCacheSpec`.
+
+    Raises:
+        InvalidInput: sizes that cannot be packed.
+
+    Example:
+        >>> packed_latent_bytes(512, 64)
+        656
+    """
+    if kv_lora_rank % PACKED_GROUP or rope_dim % 2:
+        raise InvalidInput(
+            f"kv_lora_rank is {kv_lora_rank} and rope_dim {rope_dim}; a packed row has a latent of a multiple of "
+            f"{PACKED_GROUP} and an even rotary key. Use another dtype."
+        )
+    return kv_lora_rank + kv_lora_rank // PACKED_GROUP * DTYPE_BYTES["float32"] + rope_dim * DTYPE_BYTES["bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape, dtype and strides of an array, without the array.
+
+    Attributes:
+        shape: sizes of the axes.
+        dtype: element type by name, a key of `DTYPE_BYTES`.
+        strides: elements from one entry of an axis to the next; None means contiguous row-major.
+        aligned: the first element's address is a multiple of 16 bytes. XLA guarantees it for every operand, torch for
+            every allocation, not for every view.
+
+    Example:
+        >>> ArraySpec((4, 8), "bfloat16").element_strides
+        (8, 1)
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    aligned: bool = True
+    # Plans are looked up by the specs of a call: hashing each of them anew would be felt on every launch.
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shape, self.dtype, self.strides, self.aligned)))
+        if self.dtype not in DTYPE_BYTES:
+            raise Unsupported(f"dtype is {self.dtype!r}; a kernel takes one of {', '.join(DTYPE_BYTES)}.")
+        if self.strides is not None and len(self.strides) != len(self.shape):
+            raise InvalidInput(f"strides {self.strides} and shape {self.shape} differ in length; give one per axis.")
+
+    @property
+    def element_strides(self) -> tuple[int, ...]:
+        """The strides in elements, with None resolved."""
+        return row_major_strides(self.shape) if self.strides is None else self.strides
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def without_axis(self, axis: int) -> ArraySpec:
+        """Returns the view of the first entry of an axis, as of the keys of a combined cache."""
+        shape, strides = (sizes[:axis] + sizes[axis + 1 :] for sizes in (self.shape, self.element_strides))
+        return ArraySpec(shape, self.dtype, strides, self.aligned)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The layout of one layer's paged key/value cache.
+
+    The logical shape is `(num_blocks, 2, block_size, num_kv_heads, head_size)`: index 0 of the second axis holds keys,
+    index 1 values. Block 0 is the null block: no sequence ever owns it.
+
+    Attributes:
+        num_kv_heads: key/value heads.
+        head_size: elements of one head.
+        block_size: tokens of one block, 1 to 256.
+        dtype: element type by name, one of `KV_CACHE_DTYPES`.
+
+    Example:
+        >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
+        >>> spec.shape(64)
+        (64, 2, 16, 8, 128)
+        >>> spec.bytes_per_block
+        65536
+    """
+
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_int("num_kv_heads", self.num_kv_heads, 1, 1 << 16)
+        check_int("head_size", self.head_size, 1, _MAX_HEAD_SIZE)
+        check_int("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
+        _check_cache_dtype(self.dtype)
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Returns the shape of one layer's cache array for `num_blocks` blocks."""
+        return (num_blocks, 2, self.block_size, self.num_kv_heads, self.head_size)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes in one layer."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentCacheSpec:
+    """The layout of one layer's cache of multi-head latent attention: `(num_blocks, block_size, latent + rope)`.
+
+    Block 0 is the null block, as in a `KVCacheSpec`. With dtype "uint8", rows are packed as FlashMLA and vLLM
+    ("fp8_ds_mla") have them: the latent in e4m3, a float32 scale for each 128 of its elements, and the rotary key in
+    bfloat16, `packed_latent_bytes` in all.
+
+    Attributes:
+        kv_lora_rank: elements of a token's latent.
+        rope_dim: elements of its rotary key, which all heads share.
+        block_size: tokens of one block, 1 to 256.
+        dtype: element type by name, one of `KV_CACHE_DTYPES`, or "uint8" for packed rows.
+
+    Example:
+        >>> spec = LatentCacheSpec(kv_lora_rank=512, rope_dim=64, block_size=64, dtype="bfloat16")
+        >>> spec.shape(8), spec.bytes_per_block
+        ((8, 64, 576), 73728)
+        >>> LatentCacheSpec(kv_lora_rank=512, rope_dim=64, block_size=64, dtype="uint8").shape(8)
+        (8, 64, 656)
+    """
+
+    kv_lora_rank: int
+    rope_dim: int
+    block_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_int("kv_lora_rank", self.kv_lora_rank, 1, 1 << 16)
+        check_int("rope_dim", self.rope_dim, 1, 1 << 16)
+        check_int("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
+        if self.dtype == "uint8":
+            packed_latent_bytes(self.kv_lora_rank, self.rope_dim)
+        else:
+            _check_cache_dtype(self.dtype)
+
+    @classmethod
+    def of_rows(cls, row_size: int, *, kv_lora_rank: int, block_size: int, dtype: str) -> LatentCacheSpec:
+        """Returns the layout whose rows have `row_size` elements, or bytes where they are packed.
+
+        Example:
+            >>> LatentCacheSpec.of_rows(656, kv_lora_rank=512, block_size=64, dtype="uint8").rope_dim
+            64
+        """
+        rest = row_size - (packed_latent_bytes(kv_lora_rank, 0) if dtype == "uint8" else kv_lora_rank)
+        rope_dim = rest // (DTYPE_BYTES["bfloat16"] if dtype == "uint8" else 1)
+        return cls(kv_lora_rank=kv_lora_rank, rope_dim=rope_dim, block_size=block_size, dtype=dtype)
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Returns the shape of one layer's cache array for `num_blocks` blocks."""
+        packed = self.dtype == "uint8"
+        row = packed_latent_bytes(self.kv_lora_rank, self.rope_dim) if packed else self.kv_lora_rank + self.rope_dim
+        return (num_blocks, self.block_size, row)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes in one layer."""
+        return math.prod(self.shape(1)) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The static options of one attention call: what is the same for every sequence of every step.
+
+    Query row `i` of a sequence with `q` new and `n` total tokens stands at position `p = n - q + i` (the mask is
+    aligned bottom-right). It sees key `j < n` when every condition that is set holds:
+    `j <= p` (causal), `j >= p - window_left`, `j <= p + window_right`, `j // attention_chunk == p // attention_chunk`.
+    The order of operations on a score is scale, soft cap, ALiBi, mask.
+
+    Attributes:
+        scale: factor on `query @ key`; finite and not zero.
+        causal: no key after the query is visible.
+        window_left: keys before the query's own position that stay visible; None for all. A Hugging Face or Mistral
+            `sliding_window` of W tokens (the own one included) is `window_left=W - 1`.
+        window_right: the same for keys after it.
+        logits_soft_cap: scores become `cap * tanh(score / cap)`; None for off.
+        attention_chunk: chunked local attention: a query sees its own chunk of this many positions only.
+        use_alibi_sqrt: ALiBi adds `-slope * sqrt(p - j)` rather than `slope * (j - p)`.
+
+    Example:
+        >>> AttentionSpec(scale=0.125, window_left=4095).causal
+        True
+    """
+
+    scale: float
+    causal: bool = True
+    window_left: int | None = None
+    window_right: int | None = None
+    logits_soft_cap: float | None = None
+    attention_chunk: int | None = None
+    use_alibi_sqrt: bool = False
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale) or self.scale == 0:
+            raise InvalidInput(f"scale is {self.scale}; it must be finite and not zero (usually head_size ** -0.5).")
+        for name, low in (("window_left", 0), ("window_right", 0), ("attention_chunk", 1)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low, INT32_MAX)
+        for name in ("causal", "use_alibi_sqrt"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+        cap = self.logits_soft_cap
+        if cap is not None and not (math.isfinite(cap) and cap > 0):
+            raise InvalidInput(f"logits_soft_cap is {cap}; it must be a positive finite number, or None for off.")
+
+
+def _check_cache_dtype(dtype: str) -> None:
+    if dtype not in KV_CACHE_DTYPES:
+        raise Unsupported(f"dtype is {dtype!r}; a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}.")

@@ -1,1 +1,0 @@
-"""What is done to blocks of the paged cache."""

@@ -1,0 +1,1 @@
+"""Cache writes on CPU tensors."""

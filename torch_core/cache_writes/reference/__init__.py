@@ -1,0 +1,1 @@
+"""The specification of cache writes in plain torch."""

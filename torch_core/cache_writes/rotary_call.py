@@ -1,0 +1,102 @@
+"""RotaryWriteCall: queries and keys are rotated, and keys and values written, in one pass over a projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Float, Float32, Int32, Shaped
+
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES, ArraySpec
+from torch_core.launch.call import A, Call, dtype_name
+
+__all__ = ["RotaryWriteCall"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryWriteCall(Call[A]):
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of queries and keys, and the write of keys and values.
+
+    Elements are stored as `WriteCall` says, after rotated keys were rounded to the type of `qkv`. An op takes what lies
+    in one array: queries, keys and values cut from it would be copies.
+
+    Attributes:
+        qkv: the heads of queries, of keys and of values, one after the other, as one matrix product makes them.
+        cos_sin: of each token the cosines of all angles and then the sines: of half as many as elements are rotated.
+            Elements behind those stay as they are. Rotation is in float32.
+        slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
+        kv_cache: keys at index 0 of the second axis, values at index 1; written.
+        k_scale: what one stored unit of a key is worth; None for 1.
+        v_scale: the same for values.
+        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
+        out: where the rotated queries go; None makes a new array. Those of tokens without a slot are rotated too.
+    """
+
+    name: ClassVar[str] = "rotate_and_write"
+
+    qkv: Shaped[A, "num_tokens num_qkv_heads head_size"]
+    cos_sin: Float[A, "num_tokens rotated_dim"]
+    slot_mapping: Int32[A, "num_slots"]
+    # Not num_kv_heads: the heads of all three parts cannot be cut alike.
+    kv_cache: Shaped[A, "num_blocks 2 block_size num_cached_heads head_size"]
+    k_scale: Float32[A, "1"] | float | None = None
+    v_scale: Float32[A, "1"] | float | None = None
+    is_neox_style: bool = True
+    out: Shaped[A, "num_tokens num_query_heads head_size"] | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys, and of values."""
+        return self.kv_cache.shape[3]
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries."""
+        return self.qkv.shape[1] - 2 * self.num_kv_heads
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no token."""
+        return self.qkv.shape[0] == 0
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The cache, and the queries where they are given a place."""
+        return ("kv_cache",) if self.out is None else ("kv_cache", "out")
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `out`, unless it is given."""
+        num_tokens, _, head_size = self.qkv.shape
+        if self.out is not None:
+            return {}
+        return {"out": ArraySpec((num_tokens, self.num_heads, head_size), dtype_name(self.qkv))}
+
+    def check_options(self) -> None:
+        """Checks heads, rotated elements, rows for slots, and the dtypes that go together."""
+        (num_tokens, heads, size), kv_heads = self.qkv.shape, self.num_kv_heads
+        if heads <= 2 * kv_heads:
+            raise InvalidInput(
+                f"qkv has {heads} heads and kv_cache {kv_heads}; qkv must have those of keys and of values, and at "
+                "least one of queries before them."
+            )
+        rotated = self.cos_sin.shape[1]
+        if rotated % 2 or not 0 < rotated <= size:
+            raise InvalidInput(
+                f"cos_sin has {rotated} columns; it must have a cosine and a sine for each rotated pair of the {size} "
+                "elements of a head."
+            )
+        if num_tokens < self.slot_mapping.shape[0]:
+            raise InvalidInput(
+                f"slot_mapping has {self.slot_mapping.shape[0]} entries and qkv {num_tokens} tokens; give at most one "
+                "slot for each token."
+            )
+        for name, array, wanted in (("qkv", self.qkv, QUERY_DTYPES), ("kv_cache", self.kv_cache, KV_CACHE_DTYPES)):
+            if dtype_name(array) not in (*wanted, "float64"):
+                raise InvalidInput(f"{name} is {dtype_name(array)}; it must be one of {', '.join(wanted)}.")
+        _check_out(self.out, (num_tokens, self.num_heads, size), dtype_name(self.qkv))
+
+
+def _check_out(out: Any, shape: tuple[int, ...], dtype: str) -> None:
+    if out is not None and (tuple(out.shape) != shape or dtype_name(out) != dtype):
+        raise InvalidInput(f"out is {dtype_name(out)}{list(out.shape)}; it must be {dtype}{list(shape)}.")

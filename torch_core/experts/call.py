@@ -1,0 +1,99 @@
+"""ExpertsCall: tokens through the experts that a router chose for them, and the weighted sum of what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float, Int32
+
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import QUERY_DTYPES, ArraySpec
+from torch_core.launch.call import A, Call, dtype_name
+
+__all__ = ["ACTIVATIONS", "ExpertsCall"]
+
+#: Of the gate, by the names of Hugging Face's `hidden_act`. "swigluoai" is gpt-oss's (arXiv:2508.10925): a clamped gate
+#: with the sigmoid's slope of GELU, and 1 added to what is gated.
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsCall(Call[A]):
+    """A gated feed-forward layer for each expert (Shazeer et al. 2017, arXiv:1701.06538), no token dropped.
+
+    `out[t] = sum over k of topk_weights[t, k] * down(act(gate(hidden_states[t])) * up(hidden_states[t]))` with the
+    kernels of expert `topk_ids[t, k]`. An id outside the experts adds nothing: it belongs to another device, or the
+    row is padding.
+
+    Attributes:
+        hidden_states: a row for each token.
+        topk_weights, topk_ids: what each token's experts weigh, and which they are.
+        gate_up_kernel: `[in, gate | up]` of each expert.
+        down_kernel: `[in, out]` of each expert.
+        gate_up_bias, down_bias: what is added behind the kernels.
+        activation: of the gate, one of ACTIVATIONS.
+        out_dtype: element type of the result; that of `hidden_states` when None, or float32.
+    """
+
+    name: ClassVar[str] = "fused_experts"
+
+    hidden_states: Float[A, "num_tokens hidden_size"]
+    topk_weights: Float[A, "num_tokens top_k"]
+    topk_ids: Int32[A, "num_tokens top_k"]
+    gate_up_kernel: Float[A, "num_experts hidden_size gate_up_size"]
+    down_kernel: Float[A, "num_experts intermediate_size hidden_size"]
+    gate_up_bias: Float[A, "num_experts gate_up_size"] | None = None
+    down_bias: Float[A, "num_experts hidden_size"] | None = None
+    activation: str = "silu"
+    out_dtype: str | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that have kernels here."""
+        return self.down_kernel.shape[0]
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a token and one of its experts."""
+        return self.topk_ids.shape[0] * self.topk_ids.shape[1]
+
+    @property
+    def result_dtype(self) -> str:
+        """Element type of the output."""
+        return self.out_dtype or dtype_name(self.hidden_states)
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no token, or none has an expert."""
+        return self.num_pairs == 0
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `out`, a row for each token."""
+        return {"out": ArraySpec(tuple(self.hidden_states.shape), self.result_dtype)}
+
+    def check_options(self) -> None:
+        """Checks sizes and the dtypes that go together."""
+        inner, gate_up = self.down_kernel.shape[1], self.gate_up_kernel.shape[2]
+        if gate_up != 2 * inner:
+            raise InvalidInput(
+                f"gate_up_kernel has {gate_up} columns; they must be gate and up of down_kernel's {inner} rows, "
+                f"{2 * inner}."
+            )
+        if 0 in (*self.gate_up_kernel.shape, *self.down_kernel.shape):
+            raise InvalidInput(
+                f"gate_up_kernel has shape {list(self.gate_up_kernel.shape)}; there must be at least one expert, and "
+                "no size may be 0."
+            )
+        dtype = dtype_name(self.hidden_states)
+        wide = "float64" if dtype == "float64" else "float32"
+        if dtype not in (*QUERY_DTYPES, "float64"):
+            raise InvalidInput(f"hidden_states is {dtype}; it must be float32, bfloat16 or float16. Cast it.")
+        for name, array in self.arrays().items():
+            wanted = {"topk_weights": wide, "topk_ids": "int32"}.get(name, dtype)
+            if dtype_name(array) != wanted:
+                raise InvalidInput(f"{name} is {dtype_name(array)}; beside hidden_states of {dtype} it is {wanted}.")
+        if self.activation not in ACTIVATIONS:
+            raise InvalidInput(f"activation is {self.activation!r}; use one of {', '.join(ACTIVATIONS)}.")
+        if self.result_dtype not in (dtype, "float32"):
+            raise InvalidInput(f"out_dtype is {self.out_dtype!r}; it must be None, {dtype!r} or 'float32'.")

@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels of expert layers and routers."""

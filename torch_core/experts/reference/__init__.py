@@ -1,0 +1,1 @@
+"""The specification of expert layers and routers in plain torch."""

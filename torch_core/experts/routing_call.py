@@ -1,0 +1,112 @@
+"""RouteCall: which experts each token goes to, and what they weigh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float, Float32
+
+from torch_core.base.checks import check_bool, check_int
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import QUERY_DTYPES, ArraySpec
+from torch_core.launch.call import A, Call, dtype_name
+
+__all__ = ["SCORING_FUNCS", "RouteCall"]
+
+#: What makes scores of a router's logits, by the names of Hugging Face's `scoring_func`.
+SCORING_FUNCS = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteCall(Call[A]):
+    """A router: the `top_k` experts with the largest scores of each token, the best first.
+
+    Scores are `scoring_func(hidden_states @ kernel + bias)` in float32. Of equal ones the expert that comes first wins.
+
+    Attributes:
+        hidden_states: a row for each token.
+        kernel: `[in, experts]`.
+        bias: added to the logits.
+        correction_bias: added to the scores to choose by, and no part of the weights (DeepSeek-V3, arXiv:2412.19437).
+        top_k: experts of a token.
+        scoring_func: one of SCORING_FUNCS, over all experts or of each one.
+        norm_topk_prob: the weights of a token sum to 1; without it they are the scores.
+        routed_scaling_factor: of the weights.
+        n_group: groups of neighbouring experts, of which a token's are in `topk_group`: those with the best expert, or
+            with the best two together where there is a correction bias.
+        topk_group: groups of a token.
+    """
+
+    name: ClassVar[str] = "route_experts"
+
+    hidden_states: Float[A, "num_tokens hidden_size"]
+    kernel: Float[A, "hidden_size num_experts"]
+    bias: Float[A, "num_experts"] | None = None
+    correction_bias: Float32[A, "num_experts"] | None = None
+    top_k: int
+    scoring_func: str = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows."""
+        return self.hidden_states.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts to choose from."""
+        return self.kernel.shape[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no token."""
+        return self.num_tokens == 0
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns what each token's experts weigh, and which they are."""
+        shape = (self.num_tokens, self.top_k)
+        return {"topk_weights": ArraySpec(shape, "float32"), "topk_ids": ArraySpec(shape, "int32")}
+
+    def check_statics(self) -> None:
+        """Checks the numbers."""
+        check_int("top_k", self.top_k, 1)
+        check_int("n_group", self.n_group, 1)
+        check_int("topk_group", self.topk_group, 1, self.n_group)
+        if isinstance(self.routed_scaling_factor, bool) or not 0 < self.routed_scaling_factor < float("inf"):
+            raise InvalidInput(
+                f"routed_scaling_factor is {self.routed_scaling_factor}; it must be positive and finite."
+            )
+        check_bool("norm_topk_prob", self.norm_topk_prob)
+
+    def check_options(self) -> None:
+        """Checks sizes and the dtypes that go together."""
+        if 0 in self.kernel.shape:
+            raise InvalidInput(f"kernel has shape {list(self.kernel.shape)}; no size of a router may be 0.")
+        dtype = dtype_name(self.hidden_states)
+        if dtype not in (*QUERY_DTYPES, "float64"):
+            raise InvalidInput(f"hidden_states is {dtype}; it must be float32, bfloat16 or float16. Cast it.")
+        for name in ("kernel", "bias"):
+            array = getattr(self, name)
+            if array is not None and dtype_name(array) != dtype:
+                raise InvalidInput(f"{name} is {dtype_name(array)}; beside hidden_states of {dtype} it is {dtype}.")
+        if self.scoring_func not in SCORING_FUNCS:
+            raise InvalidInput(f"scoring_func is {self.scoring_func!r}; use one of {', '.join(SCORING_FUNCS)}.")
+        size = self.num_experts // self.n_group
+        if self.num_experts % self.n_group or size < (2 if self.sums_two else 1):
+            raise InvalidInput(
+                f"n_group is {self.n_group} with {self.num_experts} experts; it must divide them into groups of at "
+                f"least {2 if self.sums_two else 1}."
+            )
+        if self.top_k > size * self.topk_group:
+            raise InvalidInput(
+                f"top_k is {self.top_k}; {self.topk_group} groups of {size} experts have only {size * self.topk_group}."
+            )
+
+    @property
+    def sums_two(self) -> bool:
+        """Groups are compared by their best two experts together."""
+        return self.n_group > 1 and self.correction_bias is not None

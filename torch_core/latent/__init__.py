@@ -1,0 +1,1 @@
+"""Latent attention (MLA), its indexer, packed rows and writes of latents."""

@@ -1,0 +1,1 @@
+"""Latent attention on CPU tensors."""

@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels of latent attention, a folder each."""

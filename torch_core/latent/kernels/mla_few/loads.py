@@ -1,0 +1,107 @@
+"""What comes into the shared memory of the kernel for few rows: tiles by the copy engine, the query as e4m3 terms."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from torch_core.device.gluon_names import async_load
+from torch_core.latent.kernels.mla_few.work import BLOCK_N, COLUMNS, GROUP, GROUPS, ROPE
+
+__all__ = ["load_query", "load_scales", "load_tile", "zero_behind"]
+
+# Of a packed row: all bytes, and where its scales and its rotary key start.
+_PACKED_BYTES = gl.constexpr(656)
+_SCALE_OFFSET = gl.constexpr(512)
+_ROPE_OFFSET = gl.constexpr(528)
+
+
+@gluon.jit
+def load_tile(slot, boxes, source, room, SHAPE: gl.constexpr):
+    """Starts the copies of a tile, whose rows in the cache's matrix are `boxes`."""
+    BOX: gl.constexpr = SHAPE.BOX
+    ROPE_COLUMN: gl.constexpr = GROUPS * GROUP if source.packed is None else _ROPE_OFFSET
+    lanes = gl.arange(0, 32, layout=boxes.type.layout)
+    full = room.full.index(slot)
+    mbarrier.expect(full, (GROUPS * GROUP + room.ropes.shape[2]) * BLOCK_N)
+    for i in gl.static_range(BLOCK_N // BOX):
+        row = gl.sum(gl.where(lanes == i, boxes, 0), 0)
+        for j in gl.static_range(GROUPS):
+            codes = room.codes.index(GROUPS * slot + j).slice(i * BOX, BOX)
+            async_load(source.latent_cache, [row, j * GROUP], full, codes)
+        async_load(source.latent_rope, [row, ROPE_COLUMN], full, room.ropes.index(slot).slice(i * BOX, BOX))
+
+
+@gluon.jit
+def zero_behind(slot, live, room):
+    """Zeros the groups of a tile from row `live` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    inside = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout)) < live
+    for i in range(GROUPS):
+        tile = room.codes.index(GROUPS * slot + i)
+        part = tile.load(layout).to(gl.int8, bitcast=True)
+        part = gl.where(inside[:, None], part, gl.zeros([BLOCK_N, GROUP], gl.int8, layout))
+        tile.store(part.to(tile.dtype, bitcast=True))
+
+
+@gluon.jit
+def load_scales(work, source, step, layout: gl.constexpr, SHAPE: gl.constexpr):
+    """The scales of the groups of packed rows, a tuple of four; 0 where there is no token."""
+    key = work.start + step * BLOCK_N + gl.arange(0, BLOCK_N, layout=layout)
+    inside = key < work.end
+    block = gl.load(source.table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
+    row = (block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE).to(gl.int64) * _PACKED_BYTES + _SCALE_OFFSET
+    scale = (source.packed + row).to(gl.pointer_type(gl.float32), bitcast=True)
+    return (
+        gl.load(scale, mask=inside, other=0.0),
+        gl.load(scale + 1, mask=inside, other=0.0),
+        gl.load(scale + 2, mask=inside, other=0.0),
+        gl.load(scale + 3, mask=inside, other=0.0),
+    )
+
+
+@gluon.jit
+def load_query(work, source, room, STRIDES: gl.constexpr, SHAPE: gl.constexpr):
+    """Lays the rows of the query into shared memory as terms, and what their scores are worth."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    narrow: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    pointers, live = _pointers(work, source, layout, GROUP, STRIDES, SHAPE)
+    rope_pointers, rope_live = _pointers(work, source, narrow, ROPE, STRIDES, SHAPE)
+    found = gl.load(rope_pointers + GROUPS * GROUP, mask=rope_live, other=0.0).to(gl.float32)
+    peak = gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(1, layout))
+    for i in gl.static_range(GROUPS):
+        part = gl.load(pointers + i * GROUP, mask=live, other=0.0).to(gl.float32)
+        peak = gl.maximum(peak, gl.max(gl.maximum(part, -part), 1))
+    if source.packed is None:
+        rope_peak = gl.max(gl.maximum(found, -found), 1)
+        peak = gl.maximum(peak, gl.convert_layout(rope_peak, gl.SliceLayout(1, layout)))
+    # A power of two that takes the largest element to where two terms hold eight bits of it and of elements 2^-9 as
+    # large: e4m3 ends at 448, and its steps at 2^-9.
+    factor = gl.where(peak > 0.0, gl.exp2(7.0 - gl.floor(gl.log2(peak))), 1.0)
+    if source.packed is None:
+        found = found * gl.convert_layout(factor, gl.SliceLayout(1, narrow))[:, None]
+    _store_terms(found, room.query_rope)
+    for i in gl.static_range(GROUPS):
+        part = gl.load(pointers + i * GROUP, mask=live, other=0.0).to(gl.float32)
+        _store_terms(part * factor[:, None], room.query.index(i))
+    room.states.index(2).store(1.0 / factor)
+
+
+@gluon.jit
+def _pointers(work, source, layout: gl.constexpr, SIZE: gl.constexpr, STRIDES: gl.constexpr, SHAPE: gl.constexpr):
+    rows = work.first_row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
+    tokens = rows // SHAPE.NUM_HEADS
+    element = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
+    offsets = (work.query_start + tokens).to(gl.int64) * STRIDES[0] + rows % SHAPE.NUM_HEADS * STRIDES[1]
+    live = (tokens < work.query_len)[:, None] & (element >= 0)[None, :]
+    return source.query + offsets[:, None] + element[None, :], live
+
+
+@gluon.jit
+def _store_terms(rest, room):
+    """Stores rows as the sum of terms of the room's dtype: each is what the terms before it leave."""
+    for i in gl.static_range(room.shape[0] // COLUMNS):
+        term = rest.to(room.dtype)
+        room.slice(i * COLUMNS, COLUMNS).store(term)
+        rest = rest - term.to(gl.float32)

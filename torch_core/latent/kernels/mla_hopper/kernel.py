@@ -1,0 +1,118 @@
+"""Attention to cached latents on Hopper: copies, scores and weighted sums overlap, in specialised warps."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from torch_core.device.hopper_rows import Output
+from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
+from torch_core.latent.kernels.mla_hopper.warpgroups import make_weights, weigh_latents
+from torch_core.latent.kernels.mla_hopper.work import (
+    BLOCK_N,
+    HALF,
+    ROPE,
+    ROPES,
+    ROWS,
+    SLOTS,
+    Results,
+    Room,
+    Sizes,
+    Source,
+    find_work,
+    zero_padding,
+)
+
+__all__ = ["hopper_latent_kernel"]
+
+
+@gluon.jit
+def hopper_latent_kernel(
+    query,
+    query_rope,
+    latent_cache,
+    latent_rope,
+    block_tables,
+    seq_lens,
+    query_start_loc,
+    sinks,
+    out,
+    lse,
+    partial_out,
+    partial_max,
+    partial_sum,
+    num_tokens,
+    num_seqs,
+    table_stride,
+    table_tokens,
+    scale,
+    out_factor,
+    window_right,
+    max_chunks,
+    NUM_HEADS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    MAX_QUERY: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    BOX: gl.constexpr,
+    OUT_STRIDES: gl.constexpr,
+    SUM_REGISTERS: gl.constexpr,
+    WEIGHT_REGISTERS: gl.constexpr,
+):
+    """A program: one chunk of a sequence's latents, with 64 of its rows (query token, head).
+
+    The sums of 64 rows of 512 elements fill the registers of two warpgroups, half a row each; a third one multiplies
+    queries and latents and takes the softmax of the next tile meanwhile. A latent is copied into shared memory once, as
+    key and as value, and by the warpgroup that is done with the latents whose place it takes: of twelve warps each
+    thread may have a third more registers than of thirteen. The first half of the query and its rotary part move on
+    into registers, which leaves their places to half a tile more, and products read less shared memory, whose
+    bandwidth is what limits them.
+
+    Grid and results are those of mla.kernel. The copy engine sees the query as rows (token, head) and the cache as rows
+    of BLOCK_ROWS from block to block.
+    """
+    SHAPE: gl.constexpr = Sizes(NUM_HEADS, MAX_QUERY, CHUNK, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES)
+    dtype: gl.constexpr = query.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE)
+    output = Output(sinks, out, lse, out_factor)
+    if work.live:
+        if work.first_row < work.query_len * NUM_HEADS:
+            k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, HALF], layout)
+            k_rope = gl.allocate_shared_memory(dtype, [ROPES, BLOCK_N, ROPE], layout)
+            p_tile = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], layout)
+            factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+            grown = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+            query_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+            query_read = gl.allocate_shared_memory(gl.int64, [1], barrier)
+            raw = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+            q_second = gl.allocate_shared_memory(dtype, [ROWS, HALF], layout)
+            latents = Ring(k_tiles, make_barriers(SLOTS), None)
+            weights = make_ring(p_tile, 1)
+            for i in gl.static_range(SLOTS):
+                open_slot(latents, i)
+            open_slot(weights, 0, 2)
+            mbarrier.init(query_full, count=1)
+            mbarrier.init(query_read, count=1)
+            for i in gl.static_range(2):
+                mbarrier.init(raw.index(i), count=1)
+            # Until they have been read, where latents will lie.
+            rows = (k_tiles.index(SLOTS - 1), q_second, k_rope.index(ROPES - 1))
+            room = Room(latents, k_rope, rows, query_full, query_read, raw, weights, factors, grown)
+            results = Results(output, partial_out, partial_max, partial_sum, max_chunks)
+            table = block_tables + work.seq.to(gl.int64) * table_stride
+            source = Source(query, query_rope, latent_cache, latent_rope, table)
+            gl.warp_specialize(
+                [
+                    (weigh_latents, (0, work, source, room, results, SHAPE)),
+                    (weigh_latents, (1, work, source, room, results, SHAPE)),
+                    (make_weights, (work, scale, window_right, room, results, SHAPE)),
+                ],
+                [4, 4],
+                [SUM_REGISTERS, WEIGHT_REGISTERS],
+            )
+    else:
+        zero_padding(work, output, query_start_loc, num_tokens, num_seqs, SHAPE)

@@ -1,0 +1,88 @@
+"""How latents come into the ring of the Hopper latent kernel, by the copy engine."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from torch_core.device.gluon_names import async_load, thread_barrier
+from torch_core.latent.kernels.mla_hopper.work import BLOCK_N, HALF, ROPES, SLOTS
+
+__all__ = ["boxes_of", "load_half", "load_query", "slot_of"]
+
+# Bytes of half a tile of 64 latents or query rows, and of 64 rotary keys.
+_HALF_BYTES = gl.constexpr(64 * 256 * 2)
+_ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+
+
+@gluon.jit
+def load_query(work, source, room, SHAPE: gl.constexpr):
+    """Starts the copies of the rows of the query."""
+    row = work.query_start * SHAPE.NUM_HEADS + work.first_row
+    mbarrier.expect(room.query_full, 2 * _HALF_BYTES + _ROPE_BYTES)
+    async_load(source.query, [row, 0], room.query_full, room.query[0])
+    async_load(source.query, [row, HALF], room.query_full, room.query[1])
+    async_load(source.query_rope, [row, 2 * HALF], room.query_full, room.query[2])
+
+
+@gluon.jit
+def slot_of(number):
+    """Slot and phase of a half's number."""
+    turn = number // SLOTS
+    return number - turn * SLOTS, turn & 1
+
+
+@gluon.jit
+def boxes_of(work, table, step, SHAPE: gl.constexpr):
+    """Rows in the cache's matrix of the boxes of a tile: one for each lane of a warp; outside where there is none."""
+    BOX: gl.constexpr = SHAPE.BOX
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    key = work.start + step * BLOCK_N + lanes * BOX
+    inside = (key < work.end) & (lanes < BLOCK_N // BOX)
+    block = gl.load(table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
+    return gl.where(inside, block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE, -BOX)
+
+
+@gluon.jit
+def load_half(PART: gl.constexpr, step, boxes, work, source, room, SHAPE: gl.constexpr):
+    """Loads the half PART of a tile."""
+    slot, _ = slot_of(2 * step + PART)
+    full = room.latents.full.index(slot)
+    live = work.end - work.start - step * BLOCK_N
+    if (live < BLOCK_N) & (live % SHAPE.BOX != 0):
+        raw = room.raw.index(PART)
+        _copy(PART, slot, step, boxes, raw, source, room, SHAPE)
+        mbarrier.wait(raw, 0)
+        _zero_behind(room.latents.tiles.index(slot), live)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(full, count=1)
+    else:
+        _copy(PART, slot, step, boxes, full, source, room, SHAPE)
+
+
+@gluon.jit
+def _copy(PART: gl.constexpr, slot, step, boxes, barrier, source, room, SHAPE: gl.constexpr):
+    BOX: gl.constexpr = SHAPE.BOX
+    lanes = gl.arange(0, 32, layout=boxes.type.layout)
+    mbarrier.expect(barrier, _HALF_BYTES + PART * _ROPE_BYTES)
+    for i in gl.static_range(BLOCK_N // BOX):
+        row = gl.sum(gl.where(lanes == i, boxes, 0), 0)
+        latents = room.latents.tiles.index(slot).slice(i * BOX, BOX)
+        async_load(source.latent_cache, [row, PART * HALF], barrier, latents)
+        if PART == 1:
+            rope = room.rope.index(step % ROPES).slice(i * BOX, BOX)
+            async_load(source.latent_rope, [row, 2 * HALF], barrier, rope)
+
+
+@gluon.jit
+def _zero_behind(tile, live):
+    """Zeros the rows of half a tile from `live` on, by a warpgroup."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    for i in gl.static_range(BLOCK_N // 8):
+        if i * 8 + 8 > live:
+            part = tile.slice(i * 8, 8)
+            rows = i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+            values = part.load(layout)
+            part.store(gl.where((rows < live)[:, None], values, gl.zeros([8, HALF], values.dtype, layout)))

@@ -1,0 +1,155 @@
+"""The warpgroups of the Hopper latent kernel: one makes weights, two weigh the halves of latents and load them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_core.device.gluon_names import thread_barrier
+from torch_core.device.hopper_rows import finish_rows, mask_scores
+from torch_core.device.mask import LOG2E
+from torch_core.device.softmax import LN2
+from torch_core.latent.kernels.mla_hopper.loads import boxes_of, load_half, load_query, slot_of
+from torch_core.latent.kernels.mla_hopper.work import BLOCK_N, HALF, ROPES, ROWS, SLOTS, slots_of
+
+__all__ = ["make_weights", "weigh_latents"]
+
+# A maximum that grows by no more than so many bits stays what weights are relative to: they are up to 2^8 then.
+_SLACK = gl.constexpr(8.0)
+_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+
+@gluon.jit
+def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
+    """One warpgroup: scores of every tile, and the softmax, whose weights it leaves for the other two."""
+    IN_ROWS: gl.constexpr = gl.SliceLayout(1, _SCORES)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, _SCORES, 2)
+    rows = work.first_row + gl.arange(0, ROWS, layout=IN_ROWS)
+    tokens = rows // SHAPE.NUM_HEADS
+    last = tokens * 0 + work.end - 1
+    full_end = work.end
+    if window_right is not None:
+        last = gl.minimum(work.context + tokens + window_right, work.end - 1)
+        full_end = gl.minimum(work.context + work.first_row // SHAPE.NUM_HEADS + window_right + 1, work.end)
+    factor = scale * LOG2E
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, IN_ROWS)
+    row_sum = gl.zeros([ROWS], gl.float32, IN_ROWS)
+    mbarrier.wait(room.query_full, 0)
+    query = (room.query[0].load(OPERAND), room.query[1], room.query[2].load(OPERAND))
+    thread_barrier()
+    mbarrier.arrive(room.query_read, count=1)
+    position = work.start
+    for step in range(work.tiles):
+        s = _scores(step, query, room)
+        row_max, row_sum = _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, room)
+        position += BLOCK_N
+
+    live = tokens < work.query_len
+    heads = rows % SHAPE.NUM_HEADS
+    last_factor = gl.full([ROWS], 1.0, gl.float32, IN_ROWS)
+    if work.chunks == 1:
+        empty = row_sum == 0.0
+        shift = gl.where(empty, 0.0, row_max)
+        inverse, shift, total = finish_rows(row_sum, shift, empty, 0, rows, results.output, SHAPE.NUM_HEADS)
+        last_factor = inverse * results.output.factor
+        if results.output.lse is not None:
+            pointers = results.output.lse + (work.query_start + tokens).to(gl.int64) * SHAPE.NUM_HEADS + heads
+            gl.store(pointers, gl.where(empty, float("-inf"), (shift + gl.log2(total)) * LN2), mask=live)
+    elif results.rows is not None:
+        slots = slots_of(work, tokens, heads, results, SHAPE)
+        gl.store(results.maxima + slots, row_max, mask=live)
+        gl.store(results.sums + slots, row_sum, mask=live)
+    mbarrier.wait(room.weights.empty.index(0), (work.tiles & 1) ^ 1)
+    room.factors.store(last_factor)
+    mbarrier.arrive(room.weights.full.index(0), count=1)
+
+
+@gluon.jit
+def _scores(step, query, room):
+    """The products of the query and the tile number `step`, half by half as they come."""
+    slot, phase = slot_of(2 * step)
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, _SCORES)
+    mbarrier.wait(room.latents.full.index(slot), phase)
+    s = warpgroup_mma(query[0], room.latents.tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    slot, phase = slot_of(2 * step + 1)
+    mbarrier.wait(room.latents.full.index(slot), phase)
+    s = warpgroup_mma(query[1], room.latents.tiles.index(slot).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(query[2], room.rope.index(step % ROPES).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=(s,))
+
+
+@gluon.jit
+def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, room):
+    """A step of the softmax: leaves weights and factors for the other warpgroups. Returns the new maxima and sums."""
+    if position + BLOCK_N > full_end:
+        s = mask_scores(s, last, last - position, False)
+    tile_max = gl.max(s, 1) * factor
+    grown = tile_max > row_max + _SLACK
+    any_grown = gl.max(grown.to(gl.int32), 0)
+    new_max = gl.where(grown, tile_max, row_max)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(s * factor - shift[:, None])
+    keep = gl.exp2(row_max - shift)
+    row_sum = row_sum * keep + gl.sum(weights, 1)
+    mbarrier.wait(room.weights.empty.index(0), (step & 1) ^ 1)
+    room.weights.tiles.store(weights.to(room.weights.tiles.dtype))
+    room.factors.store(keep)
+    room.grown.store(gl.full([1], 1, gl.int32, _ONE) * any_grown)
+    fence_async_shared()
+    mbarrier.arrive(room.weights.full.index(0), count=1)
+    return new_max, row_sum
+
+
+@gluon.jit
+def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.constexpr):
+    """One warpgroup: adds up the half OWN of weighted latents, stores it, and loads what comes into free slots."""
+    # Half number 2 * i + OWN gives its slot to half PART of tile i + LEAD.
+    PART: gl.constexpr = (OWN + SLOTS) % 2
+    LEAD: gl.constexpr = (OWN + SLOTS) // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    IN_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    if OWN == 0:
+        load_query(work, source, room, SHAPE)
+    for step in gl.static_range(2):
+        if step < work.tiles:
+            load_half(OWN, step, boxes_of(work, source.table, step, SHAPE), work, source, room, SHAPE)
+    if OWN == 0:
+        mbarrier.wait(room.query_read, 0)
+        if work.tiles > 2:
+            load_half(0, 2, boxes_of(work, source.table, 2, SHAPE), work, source, room, SHAPE)
+    acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
+    for step in range(work.tiles):
+        boxes = boxes_of(work, source.table, step + LEAD, SHAPE)
+        slot, phase = slot_of(2 * step + OWN)
+        mbarrier.wait(room.latents.full.index(slot), phase)
+        mbarrier.wait(room.weights.full.index(0), step & 1)
+        if gl.max(room.grown.load(_ONE), 0) != 0:
+            acc = acc * room.factors.load(IN_ROWS)[:, None]
+        acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        # Every warp is done with the slot before it is filled again.
+        thread_barrier()
+        mbarrier.arrive(room.weights.empty.index(0), count=1)
+        if step + LEAD < work.tiles:
+            load_half(PART, step + LEAD, boxes, work, source, room, SHAPE)
+    mbarrier.wait(room.weights.full.index(0), work.tiles & 1)
+    acc = acc * room.factors.load(IN_ROWS)[:, None]
+    rows = work.first_row + gl.arange(0, ROWS, layout=IN_ROWS)
+    columns = OWN * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    tokens = rows // SHAPE.NUM_HEADS
+    heads = rows % SHAPE.NUM_HEADS
+    live = (tokens < work.query_len)[:, None]
+    if work.chunks == 1:
+        offsets = (work.query_start + tokens).to(gl.int64) * SHAPE.OUT_STRIDES[0] + heads * SHAPE.OUT_STRIDES[1]
+        finished = acc.to(results.output.out.dtype.element_ty)
+        gl.store(results.output.out + offsets[:, None] + columns[None, :], finished, mask=live)
+    elif results.rows is not None:
+        offsets = slots_of(work, tokens, heads, results, SHAPE) * (2 * HALF)
+        gl.store(results.rows + offsets[:, None] + columns[None, :], acc, mask=live)

@@ -1,0 +1,1 @@
+"""The specification of latent attention in plain torch."""

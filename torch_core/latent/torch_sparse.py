@@ -1,0 +1,120 @@
+"""DeepSeek's sparse attention (V3.2) on torch tensors: scores of an indexer, choice, attention to chosen latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_core.attention.torch import output_and_lse_of, output_of
+from torch_core.base.checks import check_int
+from torch_core.base.errors import Unsupported
+from torch_core.latent.call import LatentCall
+from torch_core.latent.sparse_call import IndexerCall, check_chosen_values, choice_of, chosen_latents
+from torch_core.latent.torch import mla_call
+from torch_core.launch.run import run
+from torch_core.launch.tensors import array_spec
+from torch_core.launch.values import check_values
+
+__all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse", "sparse_mla_call"]
+
+
+def indexer_topk(
+    query: Tensor,
+    weights: Tensor,
+    key_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    topk: int,
+    scale: float,
+    max_query_len: int,
+    k_scale: Tensor | float | None = None,
+) -> Tensor:
+    """Returns the positions of the keys that an indexer scores highest, for each query (DeepSeek-V3.2).
+
+    A score is `sum over heads of weight * relu(scale * query @ key)`, of the keys up to the query's own.
+
+    Args:
+        query: float32, bfloat16 or float16 `[num_tokens, index_heads, index_head_size]`, rotated.
+        weights: float32 `[num_tokens, index_heads]`.
+        key_cache: `[num_blocks, block_size, index_head_size]`, of the query's dtype or quantised to 8 bits.
+        block_tables, seq_lens, query_start_loc, max_query_len: as of `paged_attention`.
+        topk: how many keys.
+        scale: positive.
+        k_scale: stored key * k_scale = real key.
+
+    Returns:
+        int32 `[num_tokens, topk]`, the highest first; -1 behind the last one where there are fewer.
+
+    Raises:
+        InvalidInput: shapes, dtypes or (on the CPU) values that do not fit.
+
+    Example:
+        >>> keys = torch.tensor([[[0.0]] * 2, [[2.0], [3.0]]])
+        >>> tables, lens, starts = (torch.tensor(x).int() for x in ([[1]], [2], [0, 1]))
+        >>> indexer_topk(torch.ones(1, 1, 1), torch.ones(1, 1), keys, tables, lens, starts, topk=3, scale=1.0,
+        ...              max_query_len=1)
+        tensor([[ 1,  0, -1]], dtype=torch.int32)
+    """
+    check_int("topk", topk, 1)
+    call = IndexerCall(
+        query=query,
+        weights=weights,
+        key_cache=key_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        k_scale=k_scale,
+        scale=scale,
+        max_query_len=max_query_len,
+    )
+    logits = run(call)["logits"]
+    scores, found = logits.topk(min(topk, logits.shape[1]), dim=1)
+    found = torch.where(scores == float("-inf"), -1, found).int()
+    return torch.nn.functional.pad(found, (0, topk - found.shape[1]), value=-1)
+
+
+def sparse_mla_call(
+    query: Tensor,
+    latent_cache: Tensor,
+    topk_indices: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    **options: Any,
+) -> LatentCall[Tensor]:
+    """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
+
+    Prefill and decode alike: every query gathers its own latents. The exact semantics are those of
+    `torch_core.reference.sparse_mla_attention`.
+
+    Args:
+        query, latent_cache, block_tables, seq_lens, query_start_loc: as of `mla_attention`; blocks must follow one
+            another without gaps.
+        topk_indices: int32 `[num_tokens, topk]`, positions in the query's own sequence, each once, in any order;
+            negative ones are skipped. `indexer_topk` makes them; no other mask is applied.
+        **options: kv_lora_rank, spec, max_query_len, out, k_scale, q_scale, out_scale, sinks, kv_chunk_size of
+            `mla_attention`; `spec.causal` has no meaning.
+
+    Returns:
+        As `mla_attention`.
+
+    Raises:
+        InvalidInput: as `mla_attention`; indices of another shape or dtype.
+        Unsupported: as `mla_attention`; a window, or blocks with gaps between them.
+    """
+    call = mla_call(query, latent_cache, block_tables, seq_lens, query_start_loc, **options)
+    call.map(array_spec).check()
+    if not latent_cache.is_contiguous():
+        raise Unsupported("latent_cache has gaps between its blocks or rows; chosen latents are read from a whole one.")
+    if query.device.type == "cpu":
+        check_values(call)
+        check_chosen_values(call, topk_indices)
+    return chosen_latents(call, run(choice_of(call, topk_indices)))
+
+
+sparse_mla_attention = output_of(sparse_mla_call, "sparse_mla_attention")
+sparse_mla_attention_with_lse = output_and_lse_of(sparse_mla_call, "sparse_mla_attention_with_lse")
