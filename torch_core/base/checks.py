@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from torch_core.base.errors import InvalidInput
+from torch_core.base.shown import shown
 
 __all__ = ["INT32_MAX", "call_named", "check_bool", "check_int", "shown"]
 
@@ -13,7 +15,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 INT32_MAX = (1 << 31) - 1
-_LONGEST_TEXT = 80
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None, *, also: str = "") -> None:
@@ -25,37 +26,34 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, *, also:
         return
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
     an_int = "" if _is_int(value) and high is not None else "an int "
-    raise InvalidInput(f"{name} is {shown(value)}; it must be {an_int}{limits}{also}.")
+    raise InvalidInput(argument=name, value=value, wanted=f"it must be {an_int}{limits}{also}")
 
 
 def check_bool(name: str, value: object) -> None:
     """Raises InvalidInput for what is neither True nor False."""
     if not isinstance(value, bool):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be True or False.")
+        raise InvalidInput(argument=name, value=value, wanted="it must be True or False")
 
 
 def call_named(name: str, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Calls a function that stands behind another name, which Python's complaint about wrong arguments has then."""
+    """Calls a function under another name, the one that a TypeError about wrong arguments then has."""
     try:
         return function(*args, **kwargs)
-    except TypeError as error:
-        _, own, reason = str(error).partition(f"{function.__qualname__}()")
-        if own:
-            raise TypeError(f"{name}(){reason}") from None
+    except TypeError:
+        signature = inspect.signature(function)
+        try:
+            given = signature.bind_partial(*args, **kwargs).arguments
+        except TypeError as mismatch:
+            raise TypeError(f"{name}() {mismatch}") from None
+        of_any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        required = (each for each in signature.parameters.values() if each.default is each.empty)
+        if missing := [
+            repr(each.name) for each in required if each.kind not in of_any_number and each.name not in given
+        ]:
+            raise TypeError(f"{name}() missing {len(missing)} required arguments: {', '.join(missing)}") from None
         raise
 
 
 def _is_int(value: object) -> TypeGuard[int]:
     """Returns whether a value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def shown(value: object) -> str:
-    """Returns a value's text for a message: short, and also for an int that Python refuses to print."""
-    if _is_int(value) and value.bit_length() > 256:
-        return f"an int of {value.bit_length()} bits"
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a {type(value).__name__} that cannot be printed"
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

@@ -1,12 +1,18 @@
 """Every exception that jattn and torch_core raise on purpose, and nothing else.
 
-A new class is added only where a caller would react differently to it. The wording of a message lives in the
-module that makes the check: it names the argument, the value, the limit, the first bad index and the fix.
+A new class is added only where a caller would react differently to it. Code that handles an error reads its fields,
+never its text.
 """
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
+from torch_core.base.shown import shown
+
 __all__ = [
+    "ArgumentError",
     "CacheCorruption",
     "EngineAsleep",
     "InvalidInput",
@@ -17,12 +23,94 @@ __all__ = [
     "Unsupported",
 ]
 
+_LONGEST_NAME = 160
+
 
 class JattnError(Exception):
     """The base of every error that this project raises on purpose."""
 
 
-class InvalidInput(JattnError, ValueError):
+class ArgumentError(JattnError):
+    """The base of errors that concern the caller's input; not raised itself.
+
+    The message is built here alone: `argument` `problem`; `wanted`. With a `text` the message is that text.
+
+    Args:
+        text: whole sentences, for an error that concerns no single argument or whose subject is not the argument.
+        argument: the argument that is wrong, as a path: "top_p", "prompts[1]", "messages[0].content".
+        value: its value. The message shows it, shortened, unless `problem` is given.
+        problem: the predicate of the sentence, such as "has 3 dimensions" or "is missing".
+        wanted: the limit and the fix, as a clause without a full stop: "it must be from 1 to 20".
+
+    Attributes:
+        argument: None where no single argument is wrong.
+        value: None where none was given.
+        wanted: None where the problem says all.
+
+    Example:
+        >>> error = InvalidInput(argument="prompt[3]", value=-1, wanted="it must be a token id")
+        >>> str(error)
+        'prompt[3] is -1; it must be a token id.'
+        >>> str(error.renamed("prompts[1]"))
+        'prompts[1][3] is -1; it must be a token id.'
+        >>> str(error.under("line 2"))
+        'line 2: prompt[3] is -1; it must be a token id.'
+    """
+
+    def __init__(
+        self,
+        text: str | None = None,
+        *,
+        argument: str | None = None,
+        value: object = None,
+        problem: str | None = None,
+        wanted: str | None = None,
+    ) -> None:
+        self.argument = argument
+        self.value = value
+        self.wanted = wanted
+        self._text = text
+        self._problem = f"is {shown(value)}" if problem is None else problem
+        self._places: tuple[str, ...] = ()
+        super().__init__(self._message())
+
+    @property
+    def root(self) -> str | None:
+        """The first name of `argument`: "prompts" of "prompts[1]"; None where there is no argument."""
+        return None if self.argument is None else self.argument[: self._root_length(self.argument)]
+
+    def renamed(self, root: str) -> Self:
+        """Returns the same error with another first name of its argument; itself where it has no argument.
+
+        An error whose message is a `text` gets the new argument before it, since the text may not name it.
+        """
+        if self.argument is None or root == self.root:
+            return self
+        argument = root + self.argument[self._root_length(self.argument) :]
+        return self._changed(argument=argument, _places=self._places if self._text is None else (argument,))
+
+    def under(self, place: str) -> Self:
+        """Returns the same error with a place before its message, such as a file's name; the argument stays."""
+        return self._changed(_places=(place, *self._places))
+
+    def _changed(self, **fields: object) -> Self:
+        changed = copy.copy(self)
+        vars(changed).update(fields)
+        changed.args = (changed._message(),)
+        return changed
+
+    def _message(self) -> str:
+        text = self._text
+        if text is None:
+            text = f"{_name(self.argument)} {self._problem}{f'; {self.wanted}' if self.wanted else ''}."
+        return "".join(f"{_name(place)}: " for place in self._places) + text
+
+    @staticmethod
+    def _root_length(argument: str) -> int:
+        return next((at for at, character in enumerate(argument) if character in ".["), len(argument))
+
+
+class InvalidInput(ArgumentError, ValueError):
     """The caller passed something that can never be right; no state has changed."""
 
 
@@ -34,7 +122,7 @@ class RequestTooLong(InvalidInput):
     """A request needs more blocks or tokens than the pool or the model can ever give it."""
 
 
-class Unsupported(JattnError, NotImplementedError):
+class Unsupported(ArgumentError, NotImplementedError):
     """A valid request that this build, device or implementation does not serve; the message says what does."""
 
 
@@ -76,3 +164,8 @@ class PoolLost(JattnError, RuntimeError):
     def __init__(self, message: str, *, generation: int) -> None:
         super().__init__(message)
         self.generation = generation
+
+
+def _name(name: str | None) -> str:
+    """Returns the name of an argument or a place, quoted and shortened where a caller made it up."""
+    return name if name is not None and len(name) <= _LONGEST_NAME and name.isprintable() else shown(name)
