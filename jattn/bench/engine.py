@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jattn.bench.kernels import profiled
 from jattn.llm.engine import EngineConfig, SamplingParams, open_engine
-from jattn.llm.engine.replicas import AnyEngine
+from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.models import (
     Decoder,
     ModelConfig,

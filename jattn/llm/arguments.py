@@ -79,7 +79,7 @@ def join_processes(arguments: argparse.Namespace) -> None:
     if all(value is None for value in found.values()):
         return
     # Here, so that a command's help does not wait for jax.
-    from jattn.llm.engine.processes import check_agreement, join
+    from jattn.llm.processes import check_agreement, join
 
     join(**({} if arguments.coordinator == "auto" else found))
     # A process with a model of its own would not even ask.
@@ -88,8 +88,8 @@ def join_processes(arguments: argparse.Namespace) -> None:
 
 def tell_processes(error: Exception) -> None:
     """Tells the others, if there are any, that this process ends with an error."""
-    if "jattn.llm.engine.processes" in sys.modules:
-        from jattn.llm.engine.processes import tell_failure
+    if "jattn.llm.processes" in sys.modules:
+        from jattn.llm.processes import tell_failure
 
         tell_failure(str(error) or type(error).__name__)
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 from jattn.llm.engine import LLM, SamplingParams
-from jattn.llm.engine.prompts import chat_prompt
+from jattn.llm.text.prompts import chat_prompt
 
 __all__ = ["converse"]
 

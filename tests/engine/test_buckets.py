@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn.llm.engine import EngineConfig, SamplingParams, SpeculativeConfig
-from jattn.llm.engine.placement import Placement
-from jattn.llm.engine.program import Bucket
-from jattn.llm.engine.request import Request, RequestMetrics
-from jattn.llm.engine.runner import ModelRunner, _buckets
-from jattn.llm.engine.sampler import SamplingKind
+from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.program import Bucket
+from jattn.llm.engine.device.runner import ModelRunner, _buckets
+from jattn.llm.engine.device.sampler import SamplingKind
+from jattn.llm.engine.request.request import Request, RequestMetrics
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig
-from jattn.llm.engine import device as engine_device
+from jattn.llm.engine.device import device as engine_device
 from jattn.llm.models import Decoder
 from torch_core.base.errors import InvalidInput, Unsupported
 

@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 
-from jattn.llm.engine.delivery import Outbox, TokenDelta
-from jattn.llm.engine.params import SamplingParams
-from jattn.llm.engine.request import Request, RequestMetrics
+from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta
+from jattn.llm.engine.request.request import Request, RequestMetrics
 from tests.engine.interrupts import InterruptAt
 
 

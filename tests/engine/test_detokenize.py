@@ -7,8 +7,8 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from jattn.llm.engine.detokenize import Detokenizer
 from jattn.llm.load import TextTokenizer
+from jattn.llm.text.detokenize import Detokenizer
 from tests.support.tiny_models import byte_tokenizer
 
 

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
-from jattn.llm.engine.program import Bucket
-from jattn.llm.engine.sampler import Sampler, SamplingKind
+from jattn.llm.engine.device.program import Bucket
+from jattn.llm.engine.device.sampler import Sampler, SamplingKind
 from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_chaos import CONFIGS, chaos

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
-from jattn.llm.engine.request import Request
+from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams, generate
-from jattn.llm.engine.prompts import chat_prompt
 from jattn.llm.load import load_tokenizer
+from jattn.llm.text.prompts import chat_prompt
 from tests.support.tiny_models import write_tiny_model
 from torch_core.base.errors import InvalidInput, RequestTooLong
 

@@ -19,7 +19,8 @@ import pytest
 
 from jattn import __version__
 from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams, join
-from jattn.llm.engine.processes import (
+from jattn.llm.models import quantize_fp8
+from jattn.llm.processes import (
     HEARTBEAT_SECONDS,
     check_agreement,
     check_together,
@@ -27,7 +28,6 @@ from jattn.llm.engine.processes import (
     shared_channel,
     tell_failure,
 )
-from jattn.llm.models import quantize_fp8
 from tests.engine import retrained
 from torch_core.base.errors import InvalidInput
 
@@ -185,7 +185,7 @@ def test_sources_that_are_not_installed_are_compared_too(monkeypatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "distribution", absent)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("jattn.llm.engine.processes._of_all", lambda numbers: [numbers, [0, *numbers[1:]]])
+    monkeypatch.setattr("jattn.llm.processes._of_all", lambda numbers: [numbers, [0, *numbers[1:]]])
     with pytest.raises(InvalidInput, match=f"process 1 differs from process 0 in jattn; here it is '{__version__}'"):
         check_agreement({"anything": np.zeros(2)})
 
@@ -217,7 +217,7 @@ def test_a_check_that_fails_in_any_way_tells_the_other_processes_first(kind, mon
     def check() -> None:
         raise kind("planted")
 
-    monkeypatch.setattr("jattn.llm.engine.processes.multihost_utils.process_allgather", gather)
+    monkeypatch.setattr("jattn.llm.processes.multihost_utils.process_allgather", gather)
     with pytest.raises(kind, match="planted"):
         check_together(check)
 

@@ -18,8 +18,8 @@ from jattn.llm.engine import (
     calibrate_kv_cache,
     open_engine,
 )
-from jattn.llm.engine.device import Device
-from jattn.llm.engine.weights import Weights
+from jattn.llm.engine.device.device import Device
+from jattn.llm.engine.device.weights import Weights
 from tests.engine.conftest import tiny_decoder
 from tests.engine.interrupts import InterruptAtRelease
 from tests.engine.test_engine import run

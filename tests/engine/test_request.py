@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jattn.llm.engine.params import SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.request import Request, RequestMetrics, RequestState
+from jattn.llm.engine.options.params import SamplingParams, StructuredOutputsParams
+from jattn.llm.engine.request.request import Request, RequestMetrics, RequestState
 from torch_core.base.errors import InvalidInput
 
 

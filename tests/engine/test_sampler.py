@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jattn.llm.engine.params import SamplingParams
-from jattn.llm.engine.sampler import (
+from jattn.llm.engine.device.sampler import (
     Rows,
     Sampler,
     SamplingKind,
@@ -24,7 +23,9 @@ from jattn.llm.engine.sampler import (
     sample,
     sample_fully,
 )
-from jattn.llm.engine.tables import SamplerState, SlotTables, mask_of
+from jattn.llm.engine.device.tables import SamplerState, SlotTables
+from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.request.grammar import mask_of
 from torch_core.base.errors import InvalidInput
 
 VOCAB, LENGTH, ROWS, DRAWS = 40, 24, 4, 4000

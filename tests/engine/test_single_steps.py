@@ -9,9 +9,9 @@ from unittest import mock
 import jax.numpy as jnp
 import pytest
 
-import jattn.llm.engine.device
 from jattn.llm.engine import DataParallelEngine, Engine, EngineConfig, SamplingParams
-from jattn.llm.engine.device import outlasts_the_host
+from jattn.llm.engine.device import device
+from jattn.llm.engine.device.device import outlasts_the_host
 from tests.engine.conftest import tiny_decoder
 from tests.support.devices import on_four_devices
 
@@ -53,8 +53,8 @@ def test_a_program_decodes_four_tokens_unless_a_number_is_given(sizes, most):
     ids=["alone", "a number is given", "several processes"],
 )
 def test_a_large_model_decodes_one_token_for_a_program_unless(number, channel, most, monkeypatch):
-    monkeypatch.setattr(jattn.llm.engine.device, "outlasts_the_host", lambda leaves: True)
-    monkeypatch.setattr(jattn.llm.engine.device, "shared_channel", lambda *_: channel)
+    monkeypatch.setattr(device, "outlasts_the_host", lambda leaves: True)
+    monkeypatch.setattr(device, "shared_channel", lambda *_, **__: channel)
     with Engine(tiny_decoder(), EngineConfig(num_blocks=9, num_scheduler_steps=number)) as engine:
         assert engine._owner.device.num_scheduler_steps == most
 
@@ -63,7 +63,7 @@ def test_a_large_model_decodes_one_token_for_a_program_unless(number, channel, m
 def test_copies_of_a_large_model_decode_four_tokens_for_a_program():
     config = EngineConfig(num_blocks=9, data_parallel_size=2)
     with (
-        mock.patch("jattn.llm.engine.device.outlasts_the_host", return_value=True),
+        mock.patch("jattn.llm.engine.device.device.outlasts_the_host", return_value=True),
         DataParallelEngine(tiny_decoder(), config) as engine,
     ):
         assert [each._owner.device.num_scheduler_steps for each in engine.engines] == [4, 4]
@@ -73,7 +73,7 @@ def test_programs_of_several_tokens_are_neither_compiled_nor_run_where_one_token
     sizes: dict[str, Any] = {"block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 32}
     found = {}
     for outlasts in (True, False):
-        monkeypatch.setattr(jattn.llm.engine.device, "outlasts_the_host", lambda leaves, outlasts=outlasts: outlasts)
+        monkeypatch.setattr(device, "outlasts_the_host", lambda leaves, outlasts=outlasts: outlasts)
         with Engine(tiny_decoder(), EngineConfig(num_blocks=9, **sizes)) as engine:
             engine.warmup()
             engine.add([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))

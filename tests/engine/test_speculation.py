@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from jattn.llm.engine.guesses import NGramGuesses
-from jattn.llm.engine.request import Request, RequestMetrics
+from jattn.llm.engine.ngram import NGramGuesses
+from jattn.llm.engine.request.request import Request, RequestMetrics
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_weights import other_decoder
 from torch_core.base.errors import InvalidInput

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, calibrate_kv_cache
-from jattn.llm.engine.embeddings import embed
-from jattn.llm.engine.placement import Placement
+from jattn.llm.engine.device.placement import Placement
 from jattn.llm.models import Decoder, TensorParallel, partition_specs, shard_model
+from jattn.llm.text.embeddings import embed
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
 from tests.support.devices import mesh, on_four_devices

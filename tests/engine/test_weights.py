@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
-from jattn.llm.engine.weights import Weights
+from jattn.llm.engine.device.weights import Weights
 from jattn.llm.models import Decoder
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder
@@ -141,7 +141,7 @@ def told(engine, monkeypatch) -> list[Any]:
         found.extend(has_failed.tolist())
         return has_failed
 
-    monkeypatch.setattr("jattn.llm.engine.processes.multihost_utils.process_allgather", gather)
+    monkeypatch.setattr("jattn.llm.processes.multihost_utils.process_allgather", gather)
     channel = mock.Mock(send=lambda what, *_: found.append(what))
     engine._owner._device = replace(engine._owner.device, channel=channel)
     return found

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from jattn.llm.engine.prompts import chat_prompt
 from jattn.llm.load import load_generation_defaults, load_model, load_tokenizer, save_model
 from jattn.llm.load.folder import check_folder
+from jattn.llm.text.prompts import chat_prompt
 from tests.support.tiny_models import byte_tokenizer, write_tiny_model
 from torch_core.base.errors import InvalidInput
 

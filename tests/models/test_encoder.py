@@ -10,9 +10,9 @@ import pytest
 import safetensors.numpy
 
 from jattn.llm.engine import LLM, Engine
-from jattn.llm.engine.embeddings import embed
 from jattn.llm.load import load_model, save_model
 from jattn.llm.testing import compare_with_torch
+from jattn.llm.text.embeddings import embed
 from jattn.metadata import AttentionMetadata
 from tests.support.tiny_models import reference_bound, tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported

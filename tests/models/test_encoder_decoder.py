@@ -15,8 +15,8 @@ import safetensors.numpy
 from flax import nnx
 
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams
-from jattn.llm.engine.delivery import Outbox
-from jattn.llm.engine.intake import Intake
+from jattn.llm.engine.request.outputs import Outbox
+from jattn.llm.engine.request.validation import Intake
 from jattn.llm.load import load_model, parse_config
 from jattn.llm.load.config import render_config
 from jattn.llm.load.folder import read_object

@@ -1,19 +1,19 @@
 """Generation: requests, continuous batching, jitted steps over a donated pool, sampling on the device."""
 
-from jattn.llm.engine.calibrate import calibrate_kv_cache
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.delivery import Outbox, TokenDelta
-from jattn.llm.engine.embeddings import EmbeddingOutput, EmbeddingRequestOutput
-from jattn.llm.engine.engine import Engine
-from jattn.llm.engine.kv_scales import KVCacheScales
-from jattn.llm.engine.llm import LLM, generate
-from jattn.llm.engine.logprobs import Logprob
-from jattn.llm.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.processes import join
-from jattn.llm.engine.replicas import DataParallelEngine, open_engine
-from jattn.llm.engine.request import CompletionOutput, RequestMetrics, RequestOutput
-from jattn.llm.engine.speculation import SpeculationStats, SpeculativeConfig
-from jattn.llm.engine.stream import TextDelta, TextStream
+from jattn.llm.engine.clients.engine import Engine
+from jattn.llm.engine.clients.llm import LLM, generate
+from jattn.llm.engine.clients.replicas import DataParallelEngine, open_engine
+from jattn.llm.engine.clients.stream import TextDelta, TextStream
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jattn.llm.engine.options.speculation import SpeculationStats, SpeculativeConfig
+from jattn.llm.engine.request.logprobs import Logprob
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta
+from jattn.llm.engine.request.request import CompletionOutput, RequestMetrics, RequestOutput
+from jattn.llm.load.calibrate import calibrate_kv_cache
+from jattn.llm.load.kv_scales import KVCacheScales
+from jattn.llm.processes import join
+from jattn.llm.text.embeddings import EmbeddingOutput, EmbeddingRequestOutput
 
 __all__ = [
     "LLM",

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import jax
 
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.delivery import Outbox
-from jattn.llm.engine.device import Device
-from jattn.llm.engine.log import event
+from jattn.llm.engine.device.device import Device
+from jattn.llm.engine.device.weights import Arrivals, Weights
 from jattn.llm.engine.no_mesh import no_mesh
-from jattn.llm.engine.processes import Channel, check_together
-from jattn.llm.engine.request import Request
-from jattn.llm.engine.weights import Arrivals, Weights
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.request.outputs import Outbox
+from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.work import Work
+from jattn.llm.log import event
+from jattn.llm.processes import Channel, check_together
 from jattn.pool import check_room
 from torch_core.base.errors import EngineAsleep, InvalidInput, PoolLost
 from torch_core.cache import CacheConfig

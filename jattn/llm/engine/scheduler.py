@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.guesses import guesses_of
-from jattn.llm.engine.log import event
-from jattn.llm.engine.request import Request, RequestState
-from jattn.llm.engine.speculation import SpeculativeConfig
+from jattn.llm.engine.ngram import guesses_of
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.speculation import SpeculativeConfig
+from jattn.llm.engine.request.request import Request, RequestState
+from jattn.llm.log import event
 from torch_core.base.errors import OutOfBlocks
 from torch_core.cache import CacheManager, CommittedStep
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.device import Device
-from jattn.llm.engine.log import event
-from jattn.llm.engine.request import Request
-from jattn.llm.engine.results import StepResult
+from jattn.llm.engine.device.device import Device
+from jattn.llm.engine.device.results import StepResult
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledStep, Scheduler
+from jattn.llm.log import event
 from torch_core.base.errors import CacheCorruption
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
 

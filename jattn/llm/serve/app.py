@@ -22,7 +22,6 @@ from starlette.routing import Route
 
 import jattn
 from jattn.llm.engine import RequestOutput
-from jattn.llm.engine.prompts import chat_prompt, encoded
 from jattn.llm.load import ChatTemplate, TextTokenizer
 from jattn.llm.serve.access import AccessLog
 from jattn.llm.serve.async_llm import AsyncLLM, Submission
@@ -39,6 +38,7 @@ from jattn.llm.serve.protocol import (
     parse_tokenize,
 )
 from jattn.llm.serve.responses import Answer, error_body, event, num_characters, usage
+from jattn.llm.text.prompts import chat_prompt, encoded
 from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jattn.llm.engine import LLM, CompletionOutput, Outbox, RequestOutput, RequestOutputKind, SamplingParams
-from jattn.llm.engine.delivery import TokenDelta
-from jattn.llm.engine.prompts import Prompt, encoded, naming
-from jattn.llm.engine.reader import PromptReader
+from jattn.llm.engine.clients.reader import PromptReader
+from jattn.llm.engine.request.outputs import TokenDelta
+from jattn.llm.text.prompts import Prompt, encoded, naming
 from torch_core.base.errors import EngineAsleep, InvalidInput, JattnError, PoolLost
 
 __all__ = ["AsyncLLM", "Submission", "Update"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jattn.llm.engine.prompts import Prompt
 from jattn.llm.serve.fields import Fields, RequestError, is_prompt
+from jattn.llm.text.prompts import Prompt
 from torch_core.base.checks import shown
 
 __all__ = ["EmbeddingsRequest", "embeddings_body", "parse_embeddings"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jattn.llm.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.prompts import Prompt, check_template_kwargs
 from jattn.llm.load.folder import read_json
 from jattn.llm.serve.fields import SAMPLING, Fields, RequestError, as_request_error, is_prompt, is_tokens
 from jattn.llm.serve.keys import digest
+from jattn.llm.text.prompts import Prompt, check_template_kwargs
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 

@@ -21,7 +21,7 @@ from jattn.llm.arguments import (
     loading_options,
 )
 from jattn.llm.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
-from jattn.llm.engine.config import SERVING_SIZES
+from jattn.llm.engine.options.config import SERVING_SIZES
 from jattn.llm.load import ChatTemplate, embedded_model_folder
 from jattn.llm.load.folder import read_given, read_json
 from jattn.llm.serve import access

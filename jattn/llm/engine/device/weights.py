@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jattn.llm.engine.draft import WithDraft
+from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
 from jattn.llm.models.fp8 import Fp8Kernel, kernel_sharding, round_to_fp8
 from torch_core.base.checks import shown

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from jattn.llm.engine.params import SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.tables import mask_of
+from jattn.llm.engine.options.params import SamplingParams, StructuredOutputsParams
 from jattn.llm.load import TextTokenizer
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["Grammar", "GrammarCompiler"]
+__all__ = ["Grammar", "GrammarCompiler", "mask_of"]
 
 _MOST_KNOWN = 64
 
@@ -151,6 +150,13 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidInput(f"{name} cannot be compiled: {error}") from None
         return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
+
+
+def mask_of(token_ids: Any, num_words: int) -> np.ndarray:
+    """Returns int32[num_words] with a bit for each token."""
+    bits = np.zeros(num_words * 32, np.uint8)
+    bits[np.asarray(token_ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _source(matcher: Any, name: str, value: Any, *, flexible: bool) -> str:

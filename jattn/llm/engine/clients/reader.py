@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Sequence
 
-from jattn.llm.engine.delivery import TokenDelta
-from jattn.llm.engine.detokenize import Detokenizer
-from jattn.llm.engine.logprobs import Logprob, as_dict
-from jattn.llm.engine.replicas import AnyEngine
-from jattn.llm.engine.request import CompletionOutput, Request, RequestOutput
+from jattn.llm.engine.clients.replicas import AnyEngine
+from jattn.llm.engine.request.logprobs import Logprob, as_dict
+from jattn.llm.engine.request.outputs import TokenDelta
+from jattn.llm.engine.request.request import CompletionOutput, Request, RequestOutput
 from jattn.llm.load import TextTokenizer
+from jattn.llm.text.detokenize import Detokenizer
 
 __all__ = ["PromptReader"]
 

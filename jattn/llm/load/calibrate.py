@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.llm.engine.kv_scales import KVCacheScales
+from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.metadata import AttentionMetadata
 from jattn.nn.kv_scales import KVRange, KVScale, paged_layers

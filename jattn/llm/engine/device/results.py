@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jattn.llm.engine.logprobs import Logprobs
-from jattn.llm.engine.request import Request
+from jattn.llm.engine.request.logprobs import Logprobs
+from jattn.llm.engine.request.request import Request
 
 __all__ = ["PromptPart", "StepResult"]
 

@@ -1,4 +1,4 @@
-"""What a user may pass as prompts and as their parameters, in one form."""
+"""The forms in which a prompt may be passed, in one form: token ids and their text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import jax
-import numpy as np
-
-from jattn.llm.engine.params import SamplingParams
 from jattn.llm.load import ChatTemplate, TextTokenizer
-from torch_core.base.checks import check_int, shown
+from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["Prompt", "as_params", "as_prompts", "chat_prompt", "check_template_kwargs", "encoded", "naming"]
+__all__ = ["Prompt", "as_prompts", "chat_prompt", "check_template_kwargs", "encoded", "naming"]
 
 #: A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or both of them.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -153,49 +148,6 @@ def _check_text(text: str) -> None:
             f"character {error.start} of a prompt is a lone surrogate, U+{ord(text[error.start]):04X}; text must be "
             "what UTF-8 can encode."
         ) from None
-
-
-def as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, rng: Any = None
-) -> list[SamplingParams | None]:
-    """Returns the parameters of each of `count` prompts.
-
-    Args:
-        params: one for all, one for each, or None for the defaults.
-        count: of the prompts.
-        rng: an int or a jax key, from which those get their seeds that bring none; None to leave them alone.
-
-    Raises:
-        InvalidInput: of the wrong kind or number.
-    """
-    if params is None or isinstance(params, SamplingParams):
-        listed: list[SamplingParams | None] = [params] * count
-    elif not isinstance(params, Sequence) or isinstance(params, str):
-        raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")
-    elif len(params) != count:
-        raise InvalidInput(
-            f"sampling_params has {len(params)} entries and there are {count} prompts; pass one or {count}."
-        )
-    else:
-        listed = list(params)
-    return listed if rng is None else _seeded([each or SamplingParams() for each in listed], rng)
-
-
-def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | None]:
-    if isinstance(rng, jax.Array):
-        try:
-            seeds = np.asarray(jax.random.bits(rng, (len(params),), "uint32")).tolist()
-        except (TypeError, ValueError):
-            raise InvalidInput(
-                f"rng is an array of {rng.dtype}{list(rng.shape)}; pass an int or one jax key."
-            ) from None
-    else:
-        check_int("rng", rng, 0, (1 << 32) - 1, also=", or a jax key")
-        seeds = [(rng + index) & 0xFFFFFFFF for index in range(len(params))]
-    return [
-        replace(each, seed=seed) if isinstance(each, SamplingParams) and each.seed is None else each
-        for each, seed in zip(params, seeds, strict=True)
-    ]
 
 
 def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:

@@ -7,27 +7,29 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from jattn.llm.engine.calibrate import calibrate_kv_cache
-from jattn.llm.engine.config import EngineConfig, check_config
-from jattn.llm.engine.delivery import Outbox
-from jattn.llm.engine.device import default_config
-from jattn.llm.engine.embeddings import EmbeddingRequestOutput, embed
-from jattn.llm.engine.kv_scales import KVCacheScales
-from jattn.llm.engine.params import SamplingParams
-from jattn.llm.engine.placement import replica_meshes
-from jattn.llm.engine.prompts import Prompt, as_params, as_prompts, chat_prompt, encoded, naming
-from jattn.llm.engine.replicas import AnyEngine, open_engine
-from jattn.llm.engine.request import RequestOutput
-from jattn.llm.engine.stream import TextStream
+from jattn.llm.engine.clients.replicas import AnyEngine, open_engine
+from jattn.llm.engine.clients.stream import TextStream
+from jattn.llm.engine.device.device import default_config
+from jattn.llm.engine.device.placement import replica_meshes
+from jattn.llm.engine.options.config import EngineConfig, check_config
+from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.request.outputs import Outbox
+from jattn.llm.engine.request.request import RequestOutput
 from jattn.llm.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
+from jattn.llm.load.calibrate import calibrate_kv_cache
+from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import Decoder, PagedModel, TensorParallel
-from torch_core.base.checks import check_bool, shown
+from jattn.llm.text.embeddings import EmbeddingRequestOutput, embed
+from jattn.llm.text.prompts import Prompt, as_prompts, chat_prompt, encoded, naming
+from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
 
@@ -315,7 +317,7 @@ class LLM(contextlib.AbstractContextManager):
         listed = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = as_params(sampling_params, len(listed), rng)
+        params = _params_of(sampling_params, len(listed), rng)
         outbox = Outbox()
         try:
             requests = []
@@ -377,3 +379,46 @@ def _config_of(config: EngineConfig | None, options: Mapping[str, Any]) -> Engin
     if config is not None:
         raise InvalidInput(f"{', '.join(options)}: given beside config; name all in one of them.")
     return default_config(**options)
+
+
+def _params_of(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, rng: Any = None
+) -> list[SamplingParams | None]:
+    """Returns the parameters of each of `count` prompts.
+
+    Args:
+        params: one for all, one for each, or None for the defaults.
+        count: of the prompts.
+        rng: an int or a jax key, from which those get their seeds that bring none; None to leave them alone.
+
+    Raises:
+        InvalidInput: of the wrong kind or number.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        listed: list[SamplingParams | None] = [params] * count
+    elif not isinstance(params, Sequence) or isinstance(params, str):
+        raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")
+    elif len(params) != count:
+        raise InvalidInput(
+            f"sampling_params has {len(params)} entries and there are {count} prompts; pass one or {count}."
+        )
+    else:
+        listed = list(params)
+    return listed if rng is None else _seeded([each or SamplingParams() for each in listed], rng)
+
+
+def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | None]:
+    if isinstance(rng, jax.Array):
+        try:
+            seeds = np.asarray(jax.random.bits(rng, (len(params),), "uint32")).tolist()
+        except (TypeError, ValueError):
+            raise InvalidInput(
+                f"rng is an array of {rng.dtype}{list(rng.shape)}; pass an int or one jax key."
+            ) from None
+    else:
+        check_int("rng", rng, 0, (1 << 32) - 1, also=", or a jax key")
+        seeds = [(rng + index) & 0xFFFFFFFF for index in range(len(params))]
+    return [
+        replace(each, seed=seed) if isinstance(each, SamplingParams) and each.seed is None else each
+        for each, seed in zip(params, seeds, strict=True)
+    ]

@@ -12,17 +12,17 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jattn.llm.engine.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
-from jattn.llm.engine.draft import WithDraft, with_draft
-from jattn.llm.engine.kv_scales import cached_spec, writing_8_bits
+from jattn.llm.engine.device.draft import WithDraft, with_draft
+from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.runner import ModelRunner
+from jattn.llm.engine.device.sampler import check_processors
+from jattn.llm.engine.device.watchdog import Watchdog
 from jattn.llm.engine.no_mesh import no_mesh
-from jattn.llm.engine.placement import Placement
-from jattn.llm.engine.processes import Channel, model_facts, shared_channel
-from jattn.llm.engine.runner import ModelRunner
-from jattn.llm.engine.sampler import check_processors
-from jattn.llm.engine.speculation import SpeculationCounts
-from jattn.llm.engine.watchdog import Watchdog
+from jattn.llm.engine.options.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
+from jattn.llm.engine.options.speculation import SpeculationCounts
+from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
 from jattn.llm.models import PagedModel, PagedSpec
+from jattn.llm.processes import Channel, model_facts, shared_channel
 from jattn.ops.choose import choose_for_cache
 from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -196,9 +196,11 @@ def open_device(
 
     def facts() -> dict[str, Any]:
         described = model_facts(cast(nnx.Module, model))
-        return {"model": (shape, spec, plan.num_blocks, *described), "implementation": sorted(chosen)}
+        sizes = replace(config, mesh=None, logits_processors=None), sorted(processors)
+        model_sizes = shape, spec, plan.num_blocks, *described
+        return {"config": sizes, "model": model_sizes, "implementation": sorted(chosen)}
 
-    channel = shared_channel(mesh, config, facts)
+    channel = shared_channel(mesh, facts, num_host_blocks=config.num_host_blocks)
     announce: Any = (lambda *_: None) if channel is None else channel.send
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.

@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jattn.llm.engine.kv_scales import KVCacheScales
-from jattn.llm.engine.speculation import SpeculativeConfig
+from jattn.llm.engine.options.speculation import SpeculativeConfig
+from jattn.llm.load.kv_scales import KVCacheScales
 from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jattn.llm.engine.delivery import Outbox
-from jattn.llm.engine.logprobs import Logprob, Logprobs
-from jattn.llm.engine.params import SamplingParams
+from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.request.logprobs import Logprob, Logprobs
+from jattn.llm.engine.request.outputs import Outbox
 from torch_core.base.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from jattn.llm.engine.grammar import Grammar
+    from jattn.llm.engine.request.grammar import Grammar
 
 __all__ = ["AUTOMATIC", "CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jattn.llm.engine.draft import WithDraft
-from jattn.llm.engine.logprobs import Logprobs, token_logprobs
-from jattn.llm.engine.placement import Placement
-from jattn.llm.engine.sampler import Rows, Sampler, SamplingKind, VocabShards
-from jattn.llm.engine.tables import SamplerState
+from jattn.llm.engine.device.draft import WithDraft
+from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.sampler import Rows, Sampler, SamplingKind, VocabShards
+from jattn.llm.engine.device.tables import SamplerState
+from jattn.llm.engine.request.logprobs import Logprobs, token_logprobs
 from jattn.llm.models import EncoderModel, PagedModel, TensorParallel
 from jattn.metadata import AttentionMetadata, CrossMetadata, GroupedMetadata, PrefixGroups
 from torch_core.base.specs import PAD_SLOT_ID

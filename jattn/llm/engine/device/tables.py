@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.llm.engine.params import LIMITS
-from jattn.llm.engine.placement import Placement
-from jattn.llm.engine.processes import Announce
-from jattn.llm.engine.request import RequestState
+from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.options.params import LIMITS
+from jattn.llm.engine.request.grammar import mask_of
+from jattn.llm.engine.request.request import Request, RequestState
+from jattn.llm.processes import Announce
 from torch_core.base.checks import INT32_MAX
-
-if TYPE_CHECKING:
-    from jattn.llm.engine.request import Request
 
 __all__ = ["SamplerState", "SlotTables", "Slots"]
 
@@ -198,13 +196,6 @@ class Slots:
         for name, value in (params.logits_processors or {}).items():
             row.processor_values[self._processors.index(name)] = value
         return row
-
-
-def mask_of(token_ids: Any, num_words: int) -> np.ndarray:
-    """Returns int32[num_words] with a bit for each token."""
-    bits = np.zeros(num_words * 32, np.uint8)
-    bits[np.asarray(token_ids, np.int64)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 @jax.jit

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.llm.engine.logprobs import Logprobs, token_logprobs
-from jattn.llm.engine.params import SamplingParams
-from jattn.llm.engine.tables import SamplerState, SlotTables
+from jattn.llm.engine.device.tables import SamplerState, SlotTables
+from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.request.logprobs import Logprobs, token_logprobs
 from jattn.parallel import exchange
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jattn.llm.engine.delivery import Outbox, TokenDelta
-from jattn.llm.engine.logprobs import Logprob
-from jattn.llm.engine.reader import PromptReader
-from jattn.llm.engine.replicas import AnyEngine
-from jattn.llm.engine.request import Request, RequestOutput
+from jattn.llm.engine.clients.reader import PromptReader
+from jattn.llm.engine.clients.replicas import AnyEngine
+from jattn.llm.engine.request.logprobs import Logprob
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta
+from jattn.llm.engine.request.request import Request, RequestOutput
 from jattn.llm.load import TextTokenizer
 
 __all__ = ["TextDelta", "TextStream"]

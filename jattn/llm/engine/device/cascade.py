@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.program import Bucket
+from jattn.llm.engine.device.program import Bucket
+from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.models.attention import Attention
 from jattn.nn import PagedAttention
 from torch_core.cache import LayerGroups

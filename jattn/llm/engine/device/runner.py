@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.llm.engine.cascade import Cascade
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.placement import Placement
-from jattn.llm.engine.processes import Announce
-from jattn.llm.engine.program import Bucket, Sampled, jitted_prompt_logprobs
-from jattn.llm.engine.programs import Programs
-from jattn.llm.engine.results import PromptPart, StepResult
-from jattn.llm.engine.sampler import Sampler, SamplingKind
+from jattn.llm.engine.device.cascade import Cascade
+from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.program import Bucket, Sampled, jitted_prompt_logprobs
+from jattn.llm.engine.device.programs import Programs
+from jattn.llm.engine.device.results import PromptPart, StepResult
+from jattn.llm.engine.device.sampler import Sampler, SamplingKind
+from jattn.llm.engine.device.tables import SamplerState, Slots, SlotTables
+from jattn.llm.engine.device.weights import Weights
+from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
-from jattn.llm.engine.tables import SamplerState, Slots, SlotTables
-from jattn.llm.engine.weights import Weights
 from jattn.llm.models import Fp8Linear, PagedModel
+from jattn.llm.processes import Announce
 from jattn.pool import KVPool
 from torch_core.base.specs import DTYPE_BYTES
 from torch_core.cache import LayerGroups
@@ -159,7 +159,7 @@ class ModelRunner:
         return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
 
     def follow(self, what: str, *arguments: Any) -> None:
-        """Does what the runner of the first process does, and announced: see `jattn.llm.engine.processes`."""
+        """Does what the runner of the first process does, and announced: see `jattn.llm.processes`."""
         getattr(self, f"_follow_{what}")(*arguments)
 
     def _follow_step(self, sizes: dict[str, Any], kind: str, buffer: np.ndarray, masks: np.ndarray | None) -> None:

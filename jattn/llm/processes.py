@@ -16,7 +16,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +25,6 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jattn.llm.engine.config import EngineConfig
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -266,13 +265,13 @@ def _awaited(client: Any, key: str) -> bytes:
                 raise
 
 
-def shared_channel(mesh: Mesh | None, config: EngineConfig, facts: Callable[[], dict[str, Any]]) -> Channel | None:
+def shared_channel(mesh: Mesh | None, facts: Callable[[], dict[str, Any]], *, num_host_blocks: int) -> Channel | None:
     """Returns the channel of an engine whose mesh has devices of several processes; None for one of its own.
 
     Args:
         mesh: of the engine.
-        config: of the engine.
-        facts: returns what all processes must agree on, besides the config and versions.
+        facts: returns what all processes must agree on, besides versions.
+        num_host_blocks: of the engine.
 
     Raises:
         InvalidInput: they do not agree.
@@ -285,12 +284,11 @@ def shared_channel(mesh: Mesh | None, config: EngineConfig, facts: Callable[[], 
             f"the engine's mesh has devices of some of {jax.process_count()} processes; it must have some of each. Set "
             f"tensor_parallel_size to a multiple of {jax.process_count()}, {jax.device_count()} devices in all."
         )
-    if config.num_host_blocks:
+    if num_host_blocks:
         raise Unsupported(
-            f"num_host_blocks is {config.num_host_blocks}; over several processes blocks stay on the devices: 0."
+            f"num_host_blocks is {num_host_blocks}; over several processes blocks stay on the devices: 0."
         )
-    processors = sorted(config.logits_processors or ())
-    check_agreement({"config": (replace(config, mesh=None, logits_processors=None), processors), **facts()})
+    check_agreement(facts())
     name = multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32))
     return Channel(f"engine-{int(name)}")
 

@@ -9,21 +9,21 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.delivery import News, Outbox, TokenDelta
-from jattn.llm.engine.device import check_types, default_config, open_device
-from jattn.llm.engine.intake import Intake
-from jattn.llm.engine.kv_scales import KVCacheScales
-from jattn.llm.engine.noise import assume_computed
+from jattn.llm.engine.device.benchmark_fill import assume_computed
+from jattn.llm.engine.device.device import check_types, default_config, open_device
+from jattn.llm.engine.device.placement import replica_meshes
+from jattn.llm.engine.device.progress import progress
+from jattn.llm.engine.device.weights import Arrivals, Weights
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.options.speculation import SpeculationStats
 from jattn.llm.engine.owner import Owner
-from jattn.llm.engine.params import SamplingParams
-from jattn.llm.engine.placement import replica_meshes
-from jattn.llm.engine.progress import progress
-from jattn.llm.engine.request import Request
-from jattn.llm.engine.speculation import SpeculationStats
+from jattn.llm.engine.request.outputs import News, Outbox, TokenDelta
+from jattn.llm.engine.request.request import Request
+from jattn.llm.engine.request.validation import Intake
 from jattn.llm.engine.turns import Turns
-from jattn.llm.engine.weights import Arrivals, Weights
 from jattn.llm.load import TextTokenizer
+from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.checks import shown

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from itertools import cycle, islice
 
-from jattn.llm.engine.request import Request
-from jattn.llm.engine.speculation import SpeculativeConfig
+from jattn.llm.engine.options.speculation import SpeculativeConfig
+from jattn.llm.engine.request.request import Request
 
 __all__ = ["DraftGuesses", "NGramGuesses", "guesses_of"]
 

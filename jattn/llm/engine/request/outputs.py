@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from jattn.llm.engine.request import Request
+    from jattn.llm.engine.request.request import Request
 
 __all__ = ["News", "Outbox", "TokenDelta"]
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jattn.llm.engine.config import EngineConfig
+from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.models import Decoder, PagedModel, TensorParallel, put_whole, shard_model
 from jattn.nn.kv_scales import KVScale
 from jattn.parallel import Peers

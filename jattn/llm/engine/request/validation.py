@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.delivery import Outbox
-from jattn.llm.engine.grammar import Grammar, GrammarCompiler
-from jattn.llm.engine.params import LIMITS, SamplingParams
-from jattn.llm.engine.request import AUTOMATIC, Request, RequestMetrics
-from jattn.llm.engine.sampler import Rows, is_plain, needs_slot
+from jattn.llm.engine.device.sampler import Rows, is_plain, needs_slot
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.params import LIMITS, SamplingParams
+from jattn.llm.engine.request.grammar import Grammar, GrammarCompiler
+from jattn.llm.engine.request.outputs import Outbox
+from jattn.llm.engine.request.request import AUTOMATIC, Request, RequestMetrics
 from jattn.llm.load import TextTokenizer
 from jattn.llm.models import PagedSpec
 from torch_core.base.checks import check_int, shown

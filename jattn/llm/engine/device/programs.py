@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.llm.engine.log import event
-from jattn.llm.engine.placement import Placement
-from jattn.llm.engine.program import Bucket, jitted_step
-from jattn.llm.engine.sampler import SamplingKind
-from jattn.llm.engine.tables import SamplerState
-from jattn.llm.engine.weights import Weights
+from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.program import Bucket, jitted_step
+from jattn.llm.engine.device.sampler import SamplingKind
+from jattn.llm.engine.device.tables import SamplerState
+from jattn.llm.engine.device.weights import Weights
+from jattn.llm.log import event
 from jattn.pool import KVPool
 from torch_core.cache import LayerGroups
 

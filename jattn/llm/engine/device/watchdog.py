@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jattn.llm.engine.log import event
 from jattn.llm.engine.scheduler import ScheduledStep
+from jattn.llm.log import event
 
 __all__ = ["Watchdog"]
 

@@ -11,16 +11,16 @@ from typing import Any, Literal, TypeAlias
 import jax
 from flax import nnx
 
-from jattn.llm.engine.config import EngineConfig, check_config
-from jattn.llm.engine.delivery import News, Outbox, TokenDelta
-from jattn.llm.engine.engine import Engine
-from jattn.llm.engine.kv_scales import KVCacheScales
-from jattn.llm.engine.params import SamplingParams
-from jattn.llm.engine.placement import replica_meshes
-from jattn.llm.engine.request import Request
-from jattn.llm.engine.speculation import SpeculationStats
+from jattn.llm.engine.clients.engine import Engine
+from jattn.llm.engine.device.placement import replica_meshes
+from jattn.llm.engine.options.config import EngineConfig, check_config
+from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.options.speculation import SpeculationStats
+from jattn.llm.engine.request.outputs import News, Outbox, TokenDelta
+from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.turns import Turns
 from jattn.llm.load import TextTokenizer
+from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.checks import shown

@@ -7,8 +7,8 @@ from typing import cast
 import jax
 from flax import nnx
 
-from jattn.llm.engine.config import EngineConfig
-from jattn.llm.engine.speculation import SpeculativeConfig
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.load import load_model
 from jattn.llm.models import PagedModel, PagedSpec, TensorParallel
 from jattn.metadata import AttentionMetadata

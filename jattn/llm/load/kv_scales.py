@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.llm.engine.log import event
 from jattn.llm.load.folder import read_given, read_json
+from jattn.llm.log import event
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.nn.kv_scales import KVScales, paged_layers
 from torch_core.base.checks import shown

@@ -1,0 +1,1 @@
+"""A step on the device: placement, the compiled program, the sampler, one upload and one download."""

@@ -1,0 +1,1 @@
+"""A request, its validation, and its outputs."""

@@ -1,0 +1,1 @@
+"""Text around an engine: prompts in, tokens decoded as they come, and vectors of texts."""
