@@ -12,19 +12,19 @@ from torch_core.base.errors import InvalidInput, JattnError, RequestTooLong, Uns
 
 
 def test_the_message_is_argument_value_and_wanted() -> None:
-    error = InvalidInput(argument="top_p", value=3, wanted="it must be in (0, 1]")
+    error = InvalidInput("top_p", value=3, wanted="it must be in (0, 1]")
     assert str(error) == "top_p is 3; it must be in (0, 1]."
     assert (error.argument, error.value, error.wanted) == ("top_p", 3, "it must be in (0, 1]")
 
 
 def test_a_problem_stands_instead_of_the_value() -> None:
-    error = Unsupported(argument="suffix", value="x", problem="is given", wanted="leave it out")
+    error = Unsupported("suffix", "is given", "leave it out", value="x")
     assert str(error) == "suffix is given; leave it out."
     assert error.value == "x"
 
 
 def test_a_problem_alone_is_a_sentence() -> None:
-    assert str(InvalidInput(argument="prompt", problem="is missing")) == "prompt is missing."
+    assert str(InvalidInput("prompt", "is missing")) == "prompt is missing."
 
 
 def test_a_plain_text_has_no_argument() -> None:
@@ -34,7 +34,7 @@ def test_a_plain_text_has_no_argument() -> None:
 
 
 def test_renaming_changes_the_first_name_of_a_path() -> None:
-    error = InvalidInput(argument="prompt[3]", value=-1, wanted="it must be a token id").renamed("prompts[1]")
+    error = InvalidInput("prompt[3]", value=-1, wanted="it must be a token id").renamed("prompts[1]")
     assert str(error) == "prompts[1][3] is -1; it must be a token id."
     assert error.argument == "prompts[1][3]"
 
@@ -78,8 +78,8 @@ def test_a_value_that_cannot_be_printed_is_named_by_its_type() -> None:
 
 
 def test_an_argument_that_a_caller_made_up_is_quoted_and_shortened() -> None:
-    assert str(InvalidInput(argument="a\nb", problem="is no field")) == "'a\\nb' is no field."
-    assert len(str(InvalidInput(argument="x" * 10_000, problem="is no field"))) < 200
+    assert str(InvalidInput("a\nb", "is no field")) == "'a\\nb' is no field."
+    assert len(str(InvalidInput("x" * 10_000, "is no field"))) < 200
 
 
 def test_numbers_of_numpy_are_shown_as_numbers() -> None:

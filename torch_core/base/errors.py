@@ -7,7 +7,7 @@ never its text.
 from __future__ import annotations
 
 import copy
-from typing import Self
+from typing import Self, overload
 
 from torch_core.base.shown import shown
 
@@ -23,6 +23,7 @@ __all__ = [
     "Unsupported",
 ]
 
+_NOT_GIVEN = object()
 _LONGEST_NAME = 160
 
 
@@ -33,14 +34,15 @@ class JattnError(Exception):
 class ArgumentError(JattnError):
     """The base of errors that concern the caller's input; not raised itself.
 
-    The message is built here alone: `argument` `problem`; `wanted`. With a `text` the message is that text.
+    The message is built here alone, as "`argument` `problem`; `wanted`." or "`argument` is `value`; `wanted`.".
 
     Args:
-        text: whole sentences, for an error that concerns no single argument or whose subject is not the argument.
         argument: the argument that is wrong, as a path: "top_p", "prompts[1]", "messages[0].content".
-        value: its value. The message shows it, shortened, unless `problem` is given.
         problem: the predicate of the sentence, such as "has 3 dimensions" or "is missing".
         wanted: the limit and the fix, as a clause without a full stop: "it must be from 1 to 20".
+        value: the argument's value; the message shows it, shortened, where there is no `problem`.
+        text: whole sentences instead of all these, for an error that concerns no single argument; with `argument`
+            for one whose sentence has another subject.
 
     Attributes:
         argument: None where no single argument is wrong.
@@ -48,7 +50,9 @@ class ArgumentError(JattnError):
         wanted: None where the problem says all.
 
     Example:
-        >>> error = InvalidInput(argument="prompt[3]", value=-1, wanted="it must be a token id")
+        >>> str(InvalidInput("prompts", "is empty", "pass at least one"))
+        'prompts is empty; pass at least one.'
+        >>> error = InvalidInput("prompt[3]", value=-1, wanted="it must be a token id")
         >>> str(error)
         'prompt[3] is -1; it must be a token id.'
         >>> str(error.renamed("prompts[1]"))
@@ -57,17 +61,30 @@ class ArgumentError(JattnError):
         'line 2: prompt[3] is -1; it must be a token id.'
     """
 
+    @overload
+    def __init__(self, text: str, /, *, argument: str | None = None) -> None: ...
+    @overload
+    def __init__(self, argument: str, /, problem: str, wanted: str | None = None, *, value: object = None) -> None: ...
+    @overload
+    def __init__(self, argument: str, /, *, value: object, wanted: str | None = None) -> None: ...
+    @overload
+    def __init__(
+        self, *, argument: str, problem: str | None = None, wanted: str | None = None, value: object = None
+    ) -> None: ...
+
     def __init__(
         self,
         text: str | None = None,
-        *,
-        argument: str | None = None,
-        value: object = None,
         problem: str | None = None,
         wanted: str | None = None,
+        *,
+        argument: str | None = None,
+        value: object = _NOT_GIVEN,
     ) -> None:
+        if text is not None and not (problem is None and value is _NOT_GIVEN):
+            argument, text = text, None
         self.argument = argument
-        self.value = value
+        self.value = None if value is _NOT_GIVEN else value
         self.wanted = wanted
         self._text = text
         self._problem = f"is {shown(value)}" if problem is None else problem
