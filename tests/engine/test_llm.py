@@ -188,7 +188,7 @@ def test_more_tokens_than_the_model_has_places_are_refused_as_what_they_are(llm)
         (
             ["fine", "a\ud800"],
             GREEDY,
-            "character 1 of a prompt is a lone surrogate, U+D800; text must be what UTF-8 can encode.",
+            "prompts[1]: character 1 of a prompt is a lone surrogate, U+D800; text must be what UTF-8 can encode.",
         ),
     ],
 )

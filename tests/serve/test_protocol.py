@@ -28,7 +28,9 @@ def test_without_defaults_they_are_openais() -> None:
 
 
 def test_what_the_model_does_not_serve_is_the_clients_to_leave_out() -> None:
-    error = as_request_error(Unsupported("prompt_logprobs is given; nothing predicts the prompt."), default="prompt")
+    error = as_request_error(
+        Unsupported("prompt_logprobs", "is given", "nothing predicts the prompt"), default="prompt"
+    )
 
     assert (error.status, error.param) == (400, "prompt_logprobs")
     assert as_request_error(RuntimeError("inside")).status == 500

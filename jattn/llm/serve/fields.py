@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch_core.base.checks import shown
-from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
+from torch_core.base.errors import ArgumentError, RequestTooLong
 
 __all__ = ["IGNORED", "SAMPLING", "Fields", "RequestError", "as_request_error", "is_prompt", "is_tokens"]
 
@@ -19,13 +18,6 @@ SAMPLING = (
 )
 #: What clients send that changes nothing of the answer.
 IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
-# Those of an engine's refusal that a body may have, too.
-_NAMED = (
-    *SAMPLING,
-    *("max_tokens", "logprobs", "logit_bias", "seed", "priority", "structured_outputs", "chat_template", "messages"),
-    *("chat_template_kwargs", "prompt"),
-)
-_GRAMMAR = re.compile(r"(json|regex|choice|grammar|json_object) cannot be compiled")
 
 
 class RequestError(Exception):
@@ -51,30 +43,25 @@ def as_request_error(
     grammar: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> RequestError:
-    """Returns the refusal for an error of ours; the field is the one that its message begins with.
+    """Returns the refusal for an error of ours; the field is the error's argument.
 
     Args:
         error: anything; what is not the client's fault becomes a 500 that says nothing of the inside.
-        default: the field where the message begins with none.
+        default: the field where the error has no argument, and the client's name for `prompt`.
         grammar: the field that has the structured output.
         aliases: our names to the client's, where he wrote another one.
     """
     if isinstance(error, RequestError):
         return error
-    if not isinstance(error, InvalidInput | Unsupported):
+    if not isinstance(error, ArgumentError):
         return RequestError(500, "the server failed on this request.", code="internal_error")
-    aliases = aliases or {}
-    if isinstance(error, RequestTooLong):
-        param = aliases.get("max_tokens", "max_tokens") if str(error).startswith("max_tokens ") else default
-        named = str(error) if param in (None, "max_tokens") else f"{param}: {error}"
-        return RequestError(400, named, param=param, code="context_length_exceeded")
-    if grammar is not None and _GRAMMAR.match(str(error)):
-        return RequestError(400, f"{grammar}: {error}", param=grammar)
-    names = re.findall(r"[a-z][a-z_]*", str(error)[:80])
-    param = next((name for name in names if name in _NAMED), default)
-    if (given := aliases.get(param or "")) is not None:
-        return RequestError(400, f"{given}: {error}", param=given)
-    return RequestError(400, str(error), param=default if param == "prompt" else param)
+    is_of_prompt, is_long = error.root in (None, "prompt", "prompts"), isinstance(error, RequestTooLong)
+    names = {"structured_outputs": grammar, **(aliases or {})}
+    param = default if is_of_prompt else names.get(error.root or "") or error.root
+    # The text has the engine's name, or none.
+    if param is not None and (is_long if is_of_prompt else param != error.root):
+        error = error.under(param)
+    return RequestError(400, str(error), param=param, code="context_length_exceeded" if is_long else None)
 
 
 class Fields:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ __all__ = ["Prompt", "as_prompts", "chat_prompt", "check_template_kwargs", "enco
 
 #: A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or both of them.
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-_OF_A_PROMPT = re.compile(r"(a |the )?(prompt|request)\b")
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -34,15 +31,17 @@ def as_prompts(prompts: Any) -> list[Prompt]:
             raise TypeError
         listed = list(prompts)
     except TypeError:
-        raise InvalidInput(f"prompts is a {type(prompts).__name__}; pass a prompt or a list of them.") from None
+        raise InvalidInput("prompts", f"is a {type(prompts).__name__}", "pass a prompt or a list of them") from None
     if not listed:
-        raise InvalidInput("prompts is empty; pass at least one.")
+        raise InvalidInput("prompts", "is empty", "pass at least one")
     are_prompts = [isinstance(item, (str, list, tuple, Mapping)) or getattr(item, "ndim", 0) > 0 for item in listed]
     if all(are_prompts):
         return listed
     if any(are_prompts):
         index = are_prompts.index(False)
-        raise InvalidInput(f"prompts[{index}] is a {type(listed[index]).__name__} among prompts; see LLM.generate.")
+        raise InvalidInput(
+            f"prompts[{index}]", f"is a {type(listed[index]).__name__} among prompts", "see LLM.generate"
+        )
     return [listed]
 
 
@@ -61,7 +60,8 @@ def encoded(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[Sequence[i
     if not prompt:
         raise InvalidInput(
             "a prompt is an empty string; give it at least one character, or pass token ids (the model's "
-            "beginning-of-sequence token, to start from nothing)."
+            "beginning-of-sequence token, to start from nothing).",
+            argument="prompt",
         )
     if tokenizer is None:
         raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
@@ -71,14 +71,14 @@ def encoded(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[Sequence[i
 
 @contextlib.contextmanager
 def naming(index: int, prompts: Sequence[Prompt]) -> Iterator[None]:
-    """Says in a refusal which of several prompts it is about; of one alone there is nothing to say."""
+    """Renames `prompt` in a refusal to its place among several prompts, such as "prompts[1]"."""
     try:
         yield
     except InvalidInput as error:
-        # What is said of the parameters holds for all of them.
-        if len(prompts) == 1 or not _OF_A_PROMPT.match(str(error)):
+        # An error of the parameters concerns all prompts.
+        if len(prompts) == 1 or error.root != "prompt":
             raise
-        raise type(error)(f"prompts[{index}]: {error}") from None
+        raise error.renamed(f"prompts[{index}]") from None
 
 
 def chat_prompt(
@@ -114,7 +114,7 @@ def chat_prompt(
         raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
     if not isinstance(template, ChatTemplate):
         if not isinstance(template, str):
-            raise InvalidInput(f"chat_template is {shown(template)}; it must be text, or a ChatTemplate.")
+            raise InvalidInput("chat_template", value=template, wanted="it must be text, or a ChatTemplate")
         template = _compiled(template, tuple(tokenizer.special_tokens.items()))
     text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     _check_text(text)
@@ -129,10 +129,10 @@ def check_template_kwargs(variables: Any) -> None:
         InvalidInput: with that name.
     """
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise InvalidInput(f"chat_template_kwargs is {shown(variables)}; it must map names of variables to values.")
+        raise InvalidInput("chat_template_kwargs", value=variables, wanted="it must map names of variables to values")
     for name in ("messages", "tools", "add_generation_prompt", "chat_template"):
         if name in variables:
-            raise InvalidInput(f"chat_template_kwargs has {name!r}, which is given beside it and not in it.")
+            raise InvalidInput("chat_template_kwargs", f"has {name!r}, which is given beside it and not in it")
 
 
 @functools.lru_cache(maxsize=8)
@@ -146,7 +146,8 @@ def _check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         raise InvalidInput(
             f"character {error.start} of a prompt is a lone surrogate, U+{ord(text[error.start]):04X}; text must be "
-            "what UTF-8 can encode."
+            "what UTF-8 can encode.",
+            argument="prompt",
         ) from None
 
 
@@ -158,5 +159,6 @@ def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
         return prompt["prompt_token_ids"]
     raise InvalidInput(
         f"a prompt is a mapping with the keys {shown(list(prompt))}; it must be {{'prompt': text}} or "
-        "{'prompt_token_ids': ids}."
+        "{'prompt_token_ids': ids}.",
+        argument="prompt",
     )

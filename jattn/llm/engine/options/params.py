@@ -73,22 +73,24 @@ class StructuredOutputsParams:
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice, _MAX_CHOICES))
             if not self.choice:
-                raise InvalidInput("choice is empty; give at least one string.")
+                raise InvalidInput("choice", "is empty", "give at least one string")
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise InvalidInput(f"{name} is {shown(getattr(self, name))}; it must be text.")
+                raise InvalidInput(name, value=getattr(self, name), wanted="it must be text")
         if not isinstance(self.json, str | Mapping | None):
-            raise InvalidInput(f"json is {shown(self.json)}; it must be a schema as a mapping or as text.")
+            raise InvalidInput("json", value=self.json, wanted="it must be a schema as a mapping or as text")
         texts = {"json": None if self.json is None else self.schema(), "regex": self.regex, "grammar": self.grammar}
         for name, text in texts.items():
             if text is not None and len(text) > _MAX_GRAMMAR_CHARACTERS:
                 raise InvalidInput(
-                    f"{name} has {len(text)} characters; it must have {_MAX_GRAMMAR_CHARACTERS} at most."
+                    name, f"has {len(text)} characters", f"it must have {_MAX_GRAMMAR_CHARACTERS} at most"
                 )
         given = self.constraints()
         if len(given) != 1:
             what = " and ".join(given) or "nothing"
-            raise InvalidInput(f"structured_outputs has {what}; give one of json, regex, choice, grammar, json_object.")
+            raise InvalidInput(
+                "structured_outputs", f"has {what}", "give one of json, regex, choice, grammar, json_object"
+            )
 
     def constraints(self) -> dict[str, Any]:
         """Returns what is given, one of the fields, by name."""
@@ -106,7 +108,7 @@ class StructuredOutputsParams:
         try:
             return json.dumps(self.json, default=_as_object)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidInput(f"json is no schema that JSON can spell: {error}.") from None
+            raise InvalidInput("json", f"is no schema that JSON can spell: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,9 @@ class SamplingParams:
             check_int("max_tokens", self.max_tokens, 1, INT32_MAX)
         check_int("min_tokens", self.min_tokens, 0, INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidInput(f"min_tokens is {self.min_tokens}; it must not be above max_tokens ({self.max_tokens}).")
+            raise InvalidInput(
+                "min_tokens", value=self.min_tokens, wanted=f"it must not be above max_tokens ({self.max_tokens})"
+            )
         for name, low, high in (
             ("seed", 0, (1 << 32) - 1),
             ("logprobs", -1, INT32_MAX),
@@ -202,21 +206,23 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low, high, also=", or None")
         if self.truncate_prompt_tokens == 0:
-            raise InvalidInput("truncate_prompt_tokens is 0; it must be -1, at least 1, or None.")
+            raise InvalidInput("truncate_prompt_tokens", value=0, wanted="it must be -1, at least 1, or None")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             check_bool(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidInput(f"output_kind is {shown(self.output_kind)}; it must be a RequestOutputKind.")
+            raise InvalidInput("output_kind", value=self.output_kind, wanted="it must be a RequestOutputKind")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidInput(
-                f"structured_outputs is {shown(self.structured_outputs)}; it must be StructuredOutputsParams, or None."
+                "structured_outputs",
+                value=self.structured_outputs,
+                wanted="it must be StructuredOutputsParams, or None",
             )
         self._check_collections()
 
     def _check_number(self, name: str, fits: Callable[[float], bool], wanted: str) -> None:
         value = _as_float(name, getattr(self, name))
         if not (fits(value) and abs(value) <= _MAX_FLOAT32):
-            raise InvalidInput(f"{name} is {value!r}; it must be {wanted}.")
+            raise InvalidInput(name, value=value, wanted=f"it must be {wanted}")
         object.__setattr__(self, name, value)
 
     def _check_collections(self) -> None:
@@ -227,16 +233,16 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise InvalidInput("allowed_token_ids is empty; name at least one token, or pass None for all.")
+                raise InvalidInput("allowed_token_ids", "is empty", "name at least one token, or pass None for all")
         object.__setattr__(self, "logit_bias", _numbers("logit_bias", self.logit_bias))
         object.__setattr__(self, "logits_processors", _numbers("logits_processors", self.logits_processors))
         for token in self.logit_bias or ():
             check_int("a token of logit_bias", token, 0, INT32_MAX)
         for name, most in (("stop_token_ids", LIMITS.stop_tokens), ("logit_bias", LIMITS.logit_bias)):
             if len(getattr(self, name) or ()) > most:
-                raise InvalidInput(f"{name} has {len(getattr(self, name))} entries; it must have {most} at most.")
+                raise InvalidInput(name, f"has {len(getattr(self, name))} entries", f"it must have {most} at most")
         if self.stop and not self.detokenize:
-            raise InvalidInput("stop is given and detokenize is False; stop strings are found in the text.")
+            raise InvalidInput("stop", "is given and detokenize is False", "stop strings are found in the text")
 
 
 def _as_object(value: object) -> dict[Any, Any]:
@@ -247,11 +253,11 @@ def _as_object(value: object) -> dict[Any, Any]:
 
 def _as_float(name: str, value: object) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a number.")
+        raise InvalidInput(name, value=value, wanted="it must be a number")
     try:
         return float(value)
     except OverflowError:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a number that fits a float.") from None
+        raise InvalidInput(name, value=value, wanted="it must be a number that fits a float") from None
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
@@ -263,15 +269,15 @@ def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
             raise TypeError
         return tuple(values)
     except TypeError:
-        raise InvalidInput(f"{name} is {shown(values)}; it must be a sequence.") from None
+        raise InvalidInput(name, value=values, wanted="it must be a sequence") from None
 
 
 def _strings(name: str, values: Any, most: int) -> tuple[str, ...]:
     if isinstance(values, str):
-        raise InvalidInput(f"{name} is a string; pass a tuple of strings.")
+        raise InvalidInput(name, "is a string", "pass a tuple of strings")
     strings = _as_tuple(name, values)
     if len(strings) > most or not all(isinstance(text, str) and text for text in strings):
-        raise InvalidInput(f"{name} must hold at most {most} strings, none of them empty.")
+        raise InvalidInput(name, f"must hold at most {most} strings, none of them empty")
     return strings
 
 
@@ -286,9 +292,9 @@ def _numbers(name: str, values: Any) -> dict[Any, float] | None:
     if values is None:
         return None
     if not isinstance(values, Mapping):
-        raise InvalidInput(f"{name} is {shown(values)}; it must be a mapping, or None.")
+        raise InvalidInput(name, value=values, wanted="it must be a mapping, or None")
     numbers = {key: _as_float(f"{name}[{shown(key)}]", value) for key, value in values.items()}
     for key, value in numbers.items():
         if not (math.isfinite(value) and abs(value) <= _MAX_FLOAT32):
-            raise InvalidInput(f"{name}[{shown(key)}] is {value!r}; it must be a finite float32.")
+            raise InvalidInput(f"{name}[{shown(key)}]", value=value, wanted="it must be a finite float32")
     return numbers

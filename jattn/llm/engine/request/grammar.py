@@ -115,12 +115,12 @@ class GrammarCompiler:
         """
         if self._tokenizer is None or not self._eos_token_ids:
             what = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
-            raise InvalidInput(f"structured_outputs needs a {what}, and the model has none.")
+            raise InvalidInput("structured_outputs", f"needs a {what}, and the model has none")
         try:
             library = importlib.import_module("llguidance")
         except ImportError:
             raise Unsupported(
-                "structured_outputs needs llguidance, which is not installed; pip install 'jattn[structured]'."
+                "structured_outputs", "needs llguidance, which is not installed", "pip install 'jattn[structured]'"
             ) from None
         ((name, value),) = params.constraints().items()
         if name == "json":
@@ -148,7 +148,7 @@ class GrammarCompiler:
             if error := matcher.get_error():
                 raise ValueError(error.partition("\n<state>")[0].strip())
         except ValueError as error:
-            raise InvalidInput(f"{name} cannot be compiled: {error}") from None
+            raise InvalidInput(f"{name} cannot be compiled: {error}", argument="structured_outputs") from None
         return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
 
 

@@ -46,7 +46,9 @@ class Intake:
     def __init__(self, model: PagedSpec, config: EngineConfig, tokenizer: TextTokenizer | None) -> None:
         longest, max_model_len = model.max_model_len, config.max_model_len
         if max_model_len is not None and max_model_len > longest:
-            raise InvalidInput(f"max_model_len is {max_model_len}; the model was made for {longest} tokens at most.")
+            raise InvalidInput(
+                "max_model_len", value=max_model_len, wanted=f"the model was made for {longest} tokens at most"
+            )
         self.max_model_len = longest if max_model_len is None else max_model_len
         self._vocab_size = model.vocab_size
         self._max_encoder_len = model.max_encoder_len
@@ -66,7 +68,7 @@ class Intake:
             Unsupported: an optional package is missing.
         """
         if not isinstance(params, SamplingParams | None):
-            raise InvalidInput(f"params is a {type(params).__name__}; it must be SamplingParams, or None.")
+            raise InvalidInput("params", f"is a {type(params).__name__}", "it must be SamplingParams, or None")
         structured = None if params is None else params.structured_outputs
         return None if structured is None else self._grammars.compile(structured)
 
@@ -102,9 +104,9 @@ class Intake:
             _check_id(request_id, taken)
         tokens = self._tokens(_of(request_id), prompt_token_ids)
         if prompt is not None and not isinstance(prompt, str):
-            raise InvalidInput(f"prompt is a {type(prompt).__name__}; it must be the prompt's text, or None.")
+            raise InvalidInput("prompt", f"is a {type(prompt).__name__}", "it must be the prompt's text, or None")
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
-            raise InvalidInput(f"salt must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None.")
+            raise InvalidInput("salt", f"must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None")
         if (keep := params.truncate_prompt_tokens) is not None:
             longest = self._longest_encoder_input if self._decoder_start else self.max_model_len - 1
             tokens = tokens[-min(keep if keep > 0 else longest, longest) :]
@@ -116,14 +118,17 @@ class Intake:
         total = len(tokens) + max_tokens
         if max_tokens >= self.max_model_len > len(tokens):
             raise RequestTooLong(
-                f"max_tokens is {max_tokens}; this engine's max_model_len is {self.max_model_len}, and the prompt has "
-                f"{len(tokens)} of it. Lower it, or pass None for as many as there is room for."
+                "max_tokens",
+                value=max_tokens,
+                wanted=f"this engine's max_model_len is {self.max_model_len}, and the prompt has "
+                f"{len(tokens)} of it. Lower it, or pass None for as many as there is room for",
             )
         if total > self.max_model_len:
             name = "the request" if request_id is None else repr(request_id)
             raise RequestTooLong(
                 f"{name} needs {total} tokens ({len(tokens)} prompt + {max_tokens} new); this engine's "
-                f"max_model_len is {self.max_model_len}. Shorten the prompt or lower max_tokens."
+                f"max_model_len is {self.max_model_len}. Shorten the prompt or lower max_tokens.",
+                argument="prompt",
             )
         self._check_limits(params)
         params = replace(params, max_tokens=max_tokens)
@@ -171,19 +176,21 @@ class Intake:
         """
         if params.prompt_logprobs is not None:
             raise Unsupported(
-                "prompt_logprobs is given; the prompt is read by this model's encoder, which predicts none of it."
+                "prompt_logprobs", "is given", "the prompt is read by this model's encoder, which predicts none of it"
             )
         if len(tokens) > self._max_encoder_len:
             raise RequestTooLong(
                 f"the prompt{whose} has {len(tokens)} tokens; the model's encoder was made for "
-                f"{self._max_encoder_len}. Shorten it."
+                f"{self._max_encoder_len}. Shorten it.",
+                argument="prompt",
             )
         block_size, most = self._config.block_size, self._config.max_num_batched_tokens
         num_slots = -(-len(tokens) // block_size) * block_size
         if num_slots > most:
             raise RequestTooLong(
                 f"the prompt{whose} takes {num_slots} slots; an encoder reads it in one step, and "
-                f"max_num_batched_tokens is {most}. Shorten it or raise EngineConfig(max_num_batched_tokens=...)."
+                f"max_num_batched_tokens is {most}. Shorten it or raise EngineConfig(max_num_batched_tokens=...).",
+                argument="prompt",
             )
         return num_slots
 
@@ -196,7 +203,7 @@ class Intake:
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks what depends on the model and the engine."""
         if params.stop and self._tokenizer is None:
-            raise InvalidInput("stop is given, but there is no tokenizer that makes the text to find it in.")
+            raise InvalidInput("stop", "is given, but there is no tokenizer that makes the text to find it in")
         most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
         wanted = {
             # A prompt's have a program of their own for the whole vocabulary.
@@ -206,26 +213,31 @@ class Intake:
         for name, count in wanted.items():
             if (count or 0) > most:
                 raise InvalidInput(
-                    f"{name} is {getattr(params, name)}; this engine's max_logprobs is {most}. Ask for fewer, or set "
-                    "EngineConfig(max_logprobs=...), which may be -1."
+                    name,
+                    value=getattr(params, name),
+                    wanted=f"this engine's max_logprobs is {most}. Ask for fewer, or set "
+                    "EngineConfig(max_logprobs=...), which may be -1",
                 )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [token for token in getattr(params, name) or () if token >= self._vocab_size]
             if bad:
                 raise InvalidInput(
-                    f"token {shown(bad[0])} of {name} is outside the vocabulary; ids are 0 to {self._vocab_size - 1}."
+                    f"token {shown(bad[0])} of {name} is outside the vocabulary; ids are 0 to {self._vocab_size - 1}.",
+                    argument=name,
                 )
         if len(params.stop_token_ids) + len(self._eos_token_ids) > LIMITS.stop_tokens:
             raise InvalidInput(
-                f"stop_token_ids has {len(params.stop_token_ids)} entries and the model {len(self._eos_token_ids)} of "
-                f"its own; together they must be {LIMITS.stop_tokens} at most."
+                "stop_token_ids",
+                f"has {len(params.stop_token_ids)} entries and the model {len(self._eos_token_ids)} of its own",
+                f"together they must be {LIMITS.stop_tokens} at most",
             )
         known = self._config.logits_processors or {}
         for name in params.logits_processors or ():
             if name not in known:
                 raise InvalidInput(
-                    f"logits_processors names {shown(name)}; this engine has {', '.join(known) or 'none'} "
-                    "(EngineConfig.logits_processors)."
+                    "logits_processors",
+                    f"names {shown(name)}",
+                    f"this engine has {', '.join(known) or 'none'} (EngineConfig.logits_processors)",
                 )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -233,7 +245,7 @@ class Intake:
         if not params.bad_words:
             return ()
         if self._tokenizer is None:
-            raise InvalidInput("bad_words is given, but there is no tokenizer to find their tokens.")
+            raise InvalidInput("bad_words", "is given, but there is no tokenizer to find their tokens")
         found: list[tuple[int, ...]] = []
         for word in params.bad_words:
             first, spaced = (
@@ -243,8 +255,9 @@ class Intake:
             for tokens in (first, spaced) if is_another else (first,):
                 if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
                     raise InvalidInput(
-                        f"bad_words has {shown(word)}, which is {len(tokens)} tokens; a word must be 1 to "
-                        f"{LIMITS.bad_word_tokens}."
+                        "bad_words",
+                        f"has {shown(word)}, which is {len(tokens)} tokens",
+                        f"a word must be 1 to {LIMITS.bad_word_tokens}",
                     )
                 found.append(tokens)
         return tuple(found)
@@ -253,19 +266,23 @@ class Intake:
         try:
             tokens = np.asarray(token_ids)
         except (ValueError, TypeError, OverflowError):
-            raise InvalidInput(f"the prompt{whose} must be a flat sequence of ints; it is ragged.") from None
+            raise InvalidInput(
+                f"the prompt{whose} must be a flat sequence of ints; it is ragged.", argument="prompt"
+            ) from None
         if tokens.size == 0:
-            raise InvalidInput(f"the prompt{whose} is empty; it needs at least one token.")
+            raise InvalidInput(f"the prompt{whose} is empty; it needs at least one token.", argument="prompt")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidInput(
                 f"the prompt{whose} has dtype {tokens.dtype} and shape {tokens.shape}; it must be a flat "
-                "sequence of ints."
+                "sequence of ints.",
+                argument="prompt",
             )
         bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
         if bad.size:
             raise InvalidInput(
                 f"prompt token {int(bad[0])}{whose} is {int(tokens[bad[0]])}, outside the vocabulary; ids are 0 to "
-                f"{self._vocab_size - 1}."
+                f"{self._vocab_size - 1}.",
+                argument="prompt",
             )
         return tuple(tokens.tolist())
 
@@ -277,10 +294,10 @@ def _of(request_id: str | None) -> str:
 
 def _check_id(request_id: object, taken: Collection[str]) -> None:
     if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_REQUEST_ID:
-        raise InvalidInput(f"request_id must be a string of 1 to {_MAX_REQUEST_ID} characters.")
+        raise InvalidInput("request_id", f"must be a string of 1 to {_MAX_REQUEST_ID} characters")
     if request_id.startswith(AUTOMATIC):
         raise InvalidInput(
-            f"request_id is {shown(request_id)}; ids that begin with {AUTOMATIC!r} are the engine's own numbers."
+            "request_id", value=request_id, wanted=f"ids that begin with {AUTOMATIC!r} are the engine's own numbers"
         )
     if request_id in taken:
-        raise InvalidInput(f"request_id {shown(request_id)} belongs to an unfinished request; ids must be unique.")
+        raise InvalidInput("request_id", f"{shown(request_id)} belongs to an unfinished request", "ids must be unique")
