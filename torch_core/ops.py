@@ -4,13 +4,14 @@ from torch_core.attention.torch import (
     attention,
     attention_backward,
     attention_with_lse,
+    cascade_attention,
     dense_call,
+    merge_states,
     paged_attention,
     paged_attention_with_lse,
     paged_call,
 )
-from torch_core.attention.torch_cascade import cascade_attention
-from torch_core.cache_writes.torch import copy_blocks, merge_states, rotate_and_write, write_kv_cache
+from torch_core.cache_writes.torch import copy_blocks, rotate_and_write, write_kv_cache
 from torch_core.latent.packed import unpack_latents
 from torch_core.latent.torch import mla_attention, mla_attention_with_lse, mla_call, write_latent_cache
 from torch_core.latent.torch_sparse import (

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import jax
 
 from jattn.bridge.calls import array_spec
-from torch_core.attention.call import DenseCall, TableCall
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.plan import OperationPlan
-from torch_core.launch.values import check_values
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +40,7 @@ def run_torch(call: Call[jax.Array]) -> dict[str, jax.Array]:
         arrays,
         outputs,
         call.written,
-        num_threads=1 if _work(specs) < _ONE_THREAD_BELOW else None,
+        num_threads=1 if specs.work < _ONE_THREAD_BELOW else None,
     )
 
 
@@ -96,7 +94,7 @@ class _Compute:
             results = self.run(call)
         except Exception:
             # The check says what was wrong with the values; where it finds nothing, the failure speaks for itself.
-            check_values(call)
+            call.check_values()
             raise
         for name in self.outputs:
             if name not in known:
@@ -138,12 +136,3 @@ def _call(
         capturable=capturable,
     )
     return dict(zip(results, values, strict=True))
-
-
-def _work(call: Call[ArraySpec]) -> int:
-    """Returns about how many multiply-adds, or elements to move, a call is."""
-    if isinstance(call, TableCall):
-        return call.query.size * call.table_tokens
-    if isinstance(call, DenseCall):
-        return call.query.size * (call.max_key_len or call.key.shape[0])
-    return sum(spec.size for name, spec in call.arrays().items() if name in ("key", "kv_c", "out_a"))

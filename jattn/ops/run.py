@@ -17,7 +17,6 @@ from torch_core.attention.call import BIAS_FIELDS, AttentionCall
 from torch_core.base.errors import InvalidInput
 from torch_core.launch.call import Call, array_fields, dtype_name
 from torch_core.launch.serves import refuse_unserved
-from torch_core.launch.values import check_values
 
 __all__ = ["run"]
 
@@ -49,7 +48,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         call = call if implementation else for_this_platform(call)
     else:
         # What is being traced has no values.
-        check_values(_with_indices_on_host(call, arrays))
+        _with_indices_on_host(call, arrays).check_values()
         if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
             with bridge.typed_errors():
                 return _run_in_one_program(call, chosen)

@@ -10,7 +10,8 @@ from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.latent.call import LatentWriteCall
-from torch_core.launch.serves import IMPLEMENTATIONS, SERVES, refuse_unserved, serves_table
+from torch_core.launch.serves import IMPLEMENTATIONS, refuse_unserved
+from torch_core.serves import SERVES, serves_table
 
 
 def _wide(*shape: int) -> ArraySpec:

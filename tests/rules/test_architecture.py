@@ -23,18 +23,8 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.cache": set(),
     "torch_core.metadata": set(),
     "torch_core.device": set(),
-    "torch_core.launch": {
-        "torch_core.attention",
-        "torch_core.latent",
-        "torch_core.cache_writes",
-        "torch_core.experts",
-    },
-    "torch_core.attention": {
-        "torch_core.launch",
-        "torch_core.device",
-        "torch_core.latent",
-        "torch_core.metadata",
-    },
+    "torch_core.launch": set(),
+    "torch_core.attention": {"torch_core.launch", "torch_core.device", "torch_core.metadata"},
     "torch_core.latent": {
         "torch_core.launch",
         "torch_core.device",
@@ -51,6 +41,13 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache_writes",
         "torch_core.experts",
         "torch_core.all_reduce",
+    },
+    "torch_core.serves": {
+        "torch_core.launch",
+        "torch_core.attention",
+        "torch_core.latent",
+        "torch_core.cache_writes",
+        "torch_core.experts",
     },
     "torch_core.ops": {"torch_core.launch", "torch_core.attention", "torch_core.latent", "torch_core.cache_writes"},
     "torch_core.reference": {
@@ -162,7 +159,7 @@ OUTSIDE: dict[str, set[str]] = {
         for place, libraries in {
             "": {"jaxtyping", "numpy", "triton"},
             ".kernels": {"triton"},
-            **{key: {"numpy", "torch"} for key in (".cpu", ".reference", ".torch", ".torch_cascade", ".torch_sparse")},
+            **{key: {"numpy", "torch"} for key in (".cpu", ".reference", ".torch", ".torch_sparse")},
         }.items()
     },
 }

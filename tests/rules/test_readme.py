@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from jattn.llm.load import known_families
-from torch_core.launch.serves import serves_table
+from torch_core.serves import serves_table
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

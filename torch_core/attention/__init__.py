@@ -1,1 +1,3 @@
-"""Attention: which kernel serves a call, and a folder for each kernel with its plan and its tiles."""
+"""Attention: its calls, their meaning, and a folder for each kernel; `op.py` names what belongs to each op."""
+
+from torch_core.attention import op as op

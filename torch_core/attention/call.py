@@ -11,6 +11,7 @@ from torch_core.attention.dropout import check_rate
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 from torch_core.launch.call import A, Call, dtype_name
+from torch_core.launch.values import check_starts, check_tables
 
 __all__ = ["BIAS_FIELDS", "SCORE_FIELDS", "AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
 
@@ -113,6 +114,38 @@ class AttentionCall(Call[A]):
         return False
 
     @property
+    def table_tokens(self) -> int:
+        """Tokens that one row of the block tables can hold; 0 without tables."""
+        return 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; 1 without tables."""
+        return 1
+
+    @property
+    def values_are_keys(self) -> bool:
+        """A value is a part of its key, and has its scale."""
+        return False
+
+    @property
+    def value_offset(self) -> int:
+        """Elements from the start of the values' array to the first value, of a call of specs."""
+        return 0
+
+    def keys(self) -> ArraySpec:
+        """Returns the keys of a call of specs, `[..., num_kv_heads, head_size]`: an array or a view of one."""
+        raise NotImplementedError
+
+    def values(self) -> ArraySpec:
+        """Returns the values, as `keys` does; in their array they lie `value_offset` elements further."""
+        raise NotImplementedError
+
+    def buffers(self) -> tuple[str, str]:
+        """Returns the names of the arrays that keys and values lie in."""
+        raise NotImplementedError
+
+    @property
     def sees_distances(self) -> str | None:
         """What of mask and bias depends on where a key stands, beside the causal mask; None for nothing."""
         spec = self.spec
@@ -152,7 +185,7 @@ class AttentionCall(Call[A]):
     def check_options(self) -> None:
         """Checks heads, dtypes and options."""
         key, value = self._keys_and_values()
-        key_name = "key" if isinstance(self, DenseCall) else "the key cache"
+        key_name = "the key cache" if self.reads_cache else "key"
         if 0 in (self.num_heads, self.head_size, *key.shape[1:], *value.shape[1:]):
             raise InvalidInput(
                 f"query has shape {list(self.query.shape)} and {key_name} {list(key.shape)}; there must be at least "
@@ -232,6 +265,27 @@ class TableCall(AttentionCall[A]):
         """Tokens that one row of the block tables can hold."""
         return self.block_tables.shape[1] * self.block_size
 
+    @property
+    def reads_cache(self) -> bool:
+        """It does."""
+        return True
+
+    @property
+    def work(self) -> int:
+        """Every query with every slot of a table's row."""
+        return self.query.size * self.table_tokens
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks offsets, lengths and block ids."""
+        lens = check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
+        check_tables(
+            self.block_tables,
+            self.seq_lens,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            query_lens=lens if self.spec.causal and not more_queries else None,
+        )
+
     def check_statics(self) -> None:
         """Checks that a chunk is a power of two."""
         super().check_statics()
@@ -275,6 +329,23 @@ class PagedCall(TableCall[A]):
     def caches(self) -> A | tuple[A, A]:
         """The cache as the public functions take it: one array, or a pair."""
         return (self.key_cache, self.value_cache) if self.kv_cache is None else self.kv_cache  # type: ignore[return-value]
+
+    @property
+    def value_offset(self) -> int:
+        """Elements from the first key to the first value of one cache."""
+        return 0 if self.kv_cache is None else self.kv_cache.element_strides[1]
+
+    def keys(self) -> ArraySpec:
+        """Returns the key cache, or the view of the keys of one cache."""
+        return self.key_cache if self.kv_cache is None else self.kv_cache.without_axis(1)  # type: ignore[return-value]
+
+    def values(self) -> ArraySpec:
+        """Returns the value cache, or the same view."""
+        return self.value_cache if self.kv_cache is None else self.kv_cache.without_axis(1)  # type: ignore[return-value]
+
+    def buffers(self) -> tuple[str, str]:
+        """Returns the names of the caches."""
+        return ("key_cache", "value_cache") if self.kv_cache is None else ("kv_cache", "kv_cache")
 
     def check_options(self) -> None:
         """Checks the form of the cache and its scales, and what every call with a table checks."""
@@ -320,6 +391,28 @@ class DenseCall(AttentionCall[A]):
     def drops(self) -> bool:
         """There are seeds to drop by."""
         return self.dropout_seeds is not None
+
+    @property
+    def work(self) -> int:
+        """Every query with every key of a sequence."""
+        return self.query.size * (self.max_key_len or self.key.shape[0])
+
+    def keys(self) -> ArraySpec:
+        """Returns the keys."""
+        return self.key
+
+    def values(self) -> ArraySpec:
+        """Returns the values."""
+        return self.value
+
+    def buffers(self) -> tuple[str, str]:
+        """Returns their names."""
+        return "key", "value"
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks offsets."""
+        check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
+        check_starts("key_start_loc", self.key_start_loc, self.key.shape[0], self.max_key_len)
 
     def check_statics(self) -> None:
         """Checks that the bounds on the lengths are ints, the rate of dropout a number, `deterministic` a bool."""

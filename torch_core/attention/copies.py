@@ -11,9 +11,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.call import AttentionCall, PagedCall, TableCall
 from torch_core.attention.kernels.split.partials import PARTIALS, Chunks
-from torch_core.attention.operands import buffers, count, keys, make_launch, output, value_offset, values
+from torch_core.attention.operands import count, make_launch, output
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
-from torch_core.latent.call import LatentCall
 from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
 
 __all__ = [
@@ -91,7 +90,7 @@ def copied_launch(
         chunks: each of them is an item of its own, for `combine_launch` to finish; None for whole rows.
     """
     # An array that the kernel has no parameter for does something that it cannot do.
-    known = {*kernel.arg_names, *buffers(call), "out"}
+    known = {*kernel.arg_names, *call.buffers(), "out"}
     if not call.arrays().keys() <= known:
         return None
     key, value = (array_matrix(call, name, block_n) for name in ("key", "value"))
@@ -102,9 +101,9 @@ def copied_launch(
         splitting = {**chunks.arguments(), "chunk": count(chunks.size), "max_query": count(chunks.max_query)}
     if key is None or value is None or key.block_rows != value.block_rows or items >= 2**31:
         return None
-    key_name, value_name = buffers(call)
+    key_name, value_name = call.buffers()
     size, rest_size, box = call.value_head_size, call.head_size - call.value_head_size, copy_box(call, block_n)
-    key_dtype = keys(call).dtype
+    key_dtype = call.keys().dtype
     # The key/value heads worked on side by side are as many as divide all of them.
     together = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
     return make_launch(
@@ -132,7 +131,7 @@ def copied_launch(
             **splitting,
             "query": query,
             "key_cache": _box_descriptor(call, key_name, key, (box, size), key_dtype),
-            "value_cache": _box_descriptor(call, value_name, value, (box, size), values(call).dtype),
+            "value_cache": _box_descriptor(call, value_name, value, (box, size), call.values().dtype),
             "query_rest": query_rest,
             "key_rest": copy_descriptor(key_name, key, (box, rest_size), key_dtype) if rest_size else ABSENT,
         },
@@ -164,20 +163,19 @@ def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits, *, rest_size
 
 def copy_box(call: AttentionCall[ArraySpec], block_n: int) -> int:
     """Returns the keys that one copy into a tile of `block_n` keys moves."""
-    return math.gcd(call.block_size, block_n) if isinstance(call, TableCall) else block_n
+    return math.gcd(call.block_size, block_n) if call.reads_cache else block_n
 
 
 def array_matrix(call: AttentionCall[ArraySpec], name: str, block_n: int) -> Matrix | None:
     """Returns a call's "query", "key" or "value" as a matrix that the copy engine can follow; None if there is none."""
-    spec = {"query": call.query, "key": keys(call), "value": values(call)}[name]
+    spec = {"query": call.query, "key": call.keys(), "value": call.values()}[name]
     if name == "query" or not isinstance(call, TableCall):
         return dense_matrix(spec)
-    return _block_matrix(call, spec, block_n, value_offset(call) if name == "value" else 0)
+    return _block_matrix(call, spec, block_n, call.value_offset if name == "value" else 0)
 
 
-def byte_matrix(call: LatentCall[ArraySpec], block_n: int) -> Matrix | None:
-    """Returns packed latents as a matrix of bytes that the copy engine can follow; None if there is none."""
-    cache = call.latent_cache
+def byte_matrix(call: TableCall[ArraySpec], cache: ArraySpec, block_n: int) -> Matrix | None:
+    """Returns a cache of packed rows as a matrix of bytes that the copy engine can follow; None if there is none."""
     *outer, inner = cache.element_strides
     size = cache.shape[2]
     rows = ArraySpec((*cache.shape[:2], 1, size), cache.dtype, (*outer, size, inner), cache.aligned)
@@ -190,7 +188,7 @@ def _block_matrix(call: TableCall[ArraySpec], spec: ArraySpec, block_n: int, off
         return None
     block_stride, stride = spec.element_strides[0], matrix.stride
     last_row = (spec.shape[0] - 1) * block_stride // stride + call.block_size
-    rows = last_row + value_offset(call) // stride
+    rows = last_row + call.value_offset // stride
     if block_stride % stride or block_stride <= 0 or offset % stride or rows > _MAX_ROWS:
         return None
     return Matrix((rows, matrix.shape[1]), stride, block_stride // stride, matrix.head_stride, offset // stride)

@@ -55,6 +55,11 @@ class MergeCall(Call[A]):
         return self.out_a.shape[0] == 0
 
     @property
+    def work(self) -> int:
+        """The elements of a state."""
+        return self.out_a.size
+
+    @property
     def written(self) -> tuple[str, ...]:
         """What is given of the results."""
         return tuple(name for name in ("out", "lse") if getattr(self, name) is not None)

@@ -6,70 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_core.attention.backward_call import DenseBackwardCall
-from torch_core.attention.call import SCORE_FIELDS, AttentionCall, DenseCall, PagedCall, TableCall
+from torch_core.attention.call import SCORE_FIELDS, AttentionCall, DenseCall, PagedCall
 from torch_core.attention.dropout import dropout_limit, keep_factor
 from torch_core.base.specs import LARGEST_CODE, ArraySpec
-from torch_core.latent.call import LatentCall, as_paged
 from torch_core.launch.call import array_fields
 from torch_core.launch.operands import named_launch, power_of_two, scale_number
 from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = [
-    "buffers",
     "cache_constexprs",
     "count",
     "is_plain",
-    "keys",
     "make_launch",
     "operation",
     "output",
     "padded",
-    "table_tokens",
-    "value_offset",
-    "values",
 ]
 
 # Positions and windows stay below this, so that their sum fits 32 bits.
 _NO_BOUND = 1 << 30
-_FIELDS = frozenset(name for kind in (PagedCall, LatentCall, DenseBackwardCall) for name in array_fields(kind))
-
-
-def keys(call: AttentionCall[ArraySpec]) -> ArraySpec:
-    """Returns the keys: dense, a key cache, or the view of the keys of a combined cache."""
-    if isinstance(call, DenseCall):
-        return call.key
-    if isinstance(call, LatentCall):
-        return as_paged(call).key_cache  # type: ignore[return-value]
-    return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.key_cache  # type: ignore[union-attr]
-
-
-def values(call: AttentionCall[ArraySpec]) -> ArraySpec:
-    """Returns the values, as `keys` does; in a combined cache they lie `value_offset` elements further."""
-    if isinstance(call, DenseCall):
-        return call.value
-    if isinstance(call, LatentCall):
-        return as_paged(call).value_cache  # type: ignore[return-value]
-    return call.kv_cache.without_axis(1) if call.kv_cache is not None else call.value_cache  # type: ignore[union-attr]
-
-
-def buffers(call: AttentionCall[ArraySpec]) -> tuple[str, str]:
-    """Returns the buffer names of keys and values."""
-    if isinstance(call, DenseCall):
-        return "key", "value"
-    if isinstance(call, LatentCall):
-        return "latent_cache", "latent_cache"
-    return ("kv_cache", "kv_cache") if call.kv_cache is not None else ("key_cache", "value_cache")  # type: ignore[union-attr]
-
-
-def value_offset(call: AttentionCall[ArraySpec]) -> int:
-    """Returns the elements from the start of the values' buffer to the first value."""
-    cache = getattr(call, "kv_cache", None)
-    return 0 if cache is None else cache.element_strides[1]
-
-
-def table_tokens(call: AttentionCall[ArraySpec]) -> int:
-    """Returns the tokens that a row of the block tables can hold; 0 for dense keys."""
-    return call.table_tokens if isinstance(call, TableCall) else 0
+_FIELDS = frozenset(name for kind in (PagedCall, DenseBackwardCall) for name in array_fields(kind))
 
 
 def output(call: AttentionCall[ArraySpec]) -> ArraySpec:
@@ -120,7 +76,7 @@ def make_launch(
         writes: what is written beside the forward pass's output and lse.
         **options: num_warps, num_stages, maxnreg and hot of the plan.
     """
-    key, value = buffers(call)
+    key, value = call.buffers()
     results = () if isinstance(call, DenseBackwardCall) else ("out", *(("lse",) if call.with_lse else ()))
     known: dict[str, Argument] = {
         **dict.fromkeys(_FIELDS, ABSENT),
@@ -131,17 +87,16 @@ def make_launch(
         **_scalars(call),
         **(arguments or {}),
     }
-    if isinstance(call, LatentCall):
-        # A value is a part of its key.
+    if call.values_are_keys:
         known["v_scale"] = known["k_scale"]
     return named_launch(kernel, grid, known, constexprs, writes=(*results, *writes), **options)
 
 
 def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
     """Returns the sizes and strides that the portable kernels know when they are compiled."""
-    key, value, out = keys(call), values(call), output(call)
+    key, value, out = call.keys(), call.values(), output(call)
     # A dense array has no blocks: its strides are those of (nothing, token, head).
-    blocks = () if isinstance(call, TableCall) else (0,)
+    blocks = () if call.reads_cache else (0,)
     scales = getattr(call, "k_scale_cache", None)
     return {
         "GROUP": call.group,
@@ -149,7 +104,7 @@ def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
         "HEAD_PADDED": padded(call.head_size),
         "VALUE_SIZE": call.value_head_size,
         "VALUE_PADDED": padded(call.value_head_size),
-        "BLOCK_SIZE": call.block_size if isinstance(call, TableCall) else 1,
+        "BLOCK_SIZE": call.block_size,
         "ALIBI_SQRT": call.spec.use_alibi_sqrt,
         "NEGATE": call.spec.scale < 0,
         "EXACT": call.query.dtype == "float32",
@@ -157,7 +112,7 @@ def cache_constexprs(call: AttentionCall[ArraySpec]) -> dict[str, Any]:
         "QUERY_STRIDES": call.query.element_strides[:2],
         "KEY_STRIDES": (*blocks, *key.element_strides[:-1]),
         "VALUE_STRIDES": (*blocks, *value.element_strides[:-1]),
-        "VALUE_OFFSET": value_offset(call),
+        "VALUE_OFFSET": call.value_offset,
         "OUT_STRIDES": out.element_strides[:2],
         "LSE_STRIDES": (call.num_heads, 1),
         "DROPOUT_SEEDS_STRIDES": (2 * call.num_heads, 2),
@@ -199,7 +154,7 @@ def _scalars(call: AttentionCall[ArraySpec]) -> dict[str, Argument]:
         "num_tokens": count(call.num_tokens),
         "num_seqs": count(call.num_seqs),
         "table_stride": count(0 if tables is None else tables.element_strides[0]),
-        "table_tokens": count(min(table_tokens(call), _NO_BOUND)),
+        "table_tokens": count(min(call.table_tokens, _NO_BOUND)),
         "scale": Scalar(abs(spec.scale) * numbers["q_scale"] * numbers["k_scale"], "fp32"),
         "out_factor": Scalar(numbers["v_scale"] / numbers["out_scale"] * kept, "fp32"),
         "dropout_limit": count(dropout_limit(rate)) if rate else ABSENT,

@@ -7,19 +7,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec
 
+import torch
 from torch import Tensor
 
+from torch_core.attention import cascade
 from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import AttentionCall, DenseCall, PagedCall, cache_fields
+from torch_core.attention.cascade import SharedPrefix
+from torch_core.attention.merge_call import MergeCall
 from torch_core.base.checks import call_named
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.run import run
+from torch_core.launch.tensors import dtype_name
 
 __all__ = [
     "attention",
     "attention_backward",
     "attention_with_lse",
+    "cascade_attention",
     "dense_call",
+    "merge_states",
     "output_and_lse_of",
     "output_of",
     "paged_attention",
@@ -239,6 +246,68 @@ def attention_backward(
         [[[0.5, 0.5]], [[0.5, 0.5]]]
     """
     return run(backward_of(dense_call(*args, **options), out=out, lse=lse, d_out=d_out, d_lse=d_lse))
+
+
+def merge_states(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    out_scale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    num_tokens_a: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merges two attention results over disjoint sets of keys into the result over their union.
+
+    The exact semantics are those of `torch_core.reference.merge_states`: a state with lse -inf (or +inf) is empty and
+    its output is not read; two empty states give zeros and -inf.
+
+    Args:
+        out_a: `[num_tokens, num_heads, head_size]`.
+        lse_a: float32 `[num_tokens, num_heads]`, natural logarithm.
+        out_b: as `out_a`.
+        lse_b: as `lse_a`.
+        out: like the merged output, written and returned; it may be `out_a` or `out_b`. None makes one.
+        lse: the same for the merged lse.
+        out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
+        out_dtype: of a new output; that of `out_a` when None.
+        num_tokens_a: tokens from this one on have no first state.
+
+    Returns:
+        The merged output and the merged lse.
+
+    Raises:
+        InvalidInput: ranks, shapes, dtypes or devices that do not fit.
+        Unsupported: a device without an implementation.
+
+    Example:
+        >>> import torch
+        >>> one, two, lse = torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), torch.zeros(1, 1)
+        >>> merge_states(one, lse, two, lse)[0].item()
+        1.5
+    """
+    results = run(
+        MergeCall(
+            out_a=out_a,
+            lse_a=lse_a,
+            out_b=out_b,
+            lse_b=lse_b,
+            out=out,
+            lse=lse,
+            out_scale=out_scale,
+            out_dtype=None if out_dtype is None else dtype_name(out_dtype),
+            num_tokens_a=num_tokens_a,
+        )
+    )
+    return results["out"], results["lse"]
+
+
+def cascade_attention(call: PagedCall[Tensor], prefix: SharedPrefix[Tensor]) -> dict[str, Tensor]:
+    """Computes what `run(call)` would, within rounding; see `torch_core.attention.cascade.cascade_attention`."""
+    return cascade.cascade_attention(call, prefix, run)
 
 
 def output_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str) -> Callable[_P, Tensor]:

@@ -1,1 +1,3 @@
-"""Writes to the paged cache: keys and values, rotated ones, copies of blocks."""
+"""Writes to the paged cache: keys and values, rotated ones, copies; `op.py` names what belongs to each op."""
+
+from torch_core.cache_writes import op as op

@@ -11,6 +11,7 @@ from torch_core.attention.call import check_caches, check_token_scales
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES
 from torch_core.launch.call import A, Call, dtype_name
+from torch_core.launch.values import check_slots
 
 __all__ = ["CopyCall", "WriteCall"]
 
@@ -75,6 +76,15 @@ class WriteCall(Call[A]):
         names = ("kv_cache", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache")
         return tuple(name for name in names if getattr(self, name) is not None)
 
+    @property
+    def work(self) -> int:
+        """The elements of the keys."""
+        return self.key.size
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks slots."""
+        check_slots(self.slot_mapping, self.num_blocks, self.block_size)
+
     def check_options(self) -> None:
         """Checks the form of the cache, rows for slots, and the dtypes that go together."""
         check_caches(self.kv_cache, self.key_cache, self.value_cache)
@@ -127,6 +137,24 @@ class CopyCall(Call[A]):
     def written(self) -> tuple[str, ...]:
         """The cache."""
         return ("kv_cache",)
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks block ids, and that no block is written that another pair reads or writes."""
+        pairs = [(at, *pair) for at, pair in enumerate(self.block_mapping.tolist()) if min(pair) >= 0]
+        num_blocks = self.kv_cache.shape[0]
+        sources = {source for _, source, _ in pairs}
+        targets: set[int] = set()
+        for at, source, target in pairs:
+            if max(source, target) >= num_blocks:
+                raise InvalidInput(
+                    f"block_mapping[{at}] is ({source}, {target}); the cache has blocks 0 to {num_blocks - 1}."
+                )
+            if target in targets or (target in sources and target != source):
+                raise InvalidInput(
+                    f"block_mapping[{at}] writes block {target}, which another pair reads or writes; give every "
+                    "destination once, and none that is a source."
+                )
+            targets.add(target)
 
     def check_options(self) -> None:
         """Checks the number of axes."""

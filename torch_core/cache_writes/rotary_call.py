@@ -10,6 +10,7 @@ from jaxtyping import Float, Float32, Int32, Shaped
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
+from torch_core.launch.values import check_slots
 
 __all__ = ["RotaryWriteCall"]
 
@@ -71,6 +72,10 @@ class RotaryWriteCall(Call[A]):
         if self.out is not None:
             return {}
         return {"out": ArraySpec((num_tokens, self.num_heads, head_size), dtype_name(self.qkv))}
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks slots."""
+        check_slots(self.slot_mapping, self.kv_cache.shape[0], self.kv_cache.shape[2])
 
     def check_options(self) -> None:
         """Checks heads, rotated elements, rows for slots, and the dtypes that go together."""

@@ -1,20 +1,17 @@
-"""What is done to the paged cache, and the merge of partial results, on torch tensors by keywords."""
+"""Writes to the paged cache, on torch tensors by keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from torch_core.attention.call import cache_fields
-from torch_core.attention.merge_call import MergeCall
 from torch_core.cache_writes.call import CopyCall, WriteCall
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
 from torch_core.launch.run import run, run_all
-from torch_core.launch.tensors import dtype_name
 
-__all__ = ["copy_blocks", "merge_states", "rotate_and_write", "write_kv_cache"]
+__all__ = ["copy_blocks", "rotate_and_write", "write_kv_cache"]
 
 
 def write_kv_cache(
@@ -140,60 +137,3 @@ def copy_blocks(kv_caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> 
     """
     caches = [kv_caches] if isinstance(kv_caches, Tensor) else kv_caches
     run_all([CopyCall(kv_cache=kv_cache, block_mapping=block_mapping) for kv_cache in caches])
-
-
-def merge_states(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    *,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    out_scale: Tensor | float | None = None,
-    out_dtype: torch.dtype | None = None,
-    num_tokens_a: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Merges two attention results over disjoint sets of keys into the result over their union.
-
-    The exact semantics are those of `torch_core.reference.merge_states`: a state with lse -inf (or +inf) is empty and
-    its output is not read; two empty states give zeros and -inf.
-
-    Args:
-        out_a: `[num_tokens, num_heads, head_size]`.
-        lse_a: float32 `[num_tokens, num_heads]`, natural logarithm.
-        out_b: as `out_a`.
-        lse_b: as `lse_a`.
-        out: like the merged output, written and returned; it may be `out_a` or `out_b`. None makes one.
-        lse: the same for the merged lse.
-        out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
-        out_dtype: of a new output; that of `out_a` when None.
-        num_tokens_a: tokens from this one on have no first state.
-
-    Returns:
-        The merged output and the merged lse.
-
-    Raises:
-        InvalidInput: ranks, shapes, dtypes or devices that do not fit.
-        Unsupported: a device without an implementation.
-
-    Example:
-        >>> import torch
-        >>> one, two, lse = torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), torch.zeros(1, 1)
-        >>> merge_states(one, lse, two, lse)[0].item()
-        1.5
-    """
-    results = run(
-        MergeCall(
-            out_a=out_a,
-            lse_a=lse_a,
-            out_b=out_b,
-            lse_b=lse_b,
-            out=out,
-            lse=lse,
-            out_scale=out_scale,
-            out_dtype=None if out_dtype is None else dtype_name(out_dtype),
-            num_tokens_a=num_tokens_a,
-        )
-    )
-    return results["out"], results["lse"]

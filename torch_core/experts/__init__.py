@@ -1,1 +1,3 @@
-"""A feed-forward layer of experts: kernels and plan."""
+"""A feed-forward layer of experts and its router; `op.py` names what belongs to each op."""
+
+from torch_core.experts import op as op

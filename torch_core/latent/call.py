@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core.attention.call import PagedCall, TableCall
@@ -17,6 +18,7 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES, ArraySpec, packed_latent_bytes
 from torch_core.cache_writes.call import WriteCall
 from torch_core.launch.call import A, Call, dtype_name
+from torch_core.launch.values import check_slots
 
 __all__ = ["LatentCall", "LatentWriteCall", "as_paged", "as_write"]
 
@@ -48,6 +50,27 @@ class LatentCall(TableCall[A]):
     def v_scale(self) -> A | float | None:
         """A value is a part of its key."""
         return self.k_scale
+
+    @property
+    def values_are_keys(self) -> bool:
+        """A latent is the first part of its row."""
+        return True
+
+    def keys(self) -> ArraySpec:
+        """Returns the view of whole rows as keys of one head."""
+        return _rows(self.latent_cache)
+
+    def values(self) -> ArraySpec:
+        """Returns the view of latents as values of one head."""
+        return _rows(self.latent_cache, 0, self.kv_lora_rank)
+
+    def buffers(self) -> tuple[str, str]:
+        """Returns the name of the cache, twice."""
+        return "latent_cache", "latent_cache"
+
+    def element_types(self) -> dict[str, str]:
+        """Returns the element types that kernels load and store; packed rows hold e4m3."""
+        return super().element_types() | ({"latent_cache": "float8_e4m3fn"} if self.is_packed else {})
 
     def check_statics(self) -> None:
         """Checks that the rank is an int."""
@@ -125,6 +148,29 @@ class LatentWriteCall(Call[A]):
     def written(self) -> tuple[str, ...]:
         """The cache."""
         return ("latent_cache",)
+
+    @property
+    def work(self) -> int:
+        """The elements of the latents."""
+        return self.kv_c.size
+
+    def element_types(self) -> dict[str, str]:
+        """Returns the element types that kernels load and store; packed rows hold e4m3."""
+        return super().element_types() | ({"latent_cache": "float8_e4m3fn"} if self.is_packed else {})
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks slots, and positions of tokens that have one."""
+        check_slots(self.slot_mapping, *self.latent_cache.shape[:2])
+        if self.positions is None or self.cos_sin_cache is None:
+            return
+        slots, limit = np.asarray(self.slot_mapping), self.cos_sin_cache.shape[0]
+        positions = np.asarray(self.positions)[: len(slots)]
+        bad = (slots >= 0) & ((positions < 0) | (positions >= limit))
+        if bad.any():
+            first = int(bad.argmax())
+            raise InvalidInput(
+                f"positions[{first}] is {positions[first]}; cos_sin_cache has positions 0 to {limit - 1}."
+            )
 
     def rotated_by(self, rotate: Callable[[A, A], A]) -> LatentWriteCall[A]:
         """Returns the call with rotary keys that are rotated: `rotate` takes the call's angles and positions."""

@@ -15,6 +15,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
 from torch_core.latent.call import LatentCall
 from torch_core.launch.call import A, Call, dtype_name
+from torch_core.launch.values import check_starts, check_tables
 
 __all__ = ["ChoiceCall", "IndexerCall", "check_chosen_values", "choice_of", "chosen_latents"]
 
@@ -72,6 +73,17 @@ class IndexerCall(Call[A]):
     def is_empty(self) -> bool:
         """There is no score."""
         return self.num_tokens == 0 or self.table_tokens == 0
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks offsets, lengths and block ids."""
+        lens = check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
+        check_tables(
+            self.block_tables,
+            self.seq_lens,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            query_lens=lens,
+        )
 
     def check_statics(self) -> None:
         """Checks the numbers that must be plain ones."""

@@ -15,7 +15,6 @@ from torch_core.latent.sparse_call import IndexerCall, check_chosen_values, choi
 from torch_core.latent.torch import mla_call
 from torch_core.launch.run import run
 from torch_core.launch.tensors import array_spec
-from torch_core.launch.values import check_values
 
 __all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse", "sparse_mla_call"]
 
@@ -111,7 +110,7 @@ def sparse_mla_call(
     if not latent_cache.is_contiguous():
         raise Unsupported("latent_cache has gaps between its blocks or rows; chosen latents are read from a whole one.")
     if query.device.type == "cpu":
-        check_values(call)
+        call.check_values()
         check_chosen_values(call, topk_indices)
     return chosen_latents(call, run(choice_of(call, topk_indices)))
 

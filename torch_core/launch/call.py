@@ -96,6 +96,33 @@ class Call(Generic[A]):
         """There is nothing to compute: outputs are zeros, an lse is -inf, and nothing is written."""
         return False
 
+    @property
+    def reads_cache(self) -> bool:
+        """The call attends to a paged cache."""
+        return False
+
+    @property
+    def work(self) -> int:
+        """About how many multiply-adds, or elements to move, a call of specs is."""
+        return 0
+
+    def element_types(self) -> dict[str, str]:
+        """Returns the element types that kernels load and store, by array, of a call of specs."""
+        return {name: spec.dtype for name, spec in {**self.arrays(), **self.outputs()}.items()}
+
+    def check_values(self, *, more_queries: bool = False) -> None:
+        """Checks the values of index arrays, once shapes and dtypes are checked; the arrays are in the host's memory.
+
+        On a device those values are out of reach: there they are checked where metadata is built.
+
+        Args:
+            more_queries: under a causal mask a sequence may have more query rows than keys; the first ones see nothing.
+
+        Raises:
+            InvalidInput: offsets that fall or exceed their array, a length that its table row cannot hold, a block or
+                slot that the cache does not have, copies that meet; with the first bad index.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayField:

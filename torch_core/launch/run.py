@@ -16,7 +16,6 @@ from torch_core.launch.call import Call
 from torch_core.launch.cpu import run_on_cpu
 from torch_core.launch.serves import refuse_unserved
 from torch_core.launch.tensors import array_spec, empty_results
-from torch_core.launch.values import check_values
 
 __all__ = ["Workspace", "run", "run_all", "scratch_of"]
 
@@ -79,7 +78,7 @@ def _check_on_cpu(call: Call[Tensor], device: torch.device) -> None:
     if device.type != "cpu":
         raise Unsupported(f"the tensors are on {device}; there are implementations for cpu and cuda only.")
     _check(call.map(array_spec))
-    check_values(call)
+    call.check_values()
 
 
 def _device(call: Call[Tensor], arrays: dict[str, Tensor]) -> torch.device:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.reference.sequence import attend, empty_results, on_the_host, store_output
 from torch_core.base.errors import InvalidInput
-from torch_core.launch.values import check_values
 
 __all__ = ["attention", "paged_attention"]
 
@@ -53,7 +52,7 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
             "num_seqs and num_seqs + 1."
         )
     # The specification says what more queries than keys give; callers of an operation are told of their slip.
-    check_values(call, more_queries=True)
+    call.check_values(more_queries=True)
     key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
     starts = call.query_start_loc.tolist()
     output, lse, compute_dtype = empty_results(call, compute_dtype)
@@ -96,7 +95,7 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
     call = on_the_host(call)
-    check_values(call)
+    call.check_values()
     query_starts, key_starts = call.query_start_loc.tolist(), call.key_start_loc.tolist()
     if len(query_starts) != len(key_starts):
         raise InvalidInput(

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch_core.attention.reference.sequence import on_the_host
 from torch_core.base.specs import SMALLEST_SCALE
 from torch_core.cache_writes.call import CopyCall, WriteCall
-from torch_core.launch.values import check_values
 
 __all__ = ["copy_blocks", "largest_code", "write_kv_cache"]
 
@@ -38,7 +37,7 @@ def write_kv_cache(call: WriteCall[Tensor]) -> None:
     """
     call = on_the_host(call)
     call.check()
-    check_values(call)
+    call.check_values()
     caches: Any = (call.key_cache, call.value_cache) if call.kv_cache is None else call.kv_cache.unbind(1)
     for token, slot in enumerate(call.slot_mapping.tolist()):
         if slot >= 0:
@@ -64,7 +63,7 @@ def copy_blocks(call: CopyCall[Tensor]) -> None:
     """
     call = on_the_host(call)
     call.check()
-    check_values(call)
+    call.check_values()
     for source, destination in call.block_mapping.tolist():
         if min(source, destination) >= 0:
             call.kv_cache[destination] = call.kv_cache[source]

@@ -9,7 +9,6 @@ from torch_core.attention.reference.sequence import on_the_host
 from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.reference.cache import write_kv_cache
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
-from torch_core.launch.values import check_values
 
 __all__ = ["rotate_and_write", "rotated_pairs"]
 
@@ -32,7 +31,7 @@ def rotate_and_write(call: RotaryWriteCall[Tensor]) -> Tensor:
     """
     call = on_the_host(call)
     call.check()
-    check_values(call)
+    call.check_values()
     rotated = call.qkv.clone()
     for token in range(call.qkv.shape[0]):
         for head in range(call.num_heads + call.num_kv_heads):

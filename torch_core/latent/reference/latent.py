@@ -14,7 +14,6 @@ from torch_core.base.specs import PACKED_GROUP
 from torch_core.cache_writes.reference.cache import largest_code, write_kv_cache
 from torch_core.cache_writes.reference.rotary import rotated_pairs
 from torch_core.latent.call import LatentCall, LatentWriteCall, as_paged, as_write
-from torch_core.launch.values import check_values
 
 __all__ = ["mla_attention", "write_latent_cache"]
 
@@ -63,7 +62,7 @@ def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
     """
     call = on_the_host(call)
     call.check()
-    check_values(call)
+    call.check_values()
     call = call.rotated_by(partial(_rotated, call))
     if not call.is_packed:
         write_kv_cache(as_write(call))

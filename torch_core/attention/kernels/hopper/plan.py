@@ -15,7 +15,7 @@ from torch_core.attention.kernels.hopper.tiles import (
     hopper_tile,
 )
 from torch_core.attention.kernels.split.partials import Chunks, combine_launch
-from torch_core.attention.operands import keys, output
+from torch_core.attention.operands import output
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan
@@ -122,7 +122,7 @@ def few_tiles_chunks(call: PagedCall[ArraySpec], limits: DeviceLimits, *, rows: 
 
 def query_pack(call: AttentionCall[ArraySpec], min_rows: int) -> int:
     """Returns the query heads side by side in a tile of a call; 0 where other kernels are better, see `hopper_pack`."""
-    width = call.table_tokens if isinstance(call, PagedCall) else keys(call).shape[0] // call.num_seqs
+    width = call.table_tokens if isinstance(call, PagedCall) else call.keys().shape[0] // call.num_seqs
     return hopper_pack(
         group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width, min_rows=min_rows
     )
@@ -132,5 +132,5 @@ def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits, rest_size: 
     return (
         is_copied(call, limits, rest_size=rest_size)
         and call.query.dtype in ("bfloat16", "float16")
-        and keys(call).dtype == output(call).dtype == call.query.dtype
+        and call.keys().dtype == output(call).dtype == call.query.dtype
     )

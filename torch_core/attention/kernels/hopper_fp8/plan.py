@@ -14,7 +14,7 @@ from torch_core.attention.kernels.hopper_fp8.tiles import (
     hopper_fp8_tile,
 )
 from torch_core.attention.kernels.split.partials import Chunks, combine_launch
-from torch_core.attention.operands import keys, output
+from torch_core.attention.operands import output
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import DeviceLimits, LaunchPlan
 
@@ -103,6 +103,6 @@ def packs_short_fp8(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:
 def _is_served(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:
     return (
         is_copied(call, limits)
-        and call.query.dtype == keys(call).dtype == "float8_e4m3fn"
+        and call.query.dtype == call.keys().dtype == "float8_e4m3fn"
         and output(call).dtype in ("bfloat16", "float16")
     )

@@ -6,14 +6,14 @@ from torch_core.attention.kernels.merge.kernel import merge_states_kernel
 from torch_core.attention.merge_call import MergeCall
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
-from torch_core.launch.plan import Argument, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
 __all__ = ["plan_merge"]
 
 _ARRAYS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
 
 
-def plan_merge(call: MergeCall[ArraySpec]) -> OperationPlan:
+def plan_merge(call: MergeCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked merge that is not empty. Outputs: out and lse, written where they are given."""
     arrays = call.arrays()
     results = {**call.outputs(), **{name: arrays.pop(name) for name in call.written}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_core.attention.call import AttentionCall, PagedCall
 from torch_core.attention.kernels.rows.kernel import attention_rows_kernel
 from torch_core.attention.kernels.rows.tiles import rows_tile
-from torch_core.attention.operands import cache_constexprs, is_plain, keys, make_launch
+from torch_core.attention.operands import cache_constexprs, is_plain, make_launch
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div
 from torch_core.launch.plan import LaunchPlan
@@ -30,7 +30,7 @@ def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan
         rows=max(1, call.max_query_len) * pack,
         max_query_len=call.max_query_len,
         head_padded=max(constexprs["HEAD_PADDED"], constexprs["VALUE_PADDED"]),
-        key_bytes=DTYPE_BYTES[keys(call).dtype],
+        key_bytes=DTYPE_BYTES[call.keys().dtype],
         query_bytes=DTYPE_BYTES[call.query.dtype],
         paged=isinstance(call, PagedCall),
         plain=is_plain(call),

@@ -8,7 +8,7 @@ from torch_core.attention.kernels.rows.tiles import Tile
 from torch_core.attention.kernels.split.kernel import attention_split_kernel
 from torch_core.attention.kernels.split.partials import Chunks, combine_launch
 from torch_core.attention.kernels.split.tiles import chunk_size, split_tile
-from torch_core.attention.operands import cache_constexprs, keys, make_launch, padded, value_offset, values
+from torch_core.attention.operands import cache_constexprs, make_launch, padded
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div
 from torch_core.launch.plan import ABSENT, LaunchPlan
@@ -53,7 +53,7 @@ def split_launches(
     """
     pack = _pack(call)
     head_programs = _head_programs(call)
-    key_bytes = DTYPE_BYTES[keys(call).dtype]
+    key_bytes = DTYPE_BYTES[call.keys().dtype]
     tile = split_tile(
         rows=max_query * pack,
         programs=call.num_seqs * head_programs,
@@ -101,7 +101,7 @@ def _fills_device(call: PagedCall[ArraySpec]) -> bool:
         call.kv_chunk_size is None
         and call.max_query_len * _pack(call) > _TALL_ROWS
         and call.num_seqs * _head_programs(call) >= _MANY_PROGRAMS
-        and DTYPE_BYTES[keys(call).dtype] == 2
+        and DTYPE_BYTES[call.keys().dtype] == 2
         and _chunk_size(call) < call.table_tokens <= _WHOLE_KEYS
     )
 
@@ -111,7 +111,7 @@ def _chunk_size(call: PagedCall[ArraySpec]) -> int:
         num_seqs=call.num_seqs,
         table_tokens=max(1, call.table_tokens),
         head_programs=_head_programs(call),
-        key_bytes=DTYPE_BYTES[keys(call).dtype],
+        key_bytes=DTYPE_BYTES[call.keys().dtype],
     )
 
 
@@ -125,8 +125,8 @@ def _pack(call: PagedCall[ArraySpec]) -> int:
 
 def _reads_pairs(call: PagedCall[ArraySpec], tile: Tile) -> bool:
     """8-bit keys and values are read two at a time, but not into tall tiles, which multiply from shared memory."""
-    key, value = keys(call), values(call)
-    sizes = (call.head_size, call.value_head_size, value_offset(call))
+    key, value = call.keys(), call.values()
+    sizes = (call.head_size, call.value_head_size, call.value_offset)
     return (
         DTYPE_BYTES[key.dtype] == 1
         and call.query.dtype != "float32"

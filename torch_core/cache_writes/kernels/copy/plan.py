@@ -8,7 +8,7 @@ from torch_core.base.specs import ArraySpec
 from torch_core.cache_writes.call import CopyCall
 from torch_core.cache_writes.kernels.copy.kernel import copy_blocks_kernel
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
-from torch_core.launch.plan import Argument, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
 __all__ = ["plan_copy"]
 
@@ -16,7 +16,7 @@ _MAX_INNER_AXES = 4
 _TILE_ELEMENTS = 4096
 
 
-def plan_copy(call: CopyCall[ArraySpec]) -> OperationPlan:
+def plan_copy(call: CopyCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked copy that is not empty, in place; buffers are named as the fields of the call."""
     kv_cache = call.kv_cache
     num_blocks, *inner = kv_cache.shape

@@ -6,7 +6,7 @@ from torch_core.base.specs import ArraySpec
 from torch_core.cache_writes.kernels.rotate_and_write.kernel import rotary_write_kernel
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
-from torch_core.launch.plan import Argument, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
 __all__ = ["plan_rotary_write"]
 
@@ -16,7 +16,7 @@ _FEW_HEADS, _MANY_HEADS = 4, 8
 _MANY_TOKENS = 2
 
 
-def plan_rotary_write(call: RotaryWriteCall[ArraySpec]) -> OperationPlan:
+def plan_rotary_write(call: RotaryWriteCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty; buffers are named as the fields of the call."""
     arrays = call.arrays()
     results = {**call.outputs(), **({} if call.out is None else {"out": arrays.pop("out")})}

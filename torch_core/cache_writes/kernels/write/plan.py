@@ -9,7 +9,7 @@ from torch_core.base.specs import DTYPE_BYTES, LARGEST_CODE, ArraySpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.kernels.write.kernel import write_cache_kernel, write_cache_per_token_head_kernel
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
-from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
 __all__ = ["plan_write"]
 
@@ -20,7 +20,7 @@ _TILE_ROW_ELEMENTS = 1024
 _AXES = ("block", "token", "head")
 
 
-def plan_write(call: WriteCall[ArraySpec]) -> OperationPlan:
+def plan_write(call: WriteCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked write that is not empty, in place; buffers are named as the fields of the call."""
     launch = _plain_launch(call) if call.k_scale_cache is None else _per_token_head_launch(call)
     return OperationPlan(name=call.name, inputs=tuple(call.arrays().items()), in_place=call.written, launches=(launch,))

@@ -9,7 +9,7 @@ from torch_core.latent.kernels.indexer.choice import chosen_slots_kernel
 from torch_core.latent.kernels.indexer.kernel import indexer_logits_kernel
 from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_number, scale_pointer
-from torch_core.launch.plan import Argument, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
 __all__ = ["plan_choice", "plan_indexer"]
 
@@ -20,7 +20,7 @@ _NUM_WARPS = 4
 _MAX_CHOICE_BLOCK = 2048
 
 
-def plan_indexer(call: IndexerCall[ArraySpec]) -> OperationPlan:
+def plan_indexer(call: IndexerCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: logits."""
     _, num_heads, head_size = call.query.shape
     arguments: dict[str, Argument] = {
@@ -50,7 +50,7 @@ def plan_indexer(call: IndexerCall[ArraySpec]) -> OperationPlan:
     return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs())
 
 
-def plan_choice(call: ChoiceCall[ArraySpec]) -> OperationPlan:
+def plan_choice(call: ChoiceCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: slots, counts, starts."""
     num_tokens, topk = call.topk_indices.shape
     num_seqs, max_blocks = call.block_tables.shape

@@ -43,7 +43,11 @@ def few_latent_operands(
         and call.query.element_strides[2] == 1
     ):
         return None
-    latents = byte_matrix(call, BLOCK_N.value) if call.is_packed else array_matrix(call, "key", BLOCK_N.value)
+    latents = (
+        byte_matrix(call, call.latent_cache, BLOCK_N.value)
+        if call.is_packed
+        else array_matrix(call, "key", BLOCK_N.value)
+    )
     if latents is None:
         return None
     box = copy_box(call, BLOCK_N.value)

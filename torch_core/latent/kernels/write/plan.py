@@ -6,7 +6,7 @@ from torch_core.base.specs import PACKED_GROUP, ArraySpec
 from torch_core.latent.call import LatentWriteCall
 from torch_core.latent.kernels.write.kernel import write_latent_kernel
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
-from torch_core.launch.plan import ABSENT, Argument, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
 __all__ = ["plan_latent_write"]
 
@@ -15,7 +15,7 @@ _FEW_TOKENS = 512
 _MANY_TOKENS = 4
 
 
-def plan_latent_write(call: LatentWriteCall[ArraySpec]) -> OperationPlan:
+def plan_latent_write(call: LatentWriteCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked write that is not empty, in place; buffers are named as the fields of the call."""
     num_tokens, rank, rope = call.slot_mapping.shape[0], call.kv_c.shape[1], call.k_pe.shape[1]
     tokens = 1 if num_tokens <= _FEW_TOKENS else _MANY_TOKENS

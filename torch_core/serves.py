@@ -1,0 +1,30 @@
+"""The table of what each implementation serves: the rows of all ops, as the tests walk it and the docs print it."""
+
+from __future__ import annotations
+
+from torch_core import attention, cache_writes, experts, latent
+from torch_core.launch.op import Served, registered_ops
+from torch_core.launch.serves import IMPLEMENTATIONS
+
+__all__ = ["SERVES", "serves_table"]
+
+
+def serves_table() -> str:
+    """Returns the table in Markdown."""
+    lines = [f"| feature | {' | '.join(IMPLEMENTATIONS)} |", "|---" * (1 + len(IMPLEMENTATIONS)) + "|"]
+    lines += [f"| {row.feature} | {' | '.join(row.text[name] for name in IMPLEMENTATIONS)} |" for row in SERVES]
+    return "\n".join(lines) + "\n"
+
+
+def _rows() -> tuple[Served, ...]:
+    """Returns one row for each feature, room by room."""
+    found: dict[str, Served] = {}
+    for room in (attention, latent, cache_writes, experts):
+        for op in registered_ops():
+            if op.call.__module__.startswith(f"{room.__name__}."):
+                found |= {row.feature: row for row in op.serves if row.feature not in found}
+    return tuple(found.values())
+
+
+#: One row for each feature; ops that share one have limits of their own.
+SERVES = _rows()
