@@ -37,7 +37,7 @@ def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
     """Returns the implementation to use; an explicit request is honoured or refused, never replaced.
 
     None means the default of the platform: "triton" where the default backend is CUDA, `_CPU_DEFAULT` on a CPU, "xla"
-    anywhere else. A call that the default does not serve, by the table `torch_core.launch.serves.SERVES`, goes to
+    anywhere else. A call that the default does not serve, by the table `torch_core.serves.SERVES`, goes to
     "xla" where
     that serves it. What only the device at hand lacks (e4m3 on old ones, shared memory) is refused with the remedy.
 
@@ -110,7 +110,7 @@ def for_this_platform(call: Call[jax.Array]) -> Call[jax.Array]:
 
 
 def runtime_of(implementation: str) -> tuple[Runtime, str]:
-    """Returns the runtime of an implementation, and whose row of `torch_core.launch.serves.SERVES` says what it serves.
+    """Returns the runtime of an implementation, and whose row of `torch_core.serves.SERVES` says what it serves.
 
     On CUDA torch launches the same kernels as "triton".
     """

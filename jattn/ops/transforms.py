@@ -1,7 +1,7 @@
 """What JAX transformations do with a call that XLA cannot look into: its own derivative, jnp's, or a reasoned refusal.
 
 The rule: an implementation that the caller names is differentiated by itself or not at all. With `implementation=None`
-its own derivative is taken where it has one (`torch_core.launch.serves.SERVES`), and jnp's everywhere else: no
+its own derivative is taken where it has one (`torch_core.serves.SERVES`), and jnp's everywhere else: no
 derivative that "xla" could give ends in an error. Forward derivatives of attention are jnp's.
 
 Paged attention is differentiated as dense attention over the keys and values that its tables name, gathered for the
@@ -49,7 +49,7 @@ class Way:
     Attributes:
         runtime: what runs it.
         implementation: its name.
-        served_by: the column of `torch_core.launch.serves.SERVES` that says what it serves.
+        served_by: the column of `torch_core.serves.SERVES` that says what it serves.
         chosen: the caller named no implementation, so that jnp may stand in for a derivative.
     """
 
