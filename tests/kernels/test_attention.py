@@ -9,7 +9,7 @@ from tests.support.attention_cases import assert_matches_reference, dense_case, 
 from tests.support.interpret import run_interpreted_operation
 from tests.support.kernel_cases import interpreter_case
 from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
-from torch_core.attention.kernels.split import partials
+from torch_core.attention import partials
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.plan import DeviceLimits
 from torch_core.launch.planner import plan_call

@@ -10,7 +10,7 @@ import torch
 from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
 from tests.support.triton_ops import run_triton
 from torch_core.experts.call import ACTIVATIONS
-from torch_core.experts.kernels.plan import plan_experts
+from torch_core.experts.plan import plan_experts
 from torch_core.launch.plan import DeviceLimits
 from torch_core.launch.tensors import array_spec
 

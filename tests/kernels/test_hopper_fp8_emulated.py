@@ -11,7 +11,7 @@ import torch
 from tests.support.attention_cases import AttentionCase, paged_case
 from tests.support.emulated.run import run_emulated_operation
 from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_case, random_fp8_chunk_case
-from torch_core.attention.kernels.hopper import plan as attention_hopper
+from torch_core.attention import hopper_prefill
 from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.plan import DeviceLimits
@@ -75,7 +75,7 @@ def test_the_order_in_which_warps_come_changes_no_bit(seed: int) -> None:
 
 
 def _check_chunks(case: AttentionCase, chunk: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_hopper, "hopper_chunk", lambda **_: chunk)
+    monkeypatch.setattr(hopper_prefill, "hopper_chunk", lambda **_: chunk)
     call = replace(case.call("cpu"), with_lse=True)
     plan = plan_call.__wrapped__(call.map(array_spec), _FEW)
     assert [launch.name for launch in plan.launches] == ["hopper_fp8_prefill_kernel", "attention_combine_kernel"]

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, paged_case
 from tests.support.fp8_cases import assert_matches_fp8_weights, random_fp8_chunk_case
-from torch_core.attention.kernels.hopper import plan as attention_hopper
+from torch_core.attention import hopper_prefill
 from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_launch
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.launcher import device_limits, run_operation
@@ -38,7 +38,7 @@ def _run(case: AttentionCase, plan: OperationPlan) -> tuple[torch.Tensor, torch.
 
 
 def _check_chunks(case: AttentionCase, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_hopper, "hopper_chunk", lambda **_: chunk)
+    monkeypatch.setattr(hopper_prefill, "hopper_chunk", lambda **_: chunk)
     plan = _plan(case)
     assert [launch.name for launch in plan.launches] == _IN_CHUNKS
     assert_matches_fp8_weights(case, *_run(case, plan))

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, dense_case, paged_case
 from tests.support.triton_ops import paged_attention, paged_attention_with_lse
-from torch_core.attention.kernels.hopper import plan as attention_hopper
+from torch_core.attention import hopper_prefill
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.launcher import device_limits, run_operation
 from torch_core.launch.plan import OperationPlan
@@ -26,7 +26,7 @@ _LONG = 700
 
 @pytest.fixture(autouse=True)
 def _whole_rows(monkeypatch):
-    monkeypatch.setattr(attention_hopper, "hopper_chunk", lambda **_: 0)
+    monkeypatch.setattr(hopper_prefill, "hopper_chunk", lambda **_: 0)
 
 
 def _plan(case: AttentionCase, **changes: Any) -> OperationPlan:
@@ -106,7 +106,7 @@ def test_a_packed_row_has_the_bits_of_a_row_in_a_tile_of_one_head(seed, monkeypa
     """A row meets the same tiles of keys in the same order, whatever rows share its tile."""
     case, group = _random_case(100 + seed)
     found = _run(case, group)
-    monkeypatch.setattr(attention_hopper, "hopper_pack", lambda **_: 1)
+    monkeypatch.setattr(hopper_prefill, "hopper_pack", lambda **_: 1)
     plan = _plan(case)
     assert _packed(plan) == 1
     _assert_same(found, _results(case, plan))

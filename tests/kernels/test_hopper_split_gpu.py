@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import AttentionCase, assert_matches_reference, paged_case
-from torch_core.attention.kernels.hopper import plan as attention_hopper
+from torch_core.attention import hopper_prefill
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.launcher import device_limits, run_operation
 from torch_core.launch.plan import OperationPlan
@@ -29,7 +29,7 @@ def _plan(case: AttentionCase) -> OperationPlan:
 
 
 def _run(case: AttentionCase, chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor]:
-    monkeypatch.setattr(attention_hopper, "hopper_chunk", lambda **_: chunk)
+    monkeypatch.setattr(hopper_prefill, "hopper_chunk", lambda **_: chunk)
     plan = _plan(case)
     return _results(case, plan)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import paged_plan
-from torch_core.attention.kernels.hopper.tiles import hopper_chunk
+from torch_core.attention.hopper_prefill import hopper_chunk
 from torch_core.base.specs import ArraySpec, AttentionSpec
 from torch_core.launch.plan import DeviceLimits, OperationPlan, Scalar
 

@@ -10,8 +10,8 @@ from typing import Any
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.call import AttentionCall, PagedCall, TableCall
-from torch_core.attention.kernels.split.partials import PARTIALS, Chunks
 from torch_core.attention.operands import count, make_launch, output
+from torch_core.attention.partials import PARTIALS, Chunks
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
 

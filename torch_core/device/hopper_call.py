@@ -39,7 +39,7 @@ class Split(NamedTuple):
         chunk: keys of a chunk, a multiple of a tile's.
         max_chunks: chunks that one sequence can have.
         max_query: query tokens that one sequence can have.
-        out, maximum, total: what each chunk leaves of a row for `attention_combine_kernel`, see split.partials.
+        out, maximum, total: what each chunk leaves of a row for `attention_combine_kernel`, see attention.partials.
     """
 
     chunk: Any

@@ -12,7 +12,7 @@ register(
         call=ExpertsCall,
         reference="torch_core.experts.reference.experts:fused_experts",
         cpu="torch_core.experts.cpu:fused_experts",
-        plan="torch_core.experts.kernels.plan:plan_experts",
+        plan="torch_core.experts.plan:plan_experts",
         serves=(
             compute_dtype("hidden_states"),
             strides(contiguous=("topk_weights", "topk_ids", "gate_up_bias", "down_bias")),
@@ -25,7 +25,7 @@ register(
         call=RouteCall,
         reference="torch_core.experts.reference.routing:route_experts",
         cpu="torch_core.experts.cpu:route_experts",
-        plan="torch_core.experts.kernels.route_plan:plan_route",
+        plan="torch_core.experts.kernels.route.plan:plan_route",
         serves=(
             compute_dtype("hidden_states"),
             strides(contiguous=("bias", "correction_bias")),

@@ -39,7 +39,7 @@ register(
         call=LatentCall,
         reference="torch_core.latent.reference.latent:mla_attention",
         cpu="torch_core.latent.cpu.latent:mla_attention",
-        plan="torch_core.latent.kernels.mla.plan:plan_latent",
+        plan="torch_core.latent.choose:plan_latent",
         serves=(
             compute_dtype("query", (*QUERY_DTYPES, *FP8_DTYPES)),
             cached_key_dtype("latent_cache"),

@@ -65,7 +65,7 @@ def _packed(pairs: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _softmax_step(scores: np.ndarray, state: np.ndarray, *, first: bool, dtype: np.dtype) -> tuple[Tensor, Tensor]:
-    """One step of `torch_core.attention.kernels.hopper.softmax`, or of `hopper_fp8.softmax`.
+    """One step of `torch_core.device.hopper_softmax`, with the weights of either prefill kernel.
 
     A thread has the places [row, block of 8 columns, :, bit].
     """

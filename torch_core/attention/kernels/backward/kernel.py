@@ -27,7 +27,7 @@ from torch_core.device.store import query_tile
 from torch_core.device.tiles import readable
 from torch_core.device.work import locate_tile
 
-__all__ = ["backward_keys_kernel", "backward_queries_kernel", "sum_parts_kernel"]
+__all__ = ["backward_keys_kernel", "backward_queries_kernel"]
 
 
 @triton.jit
@@ -328,18 +328,6 @@ def backward_keys_kernel(
 
     _store_gradient(d_key, acc_key, scale, packed, kv_head, live, HEAD_SIZE, D_KEY_STRIDES, NEGATE)
     _store_gradient(d_value, acc_value, keep_factor, packed, kv_head, live, VALUE_SIZE, D_VALUE_STRIDES, False)
-
-
-@triton.jit
-def sum_parts_kernel(parts, result, num_parts, BLOCK: tl.constexpr):
-    """result[i] = sum of parts[i, :num_parts], in a fixed order. Grid: (rows,)."""
-    row = tl.program_id(0)
-    parts += row.to(tl.int64) * num_parts
-    columns = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, num_parts, BLOCK):
-        total += tl.load(parts + first + columns, mask=first + columns < num_parts, other=0.0)
-    tl.store(result + row, tl.sum(total, 0).to(result.dtype.element_ty))
 
 
 @triton.jit

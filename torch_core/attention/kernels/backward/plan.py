@@ -6,19 +6,18 @@ from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.kernels.backward.kernel import (
     backward_keys_kernel,
     backward_queries_kernel,
-    sum_parts_kernel,
 )
 from torch_core.attention.kernels.backward.tiles import BackwardTile, keys_tile, queries_tile
-from torch_core.attention.kernels.rows.plan import block_seqs
 from torch_core.attention.operands import cache_constexprs, count, make_launch, operation
+from torch_core.attention.partials import sum_parts_launch
+from torch_core.attention.portable import block_seqs
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer
 
-__all__ = ["backward_plan", "sum_parts_launch"]
+__all__ = ["backward_plan"]
 
 # What has one number for each head: the gradient, and the scratch of its parts.
 _PARTS = {"d_alibi_slopes": "slope_parts", "d_sinks": "sink_parts"}
-_PARTS_BLOCK = 1024
 
 
 def backward_plan(
@@ -86,14 +85,3 @@ def backward_plan(
     ]
     launches += [sum_parts_launch(call, name, part, tiles) for name, part in _PARTS.items() if name in outputs]
     return operation(call, tuple(launches), tuple(scratch.items()))
-
-
-def sum_parts_launch(call: DenseBackwardCall[ArraySpec], name: str, part: str, num_parts: int) -> LaunchPlan:
-    """Plans the sum of the scratch `part`, [num_heads, num_parts], into the output `name`, [num_heads]."""
-    return LaunchPlan(
-        kernel=sum_parts_kernel,
-        grid=(call.num_heads,),
-        arguments=(("parts", Pointer(part)), ("result", Pointer(name)), ("num_parts", count(num_parts))),
-        constexprs=(("BLOCK", _PARTS_BLOCK),),
-        writes=(name,),
-    )

@@ -9,11 +9,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
-from torch_core.attention.kernels.backward.plan import sum_parts_launch
 from torch_core.attention.kernels.backward_hopper.kernel import hopper_backward_kernel
 from torch_core.attention.kernels.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
 from torch_core.attention.kernels.backward_hopper.tiles import HopperBackwardTile, hopper_backward_tile
 from torch_core.attention.operands import count, make_launch, operation
+from torch_core.attention.partials import sum_parts_launch
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from torch_core.attention.call import AttentionCall, PagedCall
-from torch_core.attention.copies import array_matrix, copied_launch, copy_descriptor, is_copied, query_descriptor
-from torch_core.attention.kernels.hopper.kernel import hopper_prefill_kernel
-from torch_core.attention.kernels.hopper.tiles import (
+from torch_core.attention.copies import is_copied
+from torch_core.attention.hopper_prefill import (
     MIN_PACKED_ROWS,
-    REST_SIZES,
-    WARPGROUP_ROWS,
-    HopperTile,
-    hopper_chunk,
-    hopper_pack,
-    hopper_tile,
+    prefill_launch,
+    query_pack,
+    split_prefill_launches,
 )
-from torch_core.attention.kernels.split.partials import Chunks, combine_launch
+from torch_core.attention.kernels.hopper.kernel import hopper_prefill_kernel
+from torch_core.attention.kernels.hopper.tiles import REST_SIZES, HopperTile, hopper_tile
 from torch_core.attention.operands import output
+from torch_core.attention.partials import Chunks
 from torch_core.base.specs import ArraySpec
-from torch_core.launch.operands import ceil_div, power_of_two
-from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan
+from torch_core.launch.plan import DeviceLimits, LaunchPlan
 
-__all__ = ["few_tiles_chunks", "hopper_launch", "query_pack", "split_hopper_launches"]
-
-# Bytes that chunks may leave: servers leave little room beside their caches.
-_MAX_SCRATCH = 1 << 26
+__all__ = ["hopper_launch", "split_hopper_launches"]
 
 
 def hopper_launch(
@@ -54,26 +48,16 @@ def hopper_launch(
     if pack is None:
         pack = query_pack(call, MIN_PACKED_ROWS)
     rest_size = REST_SIZES.get(call.head_size, 0)
-    rest = (WARPGROUP_ROWS, rest_size)
     if tile is None or pack == 0 or (pack > 1 and rest_size) or not _is_served(call, limits, rest_size):
         return None
-    query = array_matrix(call, "query", tile.block_n)
-    boxes = None if query is None else query_descriptor(call, query, (WARPGROUP_ROWS, call.value_head_size), pack)
-    if query is None or boxes is None:
-        return None
-    query_stride = query.head_stride if pack == 1 else 0
-    return copied_launch(
+    return prefill_launch(
         hopper_prefill_kernel,
         call,
         limits,
         tile,
-        {"PACK": pack, "PAGED": isinstance(call, PagedCall), "QUERY_STRIDE": query_stride},
-        rows=tile.rows,
-        pack=pack,
         block_n=tile.block_n,
-        kv_heads=tile.kv_heads if pack == 1 else call.num_kv_heads,
-        query=boxes,
-        query_rest=copy_descriptor("query", query, rest, call.query.dtype) if rest_size else ABSENT,
+        pack=pack,
+        kv_heads=tile.kv_heads,
         min_query=min_query,
         chunks=chunks,
     )
@@ -82,50 +66,9 @@ def hopper_launch(
 def split_hopper_launches(
     call: PagedCall[ArraySpec], limits: DeviceLimits
 ) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
-    """Plans a call with few query tiles over many keys, in chunks: `hopper_launch` for all sequences, and the merge.
-
-    Returns:
-        The launches and the scratch that they share; None where keys are not split. A call with a `kv_chunk_size`
-        asks for bits that do not follow from the number of tiles.
-    """
+    """Plans a call with few query tiles over many keys, in chunks; see `split_prefill_launches`."""
     tile = hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
-    if tile is None or call.kv_chunk_size is not None:
-        return None
-    # Where the portable kernel would be better at whole rows, a tile holds tokens of one head.
-    pack = query_pack(call, MIN_PACKED_ROWS) or 1
-    chunks = few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
-    if chunks is None:
-        return None
-    launch = hopper_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
-    if launch is None:
-        return None
-    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
-
-
-def few_tiles_chunks(call: PagedCall[ArraySpec], limits: DeviceLimits, *, rows: int, pack: int) -> Chunks | None:
-    """Returns the chunks of a call whose tiles of `rows` rows, with `pack` heads, leave multiprocessors idle.
-
-    None where its keys are not split.
-    """
-    query_len, left = ceil_div(call.num_tokens, call.num_seqs), call.spec.window_left
-    # A power of two: few variants of the merge for the query lengths of a server's steps.
-    max_query = power_of_two(call.max_query_len)
-    size = hopper_chunk(
-        tiles=call.num_seqs * ceil_div(query_len * pack, rows) * (call.num_heads // pack),
-        keys=call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len),
-        num_sms=limits.num_sms,
-        max_chunks=_MAX_SCRATCH // (4 * call.num_seqs * max_query * call.num_heads * call.value_head_size),
-    )
-    chunks = Chunks.of(call, size, max_query) if size else None
-    return None if chunks is None or chunks.number == 1 else chunks
-
-
-def query_pack(call: AttentionCall[ArraySpec], min_rows: int) -> int:
-    """Returns the query heads side by side in a tile of a call; 0 where other kernels are better, see `hopper_pack`."""
-    width = call.table_tokens if isinstance(call, PagedCall) else call.keys().shape[0] // call.num_seqs
-    return hopper_pack(
-        group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width, min_rows=min_rows
-    )
+    return split_prefill_launches(hopper_launch, call, limits, tile, MIN_PACKED_ROWS)
 
 
 def _is_served(call: AttentionCall[ArraySpec], limits: DeviceLimits, rest_size: int) -> bool:

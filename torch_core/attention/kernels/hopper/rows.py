@@ -11,16 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.attention.kernels.hopper.softmax import (
-    initial_state,
-    rescale,
-    row_references,
-    row_sums,
-    softmax_step,
-    unpack_weights,
-)
+from torch_core.attention.kernels.hopper.softmax import initial_state, softmax_step, unpack_weights
 from torch_core.device.hopper_items import item_count, read_item
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse, store_partial
+from torch_core.device.hopper_softmax import rescale, row_references, row_sums
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
 from torch_core.device.mask import LOG2E
 

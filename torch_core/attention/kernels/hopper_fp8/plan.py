@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from torch_core.attention.call import AttentionCall, PagedCall
-from torch_core.attention.copies import array_matrix, copied_launch, is_copied, query_descriptor
-from torch_core.attention.kernels.hopper.plan import few_tiles_chunks, query_pack
+from torch_core.attention.copies import is_copied
+from torch_core.attention.hopper_prefill import prefill_launch, query_pack, split_prefill_launches
 from torch_core.attention.kernels.hopper_fp8.kernel import hopper_fp8_prefill_kernel
-from torch_core.attention.kernels.hopper_fp8.tiles import (
-    BLOCK_N,
-    MIN_PACKED_ROWS,
-    WARPGROUP_ROWS,
-    HopperFp8Tile,
-    hopper_fp8_tile,
-)
-from torch_core.attention.kernels.split.partials import Chunks, combine_launch
+from torch_core.attention.kernels.hopper_fp8.tiles import BLOCK_N, MIN_PACKED_ROWS, HopperFp8Tile, hopper_fp8_tile
 from torch_core.attention.operands import output
+from torch_core.attention.partials import Chunks
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import DeviceLimits, LaunchPlan
 
@@ -53,21 +47,14 @@ def hopper_fp8_launch(
         pack = query_pack(call, MIN_PACKED_ROWS)
     if tile is None or pack == 0 or not isinstance(call, PagedCall) or not _is_served(call, limits):
         return None
-    query = array_matrix(call, "query", BLOCK_N)
-    boxes = None if query is None else query_descriptor(call, query, (WARPGROUP_ROWS, call.head_size), pack)
-    if query is None or boxes is None:
-        return None
-    return copied_launch(
+    return prefill_launch(
         hopper_fp8_prefill_kernel,
         call,
         limits,
         tile,
-        {"PACK": pack, "QUERY_STRIDE": query.head_stride if pack == 1 else 0},
-        rows=tile.rows,
-        pack=pack,
         block_n=BLOCK_N,
-        kv_heads=_KV_HEADS if pack == 1 else call.num_kv_heads,
-        query=boxes,
+        pack=pack,
+        kv_heads=_KV_HEADS,
         min_query=min_query,
         chunks=chunks,
     )
@@ -76,18 +63,9 @@ def hopper_fp8_launch(
 def split_hopper_fp8_launches(
     call: PagedCall[ArraySpec], limits: DeviceLimits
 ) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
-    """Plans a call with few query tiles over many keys, in chunks; see `split_hopper_launches`."""
+    """Plans a call with few query tiles over many keys, in chunks; see `split_prefill_launches`."""
     tile = hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
-    if tile is None or call.kv_chunk_size is not None or not _is_served(call, limits):
-        return None
-    pack = query_pack(call, MIN_PACKED_ROWS) or 1
-    chunks = few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
-    if chunks is None:
-        return None
-    launch = hopper_fp8_launch(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
-    if launch is None:
-        return None
-    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
+    return split_prefill_launches(hopper_fp8_launch, call, limits, tile, MIN_PACKED_ROWS)
 
 
 def packs_short_fp8(call: PagedCall[ArraySpec], limits: DeviceLimits) -> bool:

@@ -8,12 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from torch_core.attention.kernels.hopper.softmax import row_references, row_sums
 from torch_core.attention.kernels.hopper_fp8.softmax import fp8_softmax_step, initial_fp8_state
 from torch_core.attention.kernels.hopper_fp8.step import attend_fp8_tiles, weigh_tile
 from torch_core.attention.kernels.hopper_fp8.transpose import in_columns
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse, store_partial
+from torch_core.device.hopper_softmax import row_references, row_sums
 from torch_core.device.hopper_turns import ring_slot, skip_tile
 from torch_core.device.mask import LOG2E
 

@@ -1,13 +1,9 @@
 """The online softmax of the fp8 Hopper prefill kernel: a thread's share of a tile in one piece of assembly.
 
-As in `hopper.softmax`, the weights of a tile are worked out with the row's reference from the tiles before, so that no
-maximum is waited for, and their sums say whether that was right. Otherwise, which is rare after a row's first tile, the
-warp seeks the maxima, moves the references of the rows that went beyond, and works the weights out once more.
+`device.hopper_softmax` says how the weights of a tile come from the row's reference of the tiles before.
 
 A reference is such that the largest weight of the tile where it was set is 2 ** _TOP: what grows later by less than
 e4m3's 448 over that stays, what is smaller than 2 ** -6 loses bits. Sums are of the weights before they are rounded.
-
-State of a row, in the float32 registers of a tensor of the scores' shape, see `hopper.softmax`.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_core.attention.kernels.hopper.softmax import NOTHING, ONE, REFERENCE, step_assembly, step_constraints
+from torch_core.device.hopper_softmax import NOTHING, ONE, REFERENCE, step_assembly, step_constraints
 
 __all__ = ["fp8_softmax_step", "initial_fp8_state"]
 

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from torch_core.attention.kernels.hopper.softmax import rescale
 from torch_core.attention.kernels.hopper_fp8.softmax import fp8_softmax_step
 from torch_core.device.hopper_rows import mask_scores
+from torch_core.device.hopper_softmax import rescale
 from torch_core.device.hopper_turns import ring_slot
 
 __all__ = ["attend_fp8_tiles", "weigh_tile"]

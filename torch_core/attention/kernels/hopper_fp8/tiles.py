@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BLOCK_N", "MIN_PACKED_ROWS", "WARPGROUP_ROWS", "HopperFp8Tile", "hopper_fp8_tile"]
+from torch_core.attention.hopper_prefill import WARPGROUP_ROWS, tile_for_length
 
-#: Query rows of one product, and keys of one step.
-WARPGROUP_ROWS = 64
+__all__ = ["BLOCK_N", "MIN_PACKED_ROWS", "HopperFp8Tile", "hopper_fp8_tile"]
+
+#: Keys of one step.
 BLOCK_N = 128
 #: Rows that the heads of a short query must bring, see `hopper_pack`. With 32 and 64 of them whole rows took 0.32 to
 #: 0.98 of the split kernel's time on an H200 (4 to 128 sequences over 512 to 8k keys; 1.14 with 4 over 8k, which are
@@ -70,5 +71,4 @@ def hopper_fp8_tile(*, head_size: int, max_query_len: int) -> HopperFp8Tile | No
         >>> [hopper_fp8_tile(head_size=64, max_query_len=n).rows for n in (512, 8192)]
         [128, 192]
     """
-    tiles = [tile for length, tile in _TILES.get(head_size, ()) if length <= max_query_len]
-    return tiles[-1] if tiles else None
+    return tile_for_length(_TILES.get(head_size, ()), max_query_len)

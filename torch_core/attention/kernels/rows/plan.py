@@ -6,14 +6,13 @@ from torch_core.attention.call import AttentionCall, PagedCall
 from torch_core.attention.kernels.rows.kernel import attention_rows_kernel
 from torch_core.attention.kernels.rows.tiles import rows_tile
 from torch_core.attention.operands import cache_constexprs, is_plain, make_launch
+from torch_core.attention.portable import block_seqs, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div
 from torch_core.launch.plan import LaunchPlan
 
-__all__ = ["block_seqs", "is_hot", "rows_launch"]
+__all__ = ["rows_launch"]
 
-# Few sizes, so that few variants are compiled.
-_BLOCK_SEQS = (1, 32, 256, 1024)
 # Up to this query length the heads of a tile run side by side: their tiles are of equal length, so that the device
 # fills evenly. Beyond it, the tiles of one head do: its keys stay in the L2 cache.
 _HEADS_FIRST_LEN = 4096
@@ -60,13 +59,3 @@ def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan
         maxnreg=tile.maxnreg,
         hot=is_hot(call) and tile.maxnreg is None,
     )
-
-
-def block_seqs(num_seqs: int) -> int:
-    """Returns how many sequences a program looks at together when it searches for its own."""
-    return next((size for size in _BLOCK_SEQS if size >= num_seqs), _BLOCK_SEQS[-1])
-
-
-def is_hot(call: AttentionCall[ArraySpec]) -> bool:
-    """Whether a portable variant serves most models, so that a spill there is an error."""
-    return is_plain(call) and call.query.dtype != "float32" and call.head_size <= 128

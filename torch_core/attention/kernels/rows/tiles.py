@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from torch_core.attention.portable import Tile
 from torch_core.launch.operands import power_of_two
 
-__all__ = ["Tile", "rows_tile"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Tile of a portable kernel.
-
-    Attributes:
-        block_m: rows, query tokens times packed heads.
-        block_n: keys of one step.
-        num_stages: depth of the software pipeline.
-        num_warps: warps of one program.
-        maxnreg: limit on registers per thread, None for none.
-    """
-
-    block_m: int
-    block_n: int
-    num_stages: int
-    num_warps: int
-    maxnreg: int | None = None
+__all__ = ["rows_tile"]
 
 
 def rows_tile(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from torch_core.attention.call import PagedCall
-from torch_core.attention.kernels.rows.plan import block_seqs, is_hot
-from torch_core.attention.kernels.rows.tiles import Tile
 from torch_core.attention.kernels.split.kernel import attention_split_kernel
-from torch_core.attention.kernels.split.partials import Chunks, combine_launch
 from torch_core.attention.kernels.split.tiles import chunk_size, split_tile
 from torch_core.attention.operands import cache_constexprs, make_launch, padded
+from torch_core.attention.partials import Chunks, combine_launch
+from torch_core.attention.portable import Tile, block_seqs, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div
 from torch_core.launch.plan import ABSENT, LaunchPlan

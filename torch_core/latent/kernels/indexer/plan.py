@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torch_core.attention.kernels.rows.plan import block_seqs
 from torch_core.attention.operands import count, padded
+from torch_core.attention.portable import block_seqs
 from torch_core.base.specs import ArraySpec
 from torch_core.latent.kernels.indexer.choice import chosen_slots_kernel
 from torch_core.latent.kernels.indexer.kernel import indexer_logits_kernel

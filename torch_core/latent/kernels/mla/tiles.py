@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_core.attention.kernels.rows.tiles import Tile
+from torch_core.attention.portable import Tile
 from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import DeviceLimits
 

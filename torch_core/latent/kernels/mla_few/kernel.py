@@ -11,10 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.hopper_latents import BLOCK_N, ROPE, Results, Sizes, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
 from torch_core.latent.kernels.mla_few.warpgroups import attend
-from torch_core.latent.kernels.mla_few.work import BLOCK_N, COLUMNS, GROUP, GROUPS, ROPE, Results, Room, Source
-from torch_core.latent.kernels.mla_hopper.work import Sizes, find_work, zero_padding
+from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP, GROUPS, Room, Source
 
 __all__ = ["few_latent_kernel"]
 

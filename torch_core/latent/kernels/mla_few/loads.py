@@ -7,7 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
-from torch_core.latent.kernels.mla_few.work import BLOCK_N, COLUMNS, GROUP, GROUPS, ROPE
+from torch_core.device.hopper_latents import BLOCK_N, ROPE
+from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP, GROUPS
 
 __all__ = ["load_query", "load_scales", "load_tile", "zero_behind"]
 

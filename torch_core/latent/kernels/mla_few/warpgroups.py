@@ -12,13 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import reinterpret, thread_barrier
+from torch_core.device.hopper_latents import BLOCK_N, ROPE, boxes_of, slots_of
 from torch_core.device.hopper_rows import finish_rows
 from torch_core.device.mask import LOG2E
 from torch_core.device.softmax import LN2
 from torch_core.latent.kernels.mla_few.loads import load_query, load_scales, load_tile, zero_behind
-from torch_core.latent.kernels.mla_few.work import BLOCK_N, COLUMNS, GROUP, GROUPS, ROPE
-from torch_core.latent.kernels.mla_hopper.loads import boxes_of
-from torch_core.latent.kernels.mla_hopper.work import slots_of
+from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP, GROUPS
 
 __all__ = ["attend"]
 

@@ -1,4 +1,4 @@
-"""What the warpgroups of the kernel for few rows share: sizes, shared memory."""
+"""Sizes and shared memory of the latent kernel for few rows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from torch_core.latent.kernels.mla_hopper.work import Results
+__all__ = ["COLUMNS", "GROUP", "GROUPS", "Room", "Source"]
 
-__all__ = ["BLOCK_N", "COLUMNS", "GROUP", "GROUPS", "ROPE", "Results", "Room", "Source"]
-
-#: Rows (query token, head) of a program, and tokens of one step.
+#: Rows (query token, head) of a program.
 COLUMNS = gl.constexpr(16)
-BLOCK_N = gl.constexpr(64)
-#: Elements of a latent that are copied and converted together, how many such groups it has, and its rotary key.
+#: Elements of a latent that are copied and converted together, and the number of these groups.
 GROUP = gl.constexpr(128)
 GROUPS = gl.constexpr(4)
-ROPE = gl.constexpr(64)
 
 
 class Room(NamedTuple):

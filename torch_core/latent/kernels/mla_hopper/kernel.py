@@ -6,23 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE, Results, Sizes, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
 from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
 from torch_core.latent.kernels.mla_hopper.warpgroups import make_weights, weigh_latents
-from torch_core.latent.kernels.mla_hopper.work import (
-    BLOCK_N,
-    HALF,
-    ROPE,
-    ROPES,
-    ROWS,
-    SLOTS,
-    Results,
-    Room,
-    Sizes,
-    Source,
-    find_work,
-    zero_padding,
-)
+from torch_core.latent.kernels.mla_hopper.work import ROPES, ROWS, SLOTS, Room, Source
 
 __all__ = ["hopper_latent_kernel"]
 
@@ -77,7 +65,7 @@ def hopper_latent_kernel(
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE)
+    work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE, ROWS)
     output = Output(sinks, out, lse, out_factor)
     if work.live:
         if work.first_row < work.query_len * NUM_HEADS:

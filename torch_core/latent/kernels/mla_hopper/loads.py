@@ -7,9 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from torch_core.device.gluon_names import async_load, thread_barrier
-from torch_core.latent.kernels.mla_hopper.work import BLOCK_N, HALF, ROPES, SLOTS
+from torch_core.device.hopper_latents import BLOCK_N, HALF
+from torch_core.latent.kernels.mla_hopper.work import ROPES, SLOTS
 
-__all__ = ["boxes_of", "load_half", "load_query", "slot_of"]
+__all__ = ["load_half", "load_query", "slot_of"]
 
 # Bytes of half a tile of 64 latents or query rows, and of 64 rotary keys.
 _HALF_BYTES = gl.constexpr(64 * 256 * 2)
@@ -31,17 +32,6 @@ def slot_of(number):
     """Slot and phase of a half's number."""
     turn = number // SLOTS
     return number - turn * SLOTS, turn & 1
-
-
-@gluon.jit
-def boxes_of(work, table, step, SHAPE: gl.constexpr):
-    """Rows in the cache's matrix of the boxes of a tile: one for each lane of a warp; outside where there is none."""
-    BOX: gl.constexpr = SHAPE.BOX
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    key = work.start + step * BLOCK_N + lanes * BOX
-    inside = (key < work.end) & (lanes < BLOCK_N // BOX)
-    block = gl.load(table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
-    return gl.where(inside, block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE, -BOX)
 
 
 @gluon.jit

@@ -12,11 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import thread_barrier
+from torch_core.device.hopper_latents import BLOCK_N, HALF, boxes_of, slots_of
 from torch_core.device.hopper_rows import finish_rows, mask_scores
 from torch_core.device.mask import LOG2E
 from torch_core.device.softmax import LN2
-from torch_core.latent.kernels.mla_hopper.loads import boxes_of, load_half, load_query, slot_of
-from torch_core.latent.kernels.mla_hopper.work import BLOCK_N, HALF, ROPES, ROWS, SLOTS, slots_of
+from torch_core.latent.kernels.mla_hopper.loads import load_half, load_query, slot_of
+from torch_core.latent.kernels.mla_hopper.work import ROPES, ROWS, SLOTS
 
 __all__ = ["make_weights", "weigh_latents"]
 

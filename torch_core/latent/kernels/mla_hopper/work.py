@@ -1,97 +1,18 @@
-"""What the warps of the Hopper latent kernel share: sizes, shared memory, and the chunk of latents of a program."""
+"""Sizes and shared memory of the Hopper latent kernel."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_core.device.mask import Bounds
-from torch_core.device.work import chunk_span
+__all__ = ["ROPES", "ROWS", "SLOTS", "Room", "Source"]
 
-__all__ = [
-    "BLOCK_N",
-    "HALF",
-    "ROPE",
-    "ROPES",
-    "ROWS",
-    "SLOTS",
-    "Results",
-    "Room",
-    "Sizes",
-    "Source",
-    "Work",
-    "find_work",
-    "slots_of",
-    "zero_padding",
-]
-
-#: Rows (query token, head) of a program, and tokens of one step.
+#: Rows (query token, head) of a program.
 ROWS = gl.constexpr(64)
-BLOCK_N = gl.constexpr(64)
-#: Elements of half a latent, which is what one warpgroup accumulates, and of a rotary key.
-HALF = gl.constexpr(256)
-ROPE = gl.constexpr(64)
 #: Halves of tiles, and rotary parts of tiles, that shared memory has room for.
 SLOTS = gl.constexpr(5)
 ROPES = gl.constexpr(3)
-_SEQS = gl.constexpr(32)
-
-
-class Sizes(NamedTuple):
-    """Sizes of a call, known when compiling.
-
-    Attributes:
-        NUM_HEADS: query heads.
-        MAX_QUERY: query tokens of a sequence, at most.
-        CHUNK: tokens of a chunk.
-        BLOCK_SIZE, BLOCK_ROWS: tokens of a block; rows from one block to the next, as the copy engine sees them.
-        BLOCK_N: tokens of one step.
-        BOX: tokens of one copy.
-        PAGED: latents lie in blocks.
-        OUT_STRIDES: elements from one token, and from one head, of the output to the next.
-    """
-
-    NUM_HEADS: Any
-    MAX_QUERY: Any
-    CHUNK: Any
-    BLOCK_SIZE: Any
-    BLOCK_ROWS: Any
-    BLOCK_N: Any
-    BOX: Any
-    PAGED: Any
-    OUT_STRIDES: Any
-
-
-class Work(NamedTuple):
-    """The chunk and the rows of a program.
-
-    Attributes:
-        live: there is one; else `spare` is its number among the programs without.
-        spare: see `live`.
-        seq: the sequence.
-        index: number of the chunk within it.
-        chunks: of the sequence.
-        first_row: first of the program's rows among those of the sequence.
-        query_start, query_len: first query token of the sequence; how many it has.
-        context: tokens before them.
-        start, end: tokens of the chunk.
-        tiles: steps.
-    """
-
-    live: Any
-    spare: Any
-    seq: Any
-    index: Any
-    chunks: Any
-    first_row: Any
-    query_start: Any
-    query_len: Any
-    context: Any
-    start: Any
-    end: Any
-    tiles: Any
 
 
 class Room(NamedTuple):
@@ -136,97 +57,3 @@ class Source(NamedTuple):
     latent_cache: Any
     latent_rope: Any
     table: Any
-
-
-class Results(NamedTuple):
-    """Where rows go: finished ones, or with other chunks of their sequence the running softmax.
-
-    Attributes:
-        output: a hopper_rows.Output.
-        rows, maxima, sums: the running softmax of a chunk.
-        max_chunks: of a sequence, at most.
-    """
-
-    output: Any
-    rows: Any
-    maxima: Any
-    sums: Any
-    max_chunks: Any
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def find_work(
-    query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES: gl.constexpr, SHAPE: gl.constexpr,
-    TILE_ROWS: gl.constexpr = ROWS,
-):  # fmt: skip
-    """The Work of this program: chunks in the order of sequences, the tiles of their rows side by side."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lanes = gl.arange(0, _SEQS, layout=layout)
-    item = gl.program_id(0) // ROW_TILES
-    bounds = Bounds(None, None, None)
-    before = 0
-    total = 0
-    seq = 0
-    for base in range(0, num_seqs, _SEQS):
-        seqs = base + lanes
-        live = seqs < num_seqs
-        lens = gl.load(query_start_loc + seqs + 1, mask=live, other=0)
-        lens -= gl.load(query_start_loc + seqs, mask=live, other=0)
-        keys = gl.load(seq_lens + seqs, mask=live, other=0)
-        _, chunks = chunk_span(keys, lens, table_tokens, bounds, SHAPE.CHUNK, SHAPE.MAX_QUERY)
-        past = live & (total + gl.associative_scan(chunks, 0, _add) <= item)
-        seq += gl.sum(past.to(gl.int32), 0)
-        before += gl.sum(gl.where(past, chunks, 0), 0)
-        total += gl.sum(chunks, 0)
-    seq = gl.minimum(seq, num_seqs - 1)
-    query_start = gl.load(query_start_loc + seq)
-    query_len = gl.load(query_start_loc + seq + 1) - query_start
-    seq_len = gl.load(seq_lens + seq)
-    index = item - before
-    _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, SHAPE.CHUNK, SHAPE.MAX_QUERY)
-    start = index * SHAPE.CHUNK
-    end = gl.minimum(gl.minimum(seq_len, table_tokens), start + SHAPE.CHUNK)
-    return Work(
-        item < total,
-        item - total,
-        seq,
-        index,
-        chunks,
-        gl.program_id(0) % ROW_TILES * TILE_ROWS,
-        query_start,
-        query_len,
-        seq_len - query_len,
-        start,
-        end,
-        gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
-    )
-
-
-@gluon.jit
-def zero_padding(work, output, query_start_loc, num_tokens, num_seqs, SHAPE: gl.constexpr):
-    """Programs without a chunk: writes what rows of padding hold, zeros and a log-sum-exp of -inf."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    rows = work.first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    tokens = gl.load(query_start_loc + num_seqs) + work.spare * SHAPE.MAX_QUERY + rows // SHAPE.NUM_HEADS
-    heads = rows % SHAPE.NUM_HEADS
-    live = (rows < SHAPE.MAX_QUERY * SHAPE.NUM_HEADS) & (tokens < num_tokens)
-    zeros = gl.zeros([ROWS, HALF], gl.float32, layout).to(output.out.dtype.element_ty)
-    pointers = output.out + tokens.to(gl.int64) * SHAPE.OUT_STRIDES[0] + heads * SHAPE.OUT_STRIDES[1]
-    for half in gl.static_range(2):
-        gl.store(pointers[:, None] + half * HALF + columns[None, :], zeros, mask=live[:, None])
-    if output.lse is not None:
-        empty = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-        gl.store(output.lse + tokens.to(gl.int64) * SHAPE.NUM_HEADS + heads, empty, mask=live)
-
-
-@gluon.jit
-def slots_of(work, tokens, heads, results, SHAPE: gl.constexpr):
-    """Where attention_combine_kernel looks for the rows of a chunk."""
-    row = work.seq.to(gl.int64) * SHAPE.MAX_QUERY + tokens
-    return (row * results.max_chunks + work.index) * SHAPE.NUM_HEADS + heads

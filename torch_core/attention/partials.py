@@ -1,21 +1,23 @@
-"""What chunks of keys leave in scratch for the combine kernel, and the launch that merges it."""
+"""Partial results in scratch: chunks of keys and parts of gradients, and the launches that merge them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.call import TableCall
-from torch_core.attention.kernels.split.combine import attention_combine_kernel
+from torch_core.attention.kernels.partials.kernel import attention_combine_kernel, sum_parts_kernel
 from torch_core.attention.operands import cache_constexprs, count, make_launch, padded
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer
 
-__all__ = ["PARTIALS", "Chunks", "combine_launch"]
+__all__ = ["PARTIALS", "Chunks", "combine_launch", "sum_parts_launch"]
 
 #: The buffers: accumulated rows, their maxima in units of log 2, and the sums of their weights.
 PARTIALS = ("partial_out", "partial_max", "partial_sum")
 _COMBINE_CHUNKS = 32
+_PARTS_BLOCK = 1024
 # Scratch that is read whole, whatever the lengths are: to wait for them first takes longer.
 _READ_AHEAD_BYTES = 1 << 21
 
@@ -84,4 +86,15 @@ def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: in
         num_warps=1 if value_padded <= 128 else 2 if value_padded <= 256 else 4,
         num_stages=1,
         hot=True,
+    )
+
+
+def sum_parts_launch(call: DenseBackwardCall[ArraySpec], name: str, part: str, num_parts: int) -> LaunchPlan:
+    """Plans the sum of the scratch `part`, [num_heads, num_parts], into the output `name`, [num_heads]."""
+    return LaunchPlan(
+        kernel=sum_parts_kernel,
+        grid=(call.num_heads,),
+        arguments=(("parts", Pointer(part)), ("result", Pointer(name)), ("num_parts", count(num_parts))),
+        constexprs=(("BLOCK", _PARTS_BLOCK),),
+        writes=(name,),
     )

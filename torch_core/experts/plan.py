@@ -6,15 +6,24 @@ from typing import Any
 
 from torch_core.base.specs import ArraySpec
 from torch_core.experts.call import ExpertsCall
-from torch_core.experts.kernels.align import align_experts_kernel, count_experts_kernel
-from torch_core.experts.kernels.combine import combine_experts_kernel
-from torch_core.experts.kernels.hopper import ROWS
-from torch_core.experts.kernels.hopper_plan import copied_weights, hopper_product, is_hopper
-from torch_core.experts.kernels.kernel import expert_product_kernel
-from torch_core.experts.kernels.one_plan import plan_one_token, serves_one_token
-from torch_core.experts.kernels.tiles import MAX_LOOKED_UP, Tile, expert_tile
+from torch_core.experts.kernels.hopper.kernel import ROWS
+from torch_core.experts.kernels.hopper.plan import hopper_product, is_hopper
+from torch_core.experts.kernels.one_token.plan import plan_one_token, serves_one_token
+from torch_core.experts.kernels.product.align import align_experts_kernel, count_experts_kernel
+from torch_core.experts.kernels.product.combine import combine_experts_kernel
+from torch_core.experts.kernels.product.kernel import expert_product_kernel
+from torch_core.experts.kernels.product.tiles import MAX_LOOKED_UP, Tile, expert_tile
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
-from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import (
+    ABSENT,
+    Argument,
+    Descriptor,
+    DeviceLimits,
+    LaunchPlan,
+    OperationPlan,
+    Pointer,
+    Scalar,
+)
 
 __all__ = ["plan_experts"]
 
@@ -134,7 +143,7 @@ def _product(
     sorted_before = num_tiles > 0
     arguments: dict[str, Argument] = {
         "x": Pointer("hidden_states" if gated else "gated"),
-        "kernel": copied_weights(call, tile) if is_sorted else Pointer(kernel),
+        "kernel": _copied_weights(call, tile) if is_sorted else Pointer(kernel),
         "bias": ABSENT if getattr(call, bias) is None else Pointer(bias),
         "topk_ids": ABSENT if sorted_before else Pointer("topk_ids"),
         "sorted_ids": Pointer("sorted_ids") if sorted_before else ABSENT,
@@ -166,3 +175,10 @@ def _product(
         expert_product_kernel, grid, arguments, constants, writes=("gated" if gated else "rows",),
         num_warps=tile.num_warps, num_stages=tile.num_stages, hot=True,
     )  # fmt: skip
+
+
+def _copied_weights(call: ExpertsCall[ArraySpec], tile: Tile) -> Descriptor:
+    """Returns the first product's kernel as the copy engine sees it, the rows of all experts behind one another."""
+    experts, rows, columns = call.gate_up_kernel.shape
+    strides = (call.gate_up_kernel.element_strides[1], 1)
+    return Descriptor("gate_up_kernel", (experts * rows, columns), strides, (tile.steps, tile.columns))

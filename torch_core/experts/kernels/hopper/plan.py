@@ -1,4 +1,4 @@
-"""Many rows on Hopper: where the copy engine brings them, the second product's launch, the first one's weights."""
+"""The second product of many sorted rows on Hopper: which calls it serves, and its launch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.base.specs import ArraySpec
 from torch_core.experts.call import ExpertsCall
-from torch_core.experts.kernels.hopper import COLUMNS, ROWS, STEPS, hopper_expert_product_kernel
-from torch_core.experts.kernels.tiles import Tile
+from torch_core.experts.kernels.hopper.kernel import COLUMNS, ROWS, STEPS, hopper_expert_product_kernel
 from torch_core.launch.operands import named_launch
 from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
 
-__all__ = ["copied_weights", "hopper_product", "is_hopper"]
+__all__ = ["hopper_product", "is_hopper"]
 
 _ARCH = 90
 _STAGES = 4
@@ -54,13 +53,6 @@ def hopper_product(call: ExpertsCall[ArraySpec], limits: DeviceLimits, num_tiles
         hopper_expert_product_kernel, (limits.num_sms,), arguments, constants, writes=("rows",), num_warps=4,
         num_stages=1, hot=True,
     )  # fmt: skip
-
-
-def copied_weights(call: ExpertsCall[ArraySpec], tile: Tile) -> Descriptor:
-    """Returns the first product's kernel as the copy engine sees it, the rows of all experts behind one another."""
-    experts, rows, columns = call.gate_up_kernel.shape
-    strides = (call.gate_up_kernel.element_strides[1], 1)
-    return Descriptor("gate_up_kernel", (experts * rows, columns), strides, (tile.steps, tile.columns))
 
 
 def _is_matrix(spec: ArraySpec) -> bool:

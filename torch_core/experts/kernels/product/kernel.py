@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["expert_product_kernel", "gated"]
+from torch_core.device.activation import gated
+
+__all__ = ["expert_product_kernel"]
 
 
 @triton.jit
@@ -167,24 +169,3 @@ def _product_tile(
         total = gated(total, total_up, ACTIVATION)
     target = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
-
-
-@triton.jit
-def gated(gate, up, ACTIVATION: tl.constexpr):
-    """Returns `act(gate) * up` in float32."""
-    if ACTIVATION == "silu":
-        gate = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu":
-        gate = gate * (0.5 + 0.5 * tl.erf(gate * 0.7071067811865476))
-    elif ACTIVATION == "gelu_new" or ACTIVATION == "gelu_pytorch_tanh":
-        # 0.5 + 0.5 * tanh(u) is sigmoid(2 * u).
-        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    elif ACTIVATION == "swigluoai":
-        gate = tl.minimum(gate, 7.0)
-        gate = gate * tl.sigmoid(1.702 * gate)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
-    else:
-        gate = tl.maximum(gate, 0.0)
-        if ACTIVATION == "relu2":
-            gate = gate * gate
-    return gate * up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.base.specs import ArraySpec
-from torch_core.experts.kernels.route import router_logits_kernel, select_experts_kernel
+from torch_core.experts.kernels.route.kernel import router_logits_kernel, select_experts_kernel
 from torch_core.experts.routing_call import RouteCall
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar

@@ -1,4 +1,4 @@
-"""Merges the chunks that attention_split_kernel left, in chunk order, so that the result never depends on timing."""
+"""Merges partial results that several programs left in scratch, always in one order: no result depends on timing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_core.device.softmax import finish_rows, rescale
 from torch_core.device.store import Output, RowLayout, store_rows
 from torch_core.device.work import chunk_span
 
-__all__ = ["attention_combine_kernel"]
+__all__ = ["attention_combine_kernel", "sum_parts_kernel"]
 
 
 @triton.jit
@@ -98,6 +98,18 @@ def attention_combine_kernel(
     output = Output(out, lse, out_factor, v_scale, out_scale)
     LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
     store_rows(output, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, LAYOUT)
+
+
+@triton.jit
+def sum_parts_kernel(parts, result, num_parts, BLOCK: tl.constexpr):
+    """result[i] = sum of parts[i, :num_parts], in a fixed order. Grid: (rows,)."""
+    row = tl.program_id(0)
+    parts += row.to(tl.int64) * num_parts
+    columns = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, num_parts, BLOCK):
+        total += tl.load(parts + first + columns, mask=first + columns < num_parts, other=0.0)
+    tl.store(result + row, tl.sum(total, 0).to(result.dtype.element_ty))
 
 
 @triton.jit

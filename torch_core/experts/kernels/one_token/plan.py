@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.experts.call import ExpertsCall
-from torch_core.experts.kernels.one import one_token_kernel, sum_partials_kernel
+from torch_core.experts.kernels.one_token.kernel import one_token_kernel, sum_partials_kernel
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 

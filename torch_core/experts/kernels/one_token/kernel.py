@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.experts.kernels.kernel import gated
+from torch_core.device.activation import gated
 
 __all__ = ["one_token_kernel", "sum_partials_kernel"]
 

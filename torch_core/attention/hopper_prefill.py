@@ -1,0 +1,213 @@
+"""The plans of both Hopper prefill kernels, as far as they are equal: heads side by side, chunks of keys, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch_core.attention.call import AttentionCall, PagedCall
+from torch_core.attention.copies import array_matrix, copied_launch, copy_descriptor, query_descriptor
+from torch_core.attention.partials import Chunks, combine_launch
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.operands import ceil_div, power_of_two
+from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan
+
+__all__ = [
+    "MIN_PACKED_ROWS",
+    "WARPGROUP_ROWS",
+    "hopper_chunk",
+    "hopper_pack",
+    "prefill_launch",
+    "query_pack",
+    "split_prefill_launches",
+    "tile_for_length",
+]
+
+#: Query rows of one product, and so of a warpgroup.
+WARPGROUP_ROWS = 64
+# From this length on, a tile holds tokens of one head. Shorter queries would leave most of its rows without work.
+_LONG_QUERY_LEN = 128
+# Heads side by side in a tile of short queries: a warpgroup then still holds 4 tokens.
+_MAX_PACK = 16
+# What short queries must bring, see `hopper_pack`. Above these bounds Hopper took 0.5 to 0.9 of the portable kernel's
+# time in every row of `jattn bench prefill --chunks` on an H200; the bounds themselves are worked out, not measured.
+MIN_PACKED_ROWS = 65
+_MIN_PACKED_KEYS = 512
+_MAX_PACKED_SEQS = 256
+# Chunks of keys, in keys: a step of their sizes and the smallest one; what it takes to start a work item; what it takes
+# to merge. Among 102 cuts of 9 batches in bfloat16 on an H200 the model's took at most 1.7% longer than the best; e4m3
+# was not measured.
+_CHUNK_STEP = 128
+_MIN_CHUNK = 256
+_START_KEYS = 300
+_MERGE_KEYS = 600
+_MIN_GAIN = 0.95
+# Bytes that chunks may leave: servers leave little room beside their caches.
+_MAX_SCRATCH = 1 << 26
+
+_T = TypeVar("_T")
+
+
+def tile_for_length(tiles: Sequence[tuple[int, _T]], max_query_len: int) -> _T | None:
+    """Returns the last of the tiles that begin at a query length, in ascending order, for this length; None without."""
+    return next((tile for length, tile in reversed(tiles) if length <= max_query_len), None)
+
+
+def prefill_launch(
+    kernel: Any,
+    call: AttentionCall[ArraySpec],
+    limits: DeviceLimits,
+    tile: Any,
+    *,
+    block_n: int,
+    pack: int,
+    kv_heads: int,
+    min_query: int,
+    chunks: Chunks | None,
+) -> LaunchPlan | None:
+    """Plans a Hopper prefill kernel for a call that it serves; None where the copy engine cannot follow its arrays.
+
+    Args:
+        kernel: the kernel.
+        call: the call.
+        limits: the device.
+        tile: the kernel's tile, a dataclass with `rows`.
+        block_n: keys of one step.
+        pack: query heads side by side in a tile.
+        kv_heads: key/value heads worked on side by side, at most, where a tile holds one head.
+        min_query: query rows from which on a sequence is served.
+        chunks: chunks of keys that are work items of their own; None for whole rows.
+    """
+    query = array_matrix(call, "query", block_n)
+    boxes = None if query is None else query_descriptor(call, query, (WARPGROUP_ROWS, call.value_head_size), pack)
+    if query is None or boxes is None:
+        return None
+    rest = (WARPGROUP_ROWS, call.head_size - call.value_head_size)
+    return copied_launch(
+        kernel,
+        call,
+        limits,
+        tile,
+        {"PACK": pack, "PAGED": isinstance(call, PagedCall), "QUERY_STRIDE": query.head_stride if pack == 1 else 0},
+        rows=tile.rows,
+        pack=pack,
+        block_n=block_n,
+        kv_heads=kv_heads if pack == 1 else call.num_kv_heads,
+        query=boxes,
+        query_rest=copy_descriptor("query", query, rest, call.query.dtype) if rest[1] else ABSENT,
+        min_query=min_query,
+        chunks=chunks,
+    )
+
+
+def split_prefill_launches(
+    plan: Callable[..., LaunchPlan | None],
+    call: PagedCall[ArraySpec],
+    limits: DeviceLimits,
+    tile: Any,
+    min_packed_rows: int,
+) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
+    """Plans a call with few query tiles over many keys, in chunks: one launch for all sequences, and the merge.
+
+    Args:
+        plan: `hopper_launch` or `hopper_fp8_launch`.
+        call: the call.
+        limits: the device.
+        tile: the kernel's tile for the call; None where there is none.
+        min_packed_rows: rows from which on the heads of a short query share a tile, see `hopper_pack`.
+
+    Returns:
+        The launches and the scratch that they share; None where keys are not split. A call with a `kv_chunk_size`
+        asks for bits that do not follow from the number of tiles.
+    """
+    if tile is None or call.kv_chunk_size is not None:
+        return None
+    # Where the portable kernel would be better at whole rows, a tile holds tokens of one head.
+    pack = query_pack(call, min_packed_rows) or 1
+    chunks = _few_tiles_chunks(call, limits, rows=tile.rows, pack=pack)
+    if chunks is None:
+        return None
+    launch = plan(call, limits, min_query=1, tile=tile, pack=pack, chunks=chunks)
+    if launch is None:
+        return None
+    return (launch, combine_launch(call, chunks, min_chunks=1)), chunks.scratch(call)
+
+
+def query_pack(call: AttentionCall[ArraySpec], min_rows: int) -> int:
+    """Returns the query heads side by side in a tile of a call; 0 where other kernels are better, see `hopper_pack`."""
+    width = call.table_tokens if isinstance(call, PagedCall) else call.keys().shape[0] // call.num_seqs
+    return hopper_pack(
+        group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width, min_rows=min_rows
+    )
+
+
+def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int, min_rows: int = MIN_PACKED_ROWS) -> int:
+    """Returns the query heads that lie side by side in a tile; 0 where the portable kernel serves the call better.
+
+    Long queries fill tiles head by head. Short ones do with all heads of a group side by side, if the group is a power
+    of two: like this, both kernels read the keys of a tile once, and have the same tiles. On an H200 the Hopper kernel
+    takes about 15 ns for a key of a tile (two products of 128 rows and 128 columns at 550 TFLOP/s, or 0.5 KiB at the
+    speed of the memory: about equal), the portable one 21 to 25. Neither splits keys, so few tiles are no reason for
+    the portable kernel. What is: a start that is some microseconds slower (barriers, descriptors, registers moved
+    between warps), which 512 keys pay back; and the search for a tile's sequence, about a microsecond for every 32
+    sequences. The split kernel, with keys in chunks, serves up to 64 rows before this is asked. Like its chunks, the
+    choice follows from padded shapes, never from lengths: `keys` is the width of the block table, or the mean of dense
+    keys.
+
+    Example:
+        >>> [hopper_pack(group=4, max_query_len=n, num_seqs=8, keys=8192) for n in (16, 64, 512)]
+        [0, 4, 1]
+    """
+    if max_query_len >= _LONG_QUERY_LEN:
+        return 1
+    pack = min(group, _MAX_PACK)
+    worth = max_query_len * pack >= min_rows and keys >= _MIN_PACKED_KEYS and num_seqs <= _MAX_PACKED_SEQS
+    return pack if pack > 1 and group & (group - 1) == 0 and worth else 0
+
+
+def hopper_chunk(*, tiles: int, keys: int, num_sms: int, max_chunks: int) -> int:
+    """Returns the keys of a chunk where few tiles leave multiprocessors idle; 0 where keys are not split.
+
+    Programs work through items one after the other, so that the time is that of the program with the most: waves of
+    items, times the keys of one and what it takes to start it. All of it is read off padded shapes: a sequence is cut
+    at the same keys whatever else is in the batch.
+
+    Args:
+        tiles: tiles of query rows of the batch, times heads.
+        keys: keys of a sequence, at most: the width of the block table.
+        num_sms: multiprocessors of the device.
+        max_chunks: chunks that there may be.
+
+    Example:
+        >>> [hopper_chunk(tiles=n, keys=8192, num_sms=132, max_chunks=16) for n in (16, 32, 160, 256)]
+        [1024, 2048, 2048, 0]
+    """
+
+    def cost(chunk: int) -> int:
+        waves = ceil_div(tiles * ceil_div(keys, chunk), num_sms)
+        return waves * (chunk + _START_KEYS) + (_MERGE_KEYS if chunk < keys else 0)
+
+    parts = range(2, min(keys // _MIN_CHUNK, max_chunks) + 1)
+    if tiles == 0 or not parts:
+        return 0
+    sizes = {ceil_div(ceil_div(keys, n), _CHUNK_STEP) * _CHUNK_STEP for n in parts}
+    best = min(sizes, key=lambda size: (cost(size), -size))
+    return best if cost(best) <= _MIN_GAIN * cost(keys) else 0
+
+
+def _few_tiles_chunks(call: PagedCall[ArraySpec], limits: DeviceLimits, *, rows: int, pack: int) -> Chunks | None:
+    """Returns the chunks of a call whose tiles of `rows` rows, with `pack` heads, leave multiprocessors idle.
+
+    None where its keys are not split.
+    """
+    query_len, left = ceil_div(call.num_tokens, call.num_seqs), call.spec.window_left
+    # A power of two: few variants of the merge for the query lengths of a server's steps.
+    max_query = power_of_two(call.max_query_len)
+    size = hopper_chunk(
+        tiles=call.num_seqs * ceil_div(query_len * pack, rows) * (call.num_heads // pack),
+        keys=call.table_tokens if left is None else min(call.table_tokens, left + call.max_query_len),
+        num_sms=limits.num_sms,
+        max_chunks=_MAX_SCRATCH // (4 * call.num_seqs * max_query * call.num_heads * call.value_head_size),
+    )
+    chunks = Chunks.of(call, size, max_query) if size else None
+    return None if chunks is None or chunks.number == 1 else chunks

@@ -1,0 +1,1 @@
+"""The kernels that merge the partial results of several programs."""

@@ -1,0 +1,1 @@
+"""One token through its experts: kernel and plan."""

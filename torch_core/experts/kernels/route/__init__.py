@@ -1,0 +1,1 @@
+"""The router: kernel and plan."""

@@ -1,0 +1,85 @@
+"""The plan of latent attention: the kernel of a call and its chunks of keys; from shapes, dtypes and options alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_core.attention.operands import cache_constexprs, make_launch, operation
+from torch_core.attention.partials import Chunks, combine_launch
+from torch_core.attention.portable import block_seqs
+from torch_core.base.specs import ArraySpec
+from torch_core.latent.call import LatentCall
+from torch_core.latent.kernels.mla.plan import portable_latent
+from torch_core.latent.kernels.mla.tiles import latent_chunk
+from torch_core.latent.kernels.mla_few.plan import few_latent
+from torch_core.latent.kernels.mla_hopper.plan import hopper_latent
+from torch_core.latent.operands import LatentKernel
+from torch_core.launch.operands import ceil_div, power_of_two
+from torch_core.launch.plan import ABSENT, DeviceLimits, OperationPlan
+
+__all__ = ["plan_latent"]
+
+# Longer queries keep their softmax in registers from the first key to the last: partial results would be larger than
+# what they save.
+_MAX_SPLIT_QUERY = 8
+# Up to so many rows, and below so many tokens of a padded batch, the portable kernel's smallest tile is ahead of the
+# Hopper kernel's only one, or not known to be behind: 8 x 8192 took 35.6 and 32.1 us on an H200.
+_FEW_ROWS = 16
+_MANY_TOKENS = 1 << 16
+
+
+def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
+    """Plans a checked call that is not empty; buffers are named as its fields."""
+    max_query = max(1, call.max_query_len)
+    rows = max_query * call.num_heads
+    chosen = _kernel(call, limits, rows)
+    row_tiles = ceil_div(rows, chosen.rows)
+    chunk = call.kv_chunk_size or latent_chunk(
+        num_seqs=call.num_seqs,
+        table_tokens=call.table_tokens,
+        row_tiles=row_tiles,
+        slots=limits.num_sms * chosen.programs,
+    )
+    if max_query > _MAX_SPLIT_QUERY:
+        chunk = max(128, power_of_two(call.table_tokens))
+    chunks = Chunks.of(call, chunk, max_query)
+    constexprs: dict[str, Any] = {
+        **cache_constexprs(call),
+        "BLOCK_SEQS": block_seqs(call.num_seqs),
+        "CHUNK": chunk,
+        "MAX_QUERY": max_query,
+        "ROW_TILES": row_tiles,
+        "NUM_HEADS": call.num_heads,
+        "PACKED": call.is_packed,
+        **chosen.constexprs,
+    }
+    arguments = chunks.arguments()
+    if max_query == 1:
+        # A single query row stands at the last key: nothing is to its right.
+        arguments["window_right"] = ABSENT
+    # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
+    padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query)
+    launch = make_launch(
+        chosen.kernel,
+        call,
+        ((call.num_seqs * chunks.number + padding) * row_tiles,),
+        constexprs,
+        arguments={**arguments, **chosen.arguments},
+        writes=chunks.buffers,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        hot=chosen.hot,
+    )
+    merge = (combine_launch(call, chunks, min_chunks=2),) if chunks.number > 1 else ()
+    return operation(call, (launch, *merge), chunks.scratch(call))
+
+
+def _kernel(call: LatentCall[ArraySpec], limits: DeviceLimits, rows: int) -> LatentKernel:
+    """Returns the kernel for a call whose sequences have up to `rows` rows (query token, head)."""
+    is_few = rows <= _FEW_ROWS
+    is_small = is_few and call.num_seqs * call.table_tokens < _MANY_TOKENS
+    return (
+        (None if is_small else hopper_latent(call, limits))
+        or (few_latent(call, limits) if is_few else None)
+        or portable_latent(call, limits, rows)
+    )
