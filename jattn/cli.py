@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jattn import __version__
+from jattn.bench import NAMES as BENCHMARKS
 from jattn.llm.arguments import (
     add_device_arguments,
     add_implementation,
@@ -26,23 +27,6 @@ from jattn.llm.arguments import (
 from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 
 __all__ = ["main"]
-
-_BENCHMARKS = (
-    "generate",
-    "allocator",
-    "decode",
-    "prefill",
-    "backward",
-    "load",
-    "overhead",
-    "module",
-    "mla",
-    "moe",
-    "engine",
-    "tune",
-    "compilers",
-    "serve",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     bench = commands.add_parser("bench", help="measure; see `jattn bench NAME --help`", add_help=False)
-    bench.add_argument("name", nargs="?", help=f"one of {', '.join(_BENCHMARKS)}")
+    bench.add_argument("name", nargs="?", help=f"one of {', '.join(BENCHMARKS)}")
     bench.set_defaults(run=_bench)
     return parser
 
@@ -292,8 +276,10 @@ def _serve(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.name in (None, "-h", "--help"):
-        print(f"usage: jattn bench {{{','.join(_BENCHMARKS)}}} [options]; see `jattn bench NAME --help`")
+        print(f"usage: jattn bench {{{','.join(BENCHMARKS)}}} [options]; see `jattn bench NAME --help`")
         return 0
-    if arguments.name not in _BENCHMARKS:
-        raise InvalidInput(f"bench {arguments.name!r} does not exist; use one of {', '.join(_BENCHMARKS)}.")
-    return importlib.import_module(f"jattn.bench.{arguments.name}").main(rest) or 0
+    if arguments.name not in BENCHMARKS:
+        raise InvalidInput(f"bench {arguments.name!r} does not exist; use one of {', '.join(BENCHMARKS)}.")
+    from jattn.bench.runner import main as run_benchmark
+
+    return run_benchmark(importlib.import_module(f"jattn.bench.{arguments.name.replace('-', '_')}").BENCHMARK, rest)

@@ -1,31 +1,30 @@
-"""The block allocator's host time: a decode step and its metadata, hashing, a long look-up, the audit; vLLM beside it.
+"""The block allocator's host time: a decode step and its metadata, hashing, a long look-up, the audit; next to vLLM's.
 
-All of it is one thread that never waits, so its processor time is its latency on a machine with a core to spare, and
-other processes do not blur it as they would the wall clock.
+One thread does all the work and never waits. Its processor time is therefore its latency on a machine with an idle
+core, and other processes do not change it.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
 import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from jattn.bench.runner import Benchmark
 from torch_core.cache import CacheConfig, CacheManager
 from torch_core.cache.keys import KeyChain, encode_root
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.metadata import BlockTableCache, build_common_metadata, metadata_layout
 
-__all__ = ["AllocatorRow", "main", "run"]
+__all__ = ["BENCHMARK", "AllocatorRow", "run"]
 
 _VOCABULARY = 32_000
 
@@ -35,11 +34,11 @@ class AllocatorRow:
     """One measurement on the host.
 
     Attributes:
-        name: what was timed.
+        name: the timed work.
         unit: of the numbers.
         median: over all repeats, in processor time of the thread.
         best: the fastest repeat.
-        limit: the bar that the median is held to; None for information only.
+        limit: the median's limit; None without one.
         vllm: median of the same work with vLLM's block pool; None if it has no such work or is not installed.
     """
 
@@ -64,7 +63,7 @@ def run(
 
     Args:
         batch: decoding sequences of a step.
-        context: most tokens that each has at the start; lengths are spread, so that block borders are crossed evenly.
+        context: most tokens of a sequence at the start; lengths are spread, so that block borders are crossed evenly.
         block_size: tokens of a block.
         long_prompt: tokens of the prompt that is hashed and looked up.
         audit_blocks: held blocks of the pool that is audited.
@@ -77,25 +76,6 @@ def run(
         *_audit_rows(audit_blocks, block_size, few),
         _pool_row(batch, repeats),
     ]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the table, or JSON; returns 0."""
-    parser = argparse.ArgumentParser(prog="jattn bench allocator", description=__doc__)
-    for name, parameter in inspect.signature(run).parameters.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=parameter.default)
-    parser.add_argument("--json", action="store_true")
-    arguments = vars(parser.parse_args(argv))
-    as_json = arguments.pop("json")
-    rows = run(**arguments)
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return 0
-    print(f"{'measurement':<52} {'median':>8} {'best':>8} {'limit':>6} {'vLLM':>8}  unit")
-    for row in rows:
-        limit, peer = (f"{value:.0f}" if value is not None else "" for value in (row.limit, row.vllm))
-        print(f"{row.name:<52} {row.median:>8.1f} {row.best:>8.1f} {limit:>6} {peer:>8}  {row.unit}")
-    return 0
 
 
 def _decode_rows(batch: int, context: int, block_size: int, repeats: int) -> list[AllocatorRow]:
@@ -174,7 +154,7 @@ def _audit_rows(num_blocks: int, block_size: int, repeats: int) -> list[Allocato
         _row(
             f"audit of {num_blocks:,} blocks", "ms", _times(lambda: cache.audit(rehash=False), repeats), 1e3, limit=10
         ),
-        _row(f"audit of {num_blocks:,} blocks, keys hashed anew", "ms", _times(cache.audit, repeats), 1e3),
+        _row(f"audit of {num_blocks:,} blocks, keys hashed again", "ms", _times(cache.audit, repeats), 1e3),
     ]
 
 
@@ -212,3 +192,6 @@ def _row(
     name: str, unit: str, seconds: list[float], scale: float, *, limit: float | None = None, peer: float | None = None
 ) -> AllocatorRow:
     return AllocatorRow(name, unit, statistics.median(seconds) * scale, min(seconds) * scale, limit, peer)
+
+
+BENCHMARK = Benchmark("allocator", __doc__, run)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from jattn.bench import measure, mla_prefill, peers
 from jattn.bench.batch import HEADS, dense_call, random_batch
-from jattn.bench.prefill import HEAD_SIZES, LENGTHS, TOTAL_TOKENS, check_lengths
-from jattn.bench.report import OURS, BenchReport, Row, check_places
+from jattn.bench.pictures import draw_fractions
+from jattn.bench.prefill import LENGTHS, TOTAL_TOKENS, check_lengths
+from jattn.bench.report import OURS, BenchReport
+from jattn.bench.runner import Benchmark
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
 from torch_core.attention.backward_call import DenseBackwardCall, backward_of
@@ -23,10 +23,8 @@ from torch_core.base.errors import InvalidInput
 from torch_core.launch.launcher import device_limits, run_operation
 from torch_core.launch.tensors import array_spec
 
-__all__ = ["PASSES", "main", "run"]
+__all__ = ["BENCHMARK", "run"]
 
-#: What of a training step is timed.
-PASSES = ("forward", "backward", "both")
 # Matrix products of each: along the elements of a key, and of a value.
 _PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
@@ -34,19 +32,21 @@ _PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 def run(
     *,
     lengths: Sequence[int] = LENGTHS,
-    head_size: int = 128,
-    passes: str = "backward",
-    others: bool = False,
+    head_size: Literal[64, 128, 192, 256] = 128,
+    passes: Literal["forward", "backward", "both"] = "backward",
+    both: bool = False,
+    peers: bool = False,
     dropout: float = 0.0,
 ) -> BenchReport:
     """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads, bfloat16.
 
     Args:
-        lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
-        head_size: elements of a head; 192 for those of DeepSeek's prompts, 16 heads with values of 128.
-        passes: one of `PASSES`; a training step has both.
-        others: measure cuDNN and FlashAttention-2 too.
-        dropout: measure what weights that go at this rate cost in torch too, if it is above 0.
+        lengths: tokens of one sequence in each row; each divides 16384.
+        head_size: elements of a head; 192 for DeepSeek's prompts, 16 heads with values of 128.
+        passes: the timed passes of a training step.
+        both: the same as passes "both".
+        peers: measure cuDNN and FlashAttention-2, of JAX and of torch, too.
+        dropout: also measure torch's call with dropout at this rate, if it is above 0.
 
     Raises:
         InvalidInput: a length that does not divide `TOTAL_TOKENS`, or a rate outside [0, 1).
@@ -55,17 +55,18 @@ def run(
     check_lengths(lengths)
     if not 0 <= dropout < 1:
         raise InvalidInput(f"--dropout is {dropout}; it must be 0, for none, or the share of weights that go, below 1.")
+    passes = "both" if both else passes
     session = Session("backward")
     step = _Step(passes)
     columns: dict[str, Column] = {OURS: in_graph(lambda call: step.ours(call, ops.run))}
     if dropout:
         columns[f"{OURS} dropout"] = in_graph(lambda call: step.ours(_dropping(call, dropout), ops.run))
-        if others:
+        if peers:
             columns["FA2 SDPA dropout"] = lambda calls: step.sdpa("flash", calls[0], dropout)
     if passes != "forward":
         columns[f"{OURS} in any order"] = in_graph(lambda call: step.ours(_any_order(call), ops.run))
         columns[f"{OURS} portable"] = in_graph(lambda call: step.ours(call, _portable))
-    if others:
+    if peers:
         columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], _cudnn)
         columns["FA2 SDPA"] = lambda calls: step.sdpa("flash", calls[0])
         columns["cuDNN SDPA"] = lambda calls: step.sdpa("cudnn", calls[0])
@@ -77,43 +78,17 @@ def run(
     for length in lengths:
         # Half of the square is masked, and each product of it is two operations.
         operations = 1.0 * TOTAL_TOKENS * length * heads * (by_key * head_size + by_value * value_size)
-        row = Row(str(length), operations / session.matmul * 1e6, {}, "TFLOP/s", operations)
-        session.add(row, columns, [_call(head_size, length)], required=(OURS,))
+        session.add(session.rate_row(str(length), operations), columns, [_call(head_size, length)], required=(OURS,))
     name = "forward and backward" if passes == "both" else passes
     values = f" over values of {value_size}" if value_size != head_size else ""
-    return session.report(f"{name}, causal, heads of {head_size}{values}, TFLOP/s")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the table; writes JSON and a picture where asked to. Returns 0."""
-    parser = argparse.ArgumentParser(prog="jattn bench backward", description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="cuDNN and FlashAttention-2 of JAX and torch too")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="N", help="tokens of a sequence")
-    sizes = sorted((*HEAD_SIZES, mla_prefill.KEY_SIZE))
-    parser.add_argument(
-        "--head-size", type=int, choices=sizes, default=128, help="elements of a head (128); 192 has values of 128"
+    return session.report(
+        f"{name}, causal, heads of {head_size}{values}, TFLOP/s",
+        compared=lambda name: None if name.startswith(OURS) else OURS,
     )
-    parser.add_argument("--passes", choices=PASSES, default="backward", help="what is timed (backward)")
-    parser.add_argument("--both", action="store_const", const="both", dest="passes", help="the same as --passes both")
-    parser.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="with weights dropped too (0)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
-    check_places(json_path=options.json, png_path=options.png)
-    report = run(
-        lengths=options.lengths,
-        head_size=options.head_size,
-        passes=options.passes,
-        others=options.peers,
-        dropout=options.dropout,
-    )
-    print("\n".join([report.table(), *report.comparisons(report.peers)]))
-    report.write(json_path=options.json, png_path=options.png)
-    return 0
 
 
 class _Step:
-    """What is timed of a training step: its forward pass, its backward pass, or both."""
+    """The timed part of a training step: its forward pass, its backward pass, or both."""
 
     def __init__(self, passes: str) -> None:
         self._forward_only, self._both = passes == "forward", passes == "both"
@@ -215,3 +190,6 @@ def _attend(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
 def _cudnn(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
     rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
     return peers.cudnn(*rows).reshape(*query.shape[:2], -1)
+
+
+BENCHMARK = Benchmark("backward", __doc__, run, draw=draw_fractions)

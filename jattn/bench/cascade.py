@@ -1,4 +1,4 @@
-"""A layer's decode step over a prefix that all sequences share: plain, by cascade, and what the builder chooses."""
+"""A layer's decode step over a prefix that all sequences share: plain, by cascade, and the builder's choice."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 from jattn.bench.batch import BLOCK_SIZE, HEADS, KV_HEADS, Batch, random_batch
+from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.runner import Benchmark
 from jattn.bench.session import Session, in_graph
 from torch_core.metadata import prefix_piece_tokens, use_cascade_attention
 from torch_core.vllm import AttentionScales, PagedAttentionMetadata, TritonAttentionImpl
 
-__all__ = ["PREFIXES", "SEQUENCES", "run", "verdicts"]
+__all__ = ["BENCHMARK", "PREFIXES", "SEQUENCES", "run", "verdicts"]
 
 SEQUENCES = (2, 4, 8, 16, 64, 256)
 #: Tokens that all sequences share.
@@ -89,3 +91,6 @@ def _step(batch: Batch, prefix: int) -> Callable[[], Any]:
     impl = TritonAttentionImpl(HEADS, _SIZE, _SIZE**-0.5, KV_HEADS)
     scales, new = AttentionScales.of(device=batch.query.device), batch.query[:, :KV_HEADS].contiguous()
     return lambda: impl.forward(scales, batch.query, new, new, batch.kv_cache, metadata, batch.out)
+
+
+BENCHMARK = Benchmark("cascade", __doc__, run, draw=draw_fractions)

@@ -12,7 +12,9 @@ import torch
 
 from jattn.bench.batch import Batch, cold_batches, fa3, paged_call
 from jattn.bench.mixed import bound_us
+from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.runner import Benchmark, sizes
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.attention.call import PagedCall
 from torch_core.attention.kernels.hopper.plan import hopper_launch
@@ -24,32 +26,36 @@ from torch_core.launch.plan import DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
 
-__all__ = ["CONTEXTS", "SHAPES", "plans", "run"]
+__all__ = ["BENCHMARK", "CONTEXTS", "SHAPES", "plans", "run"]
 
-#: (sequences, new tokens of each): batches that fill the device first, then some that leave it half empty.
-SHAPES = ((64, 16), (32, 32), (16, 64), (8, 128), (8, 512), (4, 32), (1, 64), (1, 128))
+#: Sequences and new tokens of each: batches that fill the device first, then some that leave it half empty.
+SHAPES = ("64x16", "32x32", "16x64", "8x128", "8x512", "4x32", "1x64", "1x128")
 #: Tokens before the new ones.
 CONTEXTS = (2048, 8192)
 
 
 def run(
     *,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
+    shapes: Sequence[str] = SHAPES,
     contexts: Sequence[int] = CONTEXTS,
     fp8: bool = False,
-    peers_directory: Path | None = None,
+    peers: Path | None = None,
 ) -> BenchReport:
     """Measures chunks by graph replay over cold caches: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
 
-    Shapes are (sequences, new tokens of each), contexts the tokens before them; with `fp8`, queries and cache are e4m3.
+    Args:
+        shapes: "SEQUENCESxNEW" tokens of each row.
+        contexts: tokens before the new ones.
+        fp8: e4m3 queries over an e4m3 cache.
+        peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
 
     Returns:
         A row for each shape and context, in microseconds; a column for each of `plans`, and FA3's.
     """
-    session = Session("prefill", peers_directory)
+    session = Session("prefill", peers)
     element = torch.float8_e4m3fn if fp8 else torch.bfloat16
     for before in contexts:
-        for seqs, new in shapes:
+        for seqs, new in map(sizes, shapes):
             parts = ((seqs, new, before),)
             batches = cold_batches(parts, query_dtype=element, cache_dtype=element)
             bound = bound_us(parts, session.copy, session.matmul, element_bytes=element.itemsize)
@@ -86,3 +92,6 @@ def _columns(found: Any, batch: Batch) -> dict[str, Column]:
 def _run(plan: OperationPlan, batch: Batch) -> Callable[[], Any]:
     arrays = paged_call(batch).arrays()
     return lambda: run_operation(plan, arrays, {"out": batch.out})
+
+
+BENCHMARK = Benchmark("chunks", __doc__, run, draw=draw_fractions)

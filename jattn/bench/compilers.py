@@ -1,19 +1,19 @@
-"""What a Triton release makes of the kernels on several devices: every variant in use, and records compared."""
+"""Every kernel variant in use, compiled by a Triton release for several devices, and records of releases compared."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
+from jattn.bench.runner import Benchmark, check_places
 from jattn.table import aligned
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["compare", "compile_all", "main"]
+__all__ = ["BENCHMARK", "compare_records", "compile_all", "run"]
 
 #: Bytes of shared memory that a block may have, by compute capability.
 _SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376, 100: 232448, 120: 101376}
@@ -25,11 +25,11 @@ Rows = dict[str, dict[str, Any]]
 
 
 def compile_all(arches: Sequence[int], only: str = "") -> Rows:
-    """Compiles what plans for these devices use; needs no GPU. A variant that does not compile has its error as row.
+    """Compiles the variants in use on these devices, without a GPU. A variant that fails has its error as row.
 
     Args:
         arches: compute capabilities as one number each.
-        only: take labels that begin so.
+        only: take labels that start with it.
     """
     from torch_core.variants.in_use import variants_in_use
     from torch_core.variants.resources import measure
@@ -47,10 +47,10 @@ def compile_all(arches: Sequence[int], only: str = "") -> Rows:
     return rows
 
 
-def compare(records: dict[str, Rows]) -> list[str]:
+def compare_records(records: dict[str, Rows]) -> list[str]:
     """Returns a table with a row for each Triton version and device, registers and spills beside the first version's.
 
-    Too large is what compiles and needs more shared memory than a block of the device may have.
+    A kernel is too large if it compiles and needs more shared memory than a block of the device may have.
 
     Args:
         records: rows by Triton version, the one to compare with first.
@@ -82,47 +82,44 @@ def compare(records: dict[str, Rows]) -> list[str]:
     return aligned(cells, right=range(2, 11))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Compiles with the installed Triton and records it, or compares records; returns 0.
+def run(
+    *,
+    arch: Sequence[int] = tuple(_SHARED_MEMORY),
+    only: str = "",
+    json: Path = Path("compilers.json"),
+    compare: Sequence[Path] | None = None,
+) -> str:
+    """Compiles with the installed Triton and writes a record, or compares records; returns the table.
+
+    Args:
+        arch: compute capabilities as one number each.
+        only: take variants whose label starts with it.
+        json: the record to write.
+        compare: records to compare; nothing is compiled then.
 
     Raises:
-        InvalidInput: the folder of the results file, or a record, does not exist; a device that Triton has no code for.
+        InvalidInput: the folder of the record, or a record, does not exist; a device that Triton has no code for.
     """
-    parser = argparse.ArgumentParser(prog="jattn bench compilers", description=__doc__)
-    parser.add_argument(
-        "--arch", type=int, nargs="+", default=tuple(_SHARED_MEMORY), help="compute capabilities (90 80 89 100 120)"
-    )
-    parser.add_argument("--only", default="", metavar="LABEL", help="variants whose label begins so")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=Path("compilers.json"), help="where to record")
-    parser.add_argument(
-        "--compare", type=Path, nargs="+", metavar="FILE", help="compare these records, compile nothing"
-    )
-    options = parser.parse_args(argv)
-    if options.compare:
+    if compare:
         records: dict[str, Rows] = {}
-        for path in options.compare:
+        for path in compare:
             if not path.is_file():
                 raise InvalidInput(
                     f"--compare {path}: there is no such file; `jattn bench compilers --json` writes one."
                 )
-            record = json.loads(path.read_text())
+            record = loads(path.read_text())
             records.setdefault(record["triton"], {}).update(record["variants"])
-        print("\n".join(compare(records)))
-        return 0
-    if min(options.arch) < _OLDEST:
+        return "\n".join(compare_records(records))
+    if min(arch) < _OLDEST:
         # LLVM would end the process.
-        raise InvalidInput(
-            f"--arch has {min(options.arch)}; Triton compiles for compute capabilities from {_OLDEST} on."
-        )
-    if not options.json.parent.is_dir():
-        raise InvalidInput(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it, or name another."
-        )
+        raise InvalidInput(f"--arch has {min(arch)}; Triton compiles for compute capabilities from {_OLDEST} on.")
+    check_places(json_path=json)
     import triton
 
-    rows = compile_all(options.arch, options.only)
-    options.json.write_text(json.dumps({"triton": triton.__version__, "variants": rows}, indent=1) + "\n")
-    print("\n".join(compare({triton.__version__: rows})))
+    rows = compile_all(arch, only)
+    json.write_text(dumps({"triton": triton.__version__, "variants": rows}, indent=1) + "\n")
     failed = [f"{label}: {row['error']}" for label, row in rows.items() if "error" in row]
-    print("\n".join([*failed, f"wrote {options.json}"]))
-    return 0
+    return "\n".join([*compare_records({triton.__version__: rows}), *failed, f"wrote {json}"])
+
+
+BENCHMARK = Benchmark("compilers", __doc__, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,15 @@ import torch
 
 from jattn.bench import cascade, measure, peers
 from jattn.bench.batch import KV_HEADS, Batch, cold_batches, fa3, ours, packed, vllm_triton
-from jattn.bench.report import OURS, BenchReport, Row, check_places
+from jattn.bench.pictures import draw_fractions
+from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.runner import Benchmark, Mode, sizes
 from jattn.bench.session import Column, Session, in_graph
 
-__all__ = ["SHAPES", "main", "run"]
+__all__ = ["BENCHMARK", "SHAPES", "run"]
 
-#: (sequences, tokens of each) of the default table.
-SHAPES = ((1, 1024), (1, 8192), (1, 65536), (8, 8192), (32, 4096), (64, 2048), (128, 1024), (128, 4096), (256, 512))
+#: Sequences and tokens of each, in the rows of the default table.
+SHAPES = ("1x1024", "1x8192", "1x65536", "8x8192", "32x4096", "64x2048", "128x1024", "128x4096", "256x512")
 _SIZE = 128
 _MAX_COPIED_TOKENS = 1 << 18
 _OURS_IN_JAX = f"{OURS} in JAX"
@@ -25,56 +26,31 @@ _OURS_IN_JAX = f"{OURS} in JAX"
 
 def run(
     *,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
-    kv_cache_dtype: str = "bfloat16",
-    peers_directory: Path | None = None,
-    jax_columns: bool = True,
+    shapes: Sequence[str] = SHAPES,
+    fp8: bool = False,
+    peers: Path | None = None,
+    no_jax: bool = False,
 ) -> BenchReport:
     """Measures every shape: 32 query heads, 8 key/value heads of 128, block size 16, bfloat16 queries.
 
     Args:
-        shapes: (sequences, tokens of each).
-        kv_cache_dtype: "bfloat16" or "float8_e4m3fn".
-        peers_directory: see `jattn.bench.peers.load_peers`.
-        jax_columns: measure the JAX call and the JAX peers too.
+        shapes: "SEQUENCESxTOKENS" of each row.
+        fp8: an e4m3 cache instead of bfloat16.
+        peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
+        no_jax: leave out the JAX call and the JAX peers.
     """
-    session = Session("decode", peers_directory)
-    cache_dtype = getattr(torch, kv_cache_dtype)
-    for num_seqs, tokens in shapes:
+    session = Session("decode", peers)
+    cache_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    for num_seqs, tokens in map(sizes, shapes):
         read = num_seqs * tokens * 2 * KV_HEADS * _SIZE * cache_dtype.itemsize
         session.add(
             Row(f"{num_seqs} x {tokens}", read / session.copy * 1e6, {}),
-            _columns(session.peers, cache_dtype, jax_columns, num_seqs * tokens),
+            _columns(session.peers, cache_dtype, not no_jax, num_seqs * tokens),
             cold_batches(((num_seqs, 1, tokens - 1),), cache_dtype=cache_dtype),
             required=(OURS, _OURS_IN_JAX),
         )
-    return session.report(f"decode, {kv_cache_dtype} cache")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the table; writes JSON and a picture where asked to. Returns 0."""
-    parser = argparse.ArgumentParser(prog="jattn bench decode", description=__doc__)
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
-    parser.add_argument("--fp8", action="store_true", help="an e4m3 cache")
-    parser.add_argument("--cascade", action="store_true", help="a prefix that all sequences share instead")
-    parser.add_argument("--no-jax", action="store_true", help="leave the JAX columns out")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
-    if options.cascade and (options.fp8 or options.peers):
-        parser.error("--cascade measures a bfloat16 cache and no peers: no --fp8, no --peers")
-    check_places(json_path=options.json, png_path=options.png)
-    if options.cascade:
-        report = cascade.run()
-    else:
-        report = run(
-            kv_cache_dtype="float8_e4m3fn" if options.fp8 else "bfloat16",
-            peers_directory=options.peers,
-            jax_columns=not options.no_jax,
-        )
-    print("\n".join([report.table(), *report.comparisons(() if options.cascade else report.columns[1:])]))
-    report.write(json_path=options.json, png_path=options.png)
-    return 0
+    name = f"decode, {'float8_e4m3fn' if fp8 else 'bfloat16'} cache"
+    return session.report(name, compared=lambda name: None if name == OURS else OURS)
 
 
 def _columns(found: Any, cache_dtype: torch.dtype, jax_columns: bool, num_tokens: int) -> dict[str, Column]:
@@ -140,3 +116,12 @@ def _cudnn_in_jax(batches: list[Batch]) -> float:
 
 def _chained(attend: Callable[..., Any], batches: list[Batch], tensors: list[tuple[torch.Tensor, ...]]) -> float:
     return measure.chained_us(attend, batches[0].query, tensors, rotations=max(1, 16 // len(batches)))
+
+
+BENCHMARK = Benchmark(
+    "decode",
+    __doc__,
+    run,
+    modes=(Mode("--cascade", cascade.BENCHMARK, "--cascade measures a bfloat16 cache and no peers"),),
+    draw=draw_fractions,
+)

@@ -1,28 +1,29 @@
-"""`jattn bench engine`: decode steps, first tokens and throughput of the generation loop, with random weights.
+"""Decode steps, first tokens and throughput of the generation loop, with random weights.
 
-What lies in front of the measured part is not computed: the pool holds noise, and the prefix cache is told that it is
-the prompts. So a row compiles the programs that it measures, and no others.
+Tokens before the measured part are not computed: the pool holds random keys and values, and the prefix cache takes them
+for the prompts'. A row therefore compiles only the programs that it measures.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jattn.bench.kernels import profiled
+from jattn.bench.report import HIDDEN
+from jattn.bench.runner import Benchmark, sizes
 from jattn.llm.engine import EngineConfig, SamplingParams, open_engine
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.models import (
@@ -34,9 +35,8 @@ from jattn.llm.models import (
     quantize_fp8,
     tensor_parallel_of,
 )
-from jattn.table import aligned
 
-__all__ = ["SHAPES", "main", "random_decoder"]
+__all__ = ["BENCHMARK", "SHAPES", "EngineRow", "random_decoder", "run"]
 
 _LARGE = ModelConfig(
     vocab_size=128256,
@@ -70,79 +70,88 @@ _BLOCK_SIZE = 16
 _UNCOUNTED = 2
 
 
-class _Measured(NamedTuple):
-    """What a row says.
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """One load under one group of settings.
 
     Attributes:
-        values: of each round.
-        unit: of them.
-        compile_seconds: before it.
-        late: seconds of compiling within it, which should be 0.
+        load: the kind of row and its sizes.
+        median: of the rounds.
+        unit: of the rounds and their median.
+        rounds: the value of each round.
+        compile_seconds: of compilation before the measured part.
+        late_seconds: of compilation within the measured part, which should be 0.
+        settings: of `EngineConfig`, as on the command line.
+        details: times by kernel of three steps, if they were profiled.
     """
 
-    values: list[float]
+    load: str
+    median: float
     unit: str
+    rounds: tuple[float, ...]
     compile_seconds: float
-    late: float = 0.0
+    late_seconds: float
+    settings: str
+    details: str | None = field(default=None, metadata=HIDDEN)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a row for each shape of load and each of the engine's settings."""
-    parser = argparse.ArgumentParser(prog="jattn bench engine", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--decode", nargs="*", default=["1x1024", "64x2048", "256x512"], help="SEQUENCESxCONTEXT")
-    parser.add_argument("--prompt", type=int, nargs="*", default=[8192], help="tokens of a prompt, alone")
-    parser.add_argument("--hits", nargs="*", default=["7168x64"], help="CACHEDxNEW tokens of a prompt, alone")
-    parser.add_argument("--throughput", nargs="*", default=["512x512x128"], help="REQUESTSxINxOUT")
-    parser.add_argument(
-        "--groups",
-        nargs="*",
-        default=[],
-        help="GROUPSxSAMPLESxPROMPT, decoding, with and without attending a prompt once",
-    )
-    parser.add_argument(
-        "--startup",
-        action="store_true",
-        help="seconds from the start of this process to a first answer, all programs compiled; first of all rows",
-    )
-    parser.add_argument("--new-tokens", type=int, default=64, help="decoded by each sequence (64)")
-    parser.add_argument("--rounds", type=int, default=3, help="of a row, after those that warm it up (3)")
-    parser.add_argument("--batched-tokens", type=int, default=2048, help="of a step (2048)")
-    parser.add_argument(
-        "--settings", nargs="*", default=[""], help="of EngineConfig, as in steps_in_flight=1,scrub_on_free=true"
-    )
-    parser.add_argument(
-        "--cut", type=int, default=1, help="devices over which a model is made that one does not hold (1)"
-    )
-    parser.add_argument("--fp8-weights", action="store_true", help="linear layers that multiply in fp8")
-    parser.add_argument("--profile", type=Path, help="a folder for traces; time by kernel behind each decode row")
-    options = parser.parse_args(argv)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, random weights", flush=True)
-    mesh = jax.make_mesh((options.cut,), ("tp",)) if options.cut > 1 else None
-    model = random_decoder(SHAPES[options.shape], mesh)
-    if options.fp8_weights:
+def run(
+    *,
+    shape: Literal["70b", "8b", "tiny"] = "8b",
+    decode: Sequence[str] = ("1x1024", "64x2048", "256x512"),
+    prompt: Sequence[int] = (8192,),
+    hits: Sequence[str] = ("7168x64",),
+    throughput: Sequence[str] = ("512x512x128",),
+    groups: Sequence[str] = (),
+    startup: bool = False,
+    new_tokens: int = 64,
+    rounds: int = 3,
+    batched_tokens: int = 2048,
+    settings: Sequence[str] = ("",),
+    cut: int = 1,
+    fp8_weights: bool = False,
+    profile: Path | None = None,
+) -> Iterator[EngineRow]:
+    """Yields a row for each load and each group of settings, with random weights.
+
+    Args:
+        shape: of the model.
+        decode: SEQUENCESxCONTEXT of each row: milliseconds of a decode step.
+        prompt: tokens of a prompt that is alone: milliseconds to its first token.
+        hits: CACHEDxNEW tokens of a prompt that is alone: milliseconds to its first token.
+        throughput: REQUESTSxINxOUT of each row: output tokens per second of requests that arrive together.
+        groups: GROUPSxSAMPLESxPROMPT of each row: milliseconds of a decode step with cascade attention, and without.
+        startup: first, the seconds from the start of this process to a first answer, all programs compiled.
+        new_tokens: decoded tokens of each sequence.
+        rounds: timed rounds of a row, after the warm-up.
+        batched_tokens: most tokens of a step.
+        settings: of EngineConfig, a group of rows for each: steps_in_flight=1,scrub_on_free=true.
+        cut: devices that the weights are sharded over.
+        fp8_weights: linear layers multiply in fp8.
+        profile: a folder for traces; adds the kernels' times of decode rows.
+    """
+    mesh = jax.make_mesh((cut,), ("tp",)) if cut > 1 else None
+    model = random_decoder(SHAPES[shape], mesh)
+    if fp8_weights:
         quantize_fp8(model)
-    bench = _Bench(model, options.batched_tokens, options.new_tokens, options.rounds, options.profile)
-    for number, settings in enumerate(options.settings):
-        chosen = {
-            name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.split(",") if each)
-        }
-        if mesh is not None:
-            chosen["mesh"] = mesh
-        if options.startup and not number:
-            _tell(settings, "start-up", bench.startup(chosen))
-        for load in options.decode:
-            _tell(settings, f"decode {load}", bench.decode(chosen, *_sizes(load)))
-        for load in options.hits:
-            _tell(settings, f"hit {load}", bench.hit(chosen, *_sizes(load)))
-        for num_tokens in options.prompt:
-            _tell(settings, f"prompt {num_tokens}", bench.hit(chosen, 0, num_tokens))
-        for load in options.groups:
-            _tell(settings, f"groups {load}", bench.groups(chosen, *_sizes(load)))
-            apart = bench.groups(chosen | {"enable_cascade_attention": False}, *_sizes(load))
-            _tell(settings, f"groups {load}, each alone", apart)
-        for load in options.throughput:
-            _tell(settings, f"throughput {load}", bench.throughput(chosen, *_sizes(load)))
+    bench = _Bench(model, batched_tokens, new_tokens, rounds, profile)
+    for number, text in enumerate(settings):
+        pairs = (each.partition("=") for each in text.split(",") if each)
+        chosen = {name: json.loads(value) for name, _, value in pairs} | ({} if mesh is None else {"mesh": mesh})
+        alone = chosen | {"enable_cascade_attention": False}
+        if startup and not number:
+            yield _row("start-up", text, *bench.startup(chosen))
+        for load in decode:
+            yield _row(f"decode {load}", text, *bench.decode(chosen, *sizes(load)))
+        for load in hits:
+            yield _row(f"hit {load}", text, *bench.hit(chosen, *sizes(load)))
+        for num_tokens in prompt:
+            yield _row(f"prompt {num_tokens}", text, *bench.hit(chosen, 0, num_tokens))
+        for load in groups:
+            yield _row(f"groups {load}", text, *bench.groups(chosen, *sizes(load)))
+            yield _row(f"groups {load}, each alone", text, *bench.groups(alone, *sizes(load)))
+        for load in throughput:
+            yield _row(f"throughput {load}", text, *bench.throughput(chosen, *sizes(load)))
 
 
 def random_decoder(config: ModelConfig, mesh: Mesh | None = None) -> Decoder:
@@ -162,6 +171,19 @@ def _normal(shape: tuple[int, ...], dtype: str, sharding: NamedSharding | None) 
     return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * 0.02, out_shardings=sharding)
 
 
+#: The values of the rounds, their unit, seconds of compilation before and within them, and times by kernel.
+_Measured: TypeAlias = tuple[list[float], str, float, float, str | None]
+
+
+def _row(
+    load: str, settings: str, values: list[float], unit: str, before: float, late: float, kernels: str | None
+) -> EngineRow:
+    details = None if kernels is None else f"{load}:\n{kernels}"
+    return EngineRow(
+        load, statistics.median(values), unit, tuple(values), before, late, settings or "defaults", details
+    )
+
+
 class _Bench:
     def __init__(self, model: Decoder, batched_tokens: int, new_tokens: int, rounds: int, profile: Path | None) -> None:
         self._model, self._vocab = model, model.config.vocab_size
@@ -174,7 +196,7 @@ class _Bench:
             engine.warmup(lambda *_: None)
             engine.add(self._prompts(1, _BLOCK_SIZE)[0], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
             _drain(engine)
-            return _Measured([_process_seconds()], "s", engine.compile_seconds)
+            return [_process_seconds()], "s", engine.compile_seconds, 0.0, None
 
     def decode(self, settings: dict[str, Any], batch: int, context: int) -> _Measured:
         """Returns the milliseconds of a decode step with so many sequences."""
@@ -202,7 +224,7 @@ class _Bench:
                 engine.add(prompt, params)
                 _drain(engine)
                 times.append((time.perf_counter() - started) * 1e3)
-            return _Measured(times[_UNCOUNTED:], "ms", engine.compile_seconds)
+            return times[_UNCOUNTED:], "ms", engine.compile_seconds, 0.0, None
 
     def throughput(self, settings: dict[str, Any], requests: int, inputs: int, outputs: int) -> _Measured:
         """Returns the output tokens of a second, of requests that all come at once."""
@@ -217,7 +239,7 @@ class _Bench:
             _drain(engine)
             seconds = time.perf_counter() - started
             late = engine.compile_seconds - before
-            return _Measured([requests * outputs / seconds], "tokens/s", before, late)
+            return [requests * outputs / seconds], "tokens/s", before, late, None
 
     def _decode(
         self, prompts: list[list[int]], blocks: int, settings: dict[str, Any], params: SamplingParams
@@ -233,13 +255,14 @@ class _Bench:
             before = engine.compile_seconds
             times = [_step_ms(engine, prompts, params) for _ in range(self._rounds)]
             late = engine.compile_seconds - before
+            kernels = None
             if self._profile is not None:
                 folder = self._profile / f"{batch}x{len(prompts[0]) - 1}"
                 _start(engine, prompts, params)
                 # With what is in flight already the device has no pause at the beginning.
-                print(profiled(folder, lambda: [engine.step() for _ in range(3)]), flush=True)
+                kernels = str(profiled(folder, lambda: [engine.step() for _ in range(3)]))
                 _drain(engine)
-            return _Measured(times, "ms a step", before, late)
+            return times, "ms a step", before, late, kernels
 
     def _engine(self, batch: int, length: int, blocks: int, settings: dict[str, Any]) -> AnyEngine:
         sizes: dict[str, Any] = {
@@ -304,13 +327,6 @@ def _blocks(num_tokens: int) -> int:
     return -(-num_tokens // _BLOCK_SIZE)
 
 
-def _sizes(load: str) -> Any:
-    return [int(size) for size in load.split("x")]
-
-
-def _tell(settings: str, load: str, row: _Measured) -> None:
-    value = f"{statistics.median(row.values):.2f} {row.unit}"
-    rounds = " ".join(f"{each:.2f}" for each in row.values) if len(row.values) > 1 else ""
-    late = f", {row.late:.0f} s of it late" if row.late else ""
-    columns = (load, value, rounds, f"compiled {row.compile_seconds + row.late:.0f} s{late}", settings or "defaults")
-    print("  ".join(aligned([tuple(column for column in columns if column)])), flush=True)
+BENCHMARK = Benchmark(
+    "engine", __doc__, run, may_be_empty=("decode", "prompt", "hits", "throughput", "groups", "settings")
+)

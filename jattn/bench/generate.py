@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from jattn.bench.runner import Benchmark
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams
 from jattn.llm.load import embedded_model_folder
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["GenerateRow", "main", "run"]
+__all__ = ["BENCHMARK", "GenerateRow", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,7 @@ class GenerateRow:
         step_ms: median milliseconds for each generated position.
         ratio: tokens per second over the peer's in the same round, median; None without a peer.
         same_tokens: every generated token equals the peer's; None without a peer.
+        torch_threads: threads of torch's operations.
     """
 
     implementation: str
@@ -41,6 +41,7 @@ class GenerateRow:
     step_ms: float
     ratio: float | None
     same_tokens: bool | None
+    torch_threads: int
 
 
 def run(
@@ -56,12 +57,13 @@ def run(
     """Measures in rounds: every configuration once, then all again, so that a drift of the machine hits all alike.
 
     Args:
-        model: a model folder; the embedded model if None.
+        model: a model folder; the embedded model by default.
         batches: numbers of prompts.
-        prompt_tokens, new_tokens: the shape of each request.
+        prompt_tokens: tokens of a prompt.
+        new_tokens: generated tokens of a prompt.
         repeats: rounds after one that warms up and compiles.
         implementations: of the attention ops.
-        peer: "transformers" or None.
+        peer: measured in the same rounds.
 
     Raises:
         InvalidInput: sizes out of range or an unknown peer.
@@ -99,38 +101,10 @@ def run(
                     step_ms=middle / new_tokens * 1e3,
                     ratio=None if against is None else statistics.median(against),
                     same_tokens=None if peer is None else tokens[name] == tokens[peer],
+                    torch_threads=torch.get_num_threads(),
                 )
             )
     return rows
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the table, or JSON; returns 0."""
-    parser = argparse.ArgumentParser(prog="jattn bench generate", description=__doc__)
-    parser.add_argument("--model", help="a model folder (default: the embedded model)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--implementations", nargs="+", default=["torch", "xla"])
-    parser.add_argument("--peer", choices=["transformers"])
-    parser.add_argument("--json", action="store_true")
-    arguments = vars(parser.parse_args(argv))
-    as_json = arguments.pop("json")
-    rows = run(**arguments)
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return 0
-    print(f"{'implementation':<14} {'batch':>5} {'tokens/s':>9} {'ms/step':>8} {'x peer':>7}  same tokens")
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        same = "" if row.same_tokens is None else str(row.same_tokens)
-        print(
-            f"{row.implementation:<14} {row.batch:>5} {row.tokens_per_second:>9.0f} {row.step_ms:>8.2f} "
-            f"{ratio:>7}  {same}"
-        )
-    print(f"torch threads {torch.get_num_threads()}; medians of {arguments['repeats']} interleaved rounds, greedy")
-    return 0
 
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -172,3 +146,6 @@ def _transformers(folder: str) -> Generate:
         return out[:, ids.shape[1] :].tolist()
 
     return generate
+
+
+BENCHMARK = Benchmark("generate", __doc__, run)

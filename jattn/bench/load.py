@@ -1,70 +1,70 @@
-"""`jattn bench load`: what loading and saving a model take beside reading its file."""
+"""The speed of saving and loading a model, next to that of reading its file."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 from flax import nnx
 
 from jattn.bench.engine import SHAPES, random_decoder
+from jattn.bench.runner import Benchmark
 from jattn.llm.load import load_model, save_model
 from jattn.llm.models import ModelConfig
 
-__all__ = ["main", "measure_rows"]
+__all__ = ["BENCHMARK", "LoadRow", "run"]
 
 _CHUNK = 16 << 20
 _READERS = 8
-_WIDTH = 26
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes a random model and prints gigabytes a second of saving it, of reading the file and of loading it."""
-    parser = argparse.ArgumentParser(prog="jattn bench load", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--layers", type=int, help="of the model; those of the shape by default")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
-    options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        print("way".ljust(_WIDTH) + "s".rjust(8) + "GB/s".rjust(8), flush=True)
-        for name, seconds, rate in measure_rows(Path(folder), options.shape, num_layers=options.layers):
-            print(f"{name:{_WIDTH}}{seconds:8.2f}{rate:8.2f}", flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, {peak:.1f} GiB of host memory at most"
-    )
+@dataclass(frozen=True, slots=True)
+class LoadRow:
+    """Seconds of one action, the file's gigabytes per second, and the most host memory until then in GiB."""
+
+    action: str
+    seconds: float
+    gigabytes_per_second: float
+    peak_gib: float
 
 
-def measure_rows(folder: Path, shape: str, *, num_layers: int | None = None) -> Iterator[tuple[str, float, float]]:
-    """Yields rows of what was done, the seconds and the gigabytes a second.
+def run(
+    *, shape: Literal["70b", "8b", "tiny"] = "8b", layers: int | None = None, folder: Path | None = None
+) -> Iterator[LoadRow]:
+    """Writes a random model and yields a row for saving it, for reading its file and for loading it.
 
-    Files are read by eight threads. "From disk" drops them from the page cache first, where the system lets it.
+    Eight threads read the file. "From disk" drops it from the page cache first, where the system lets it.
 
     Args:
-        folder: to write to.
-        shape: one of `SHAPES` of `jattn bench engine`.
-        num_layers: of the model; those of the shape if None.
+        shape: of the model.
+        layers: of the model; those of the shape by default.
+        folder: on the disk to measure; a temporary one by default.
     """
     config = SHAPES[shape]
-    config = config if num_layers is None else replace(config, num_hidden_layers=num_layers)
-    path = folder / "model.safetensors"
-    seconds = _save(folder, config)
-    size = path.stat().st_size / 1e9
-    yield "save", seconds, size / seconds
-    for place in ("from disk", "from the page cache"):
-        for name, action in (("read", lambda: _read(path)), ("load", lambda: _load(folder))):
-            if place == "from disk":
-                _drop(path)
-            seconds = _seconds(action)
-            yield f"{name} {place}", seconds, size / seconds
+    config = config if layers is None else replace(config, num_hidden_layers=layers)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        place = Path(name)
+        path = place / "model.safetensors"
+        seconds = _save(place, config)
+        size = path.stat().st_size / 1e9
+        yield _row("save", seconds, size)
+        for source in ("from disk", "from the page cache"):
+            for action, work in (("read", lambda: _read(path)), ("load", lambda: _load(place))):
+                if source == "from disk":
+                    _drop(path)
+                yield _row(f"{action} {source}", _seconds(work), size)
+
+
+def _row(action: str, seconds: float, gigabytes: float) -> LoadRow:
+    return LoadRow(action, seconds, gigabytes / seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
 def _save(folder: Path, config: ModelConfig) -> float:
@@ -108,3 +108,6 @@ def _read(path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+
+
+BENCHMARK = Benchmark("load", __doc__, run)

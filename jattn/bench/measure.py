@@ -18,6 +18,7 @@ __all__ = [
     "copy_bytes_per_second",
     "device_name",
     "eager_us",
+    "fed",
     "graph_us",
     "jax_us",
     "kernels_us",
@@ -180,6 +181,17 @@ def chained_us(
     took = max(found * rotations * len(arrays), _PROGRAM_US / _MOST_LONGER)
     longer = math.ceil(_PROGRAM_US / took)
     return found if longer == 1 else measured(rotations * longer, rounds)
+
+
+def fed(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a call for `chained_us` whose result is the query with one element of `attend`'s result, at rank 3."""
+    import jax
+
+    def step(query: Any, *arrays: Any) -> Any:
+        # One element, so that the next call waits for this one.
+        return jax.lax.dynamic_update_slice(query, attend(query, *arrays)[:1, :1, :1], (0, 0, 0))
+
+    return step
 
 
 def kernels_us(call: Callable[[], Any]) -> float:

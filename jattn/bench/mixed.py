@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from jattn.bench.batch import HEADS, KV_HEADS, Parts, fa3, ours, random_batch
+from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.runner import Benchmark
 from jattn.bench.session import Session, in_graph
 
-__all__ = ["bound_us", "run"]
+__all__ = ["BENCHMARK", "bound_us", "run"]
 
 _SIZE = 128
 # (sequences, new tokens of each, tokens before them)
@@ -17,9 +19,13 @@ _DECODES = (120, 1, 2047)
 _PARTS = {"prefill chunks": (_CHUNKS,), "decode rows": (_DECODES,), "both in one batch": (_CHUNKS, _DECODES)}
 
 
-def run(*, peers_directory: Path | None = None) -> BenchReport:
-    """Measures 8 chunks of 512 tokens on 4,096 earlier ones, 120 decode rows at 2,048 tokens, and both together."""
-    session = Session("prefill", peers_directory)
+def run(*, peers: Path | None = None) -> BenchReport:
+    """Measures 8 chunks of 512 tokens on 4,096 earlier ones, 120 decode rows at 2,048 tokens, and both together.
+
+    Args:
+        peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
+    """
+    session = Session("prefill", peers)
     columns = {OURS: in_graph(ours)}
     if session.peers is not None:
         columns["FA3"] = in_graph(lambda batch: fa3(session.peers, batch))
@@ -54,3 +60,6 @@ def bound_us(parts: Parts, copy: float, matmul: float, *, element_bytes: int = 2
         moved = 2.0 * element_bytes * seqs * (before + new) * KV_HEADS * _SIZE
         total += max(operations / matmul, moved / copy) * 1e6
     return total
+
+
+BENCHMARK = Benchmark("mixed", __doc__, run, draw=draw_fractions)

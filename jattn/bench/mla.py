@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from jattn.bench import measure, mla_prefill
-from jattn.bench.report import OURS, BenchReport, Row, check_places
+from jattn.bench.pictures import draw_fractions
+from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.runner import Benchmark, Mode, sizes
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec, packed_latent_bytes
@@ -20,20 +21,20 @@ from torch_core.latent.packed import pack_latents
 from torch_core.launch.run import run as run_call
 from torch_core.vllm.mla import compute_num_kv_splits
 
-__all__ = ["SHAPES", "main", "run"]
+__all__ = ["BENCHMARK", "SHAPES", "run"]
 
-#: (sequences, tokens of each) of the default table.
-SHAPES = ((1, 8192), (8, 8192), (64, 2048), (128, 4096))
+#: Sequences and tokens of each, in the rows of the default table.
+SHAPES = ("1x8192", "8x8192", "64x2048", "128x4096")
 HEADS = (16, 128)
 _RANK, _ROPE, _BLOCK = 512, 64, 64
 _SCALE = 192**-0.5
-# Bytes of a token by what the cache holds.
+# Bytes of a token by the format of the cache.
 _ROW_BYTES = {"bfloat16": 2 * (_RANK + _ROPE), "fp8": _RANK + _ROPE, "packed": packed_latent_bytes(_RANK, _ROPE)}
 
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """One decode step: a query row for each sequence, blocks of 64 in random order, nobody's block 0 before them."""
+    """One decode step: a query row for each sequence, blocks of 64 in random order behind the null block 0."""
 
     query: torch.Tensor
     latent_cache: torch.Tensor
@@ -45,24 +46,30 @@ class Latents:
 
 def run(
     *,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
+    shapes: Sequence[str] = SHAPES,
     heads: Sequence[int] = HEADS,
-    cache: str = "bfloat16",
-    peers_directory: Path | None = None,
-    jax_columns: bool = True,
+    cache: Literal["bfloat16", "fp8", "packed"] = "bfloat16",
+    peers: Path | None = None,
+    no_jax: bool = False,
 ) -> BenchReport:
     """Measures every shape with every number of heads: rank 512, rotary keys of 64, bfloat16 queries, block 64.
 
     Args:
-        shapes: (sequences, tokens of each).
+        shapes: "SEQUENCESxTOKENS" of each row.
         heads: query heads.
-        cache: "bfloat16"; "fp8" for an e4m3 cache with one scale, "packed" for rows as FlashMLA packs them: it has no
-            dense kernel for either.
-        peers_directory: see `jattn.bench.peers.load_peers`.
-        jax_columns: measure the JAX call too.
+        cache: "bfloat16"; "fp8" for an e4m3 cache with one scale; "packed" for FlashMLA's packed rows. FlashMLA has no
+            dense kernel for the last two.
+        peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
+        no_jax: leave out the JAX call.
+
+    Raises:
+        InvalidInput: a number of heads below 1, or no module of peers in the folder.
+        Unsupported: torch or JAX has no CUDA device.
     """
-    session = Session("mla", peers_directory)
-    for num_seqs, tokens in shapes:
+    if min(heads) < 1:
+        raise InvalidInput(f"--heads has {min(heads)}; each must be at least 1.")
+    session = Session("mla", peers)
+    for num_seqs, tokens in map(sizes, shapes):
         for num_heads in heads:
             read = num_seqs * tokens * _ROW_BYTES[cache]
             operations = 2.0 * num_seqs * tokens * num_heads * (2 * _RANK + _ROPE)
@@ -71,37 +78,13 @@ def run(
             others = range(1, measure.num_pools(first.latent_cache.nbytes))
             session.add(
                 Row(f"{num_seqs} x {tokens}, {num_heads} heads", bound, {}),
-                _columns(session.peers, cache, jax_columns),
+                _columns(session.peers, cache, not no_jax),
                 [first, *(_latents(num_seqs, tokens, num_heads, cache) for _ in others)],
                 required=(OURS,),
             )
-    return session.report(f"latent attention, decode, {cache} cache")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the table; writes JSON and a picture where asked to. Returns 0."""
-    parser = argparse.ArgumentParser(prog="jattn bench mla", description=__doc__)
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
-    parser.add_argument("--heads", type=int, nargs="+", help="query heads (16 and 128)")
-    parser.add_argument("--cache", choices=tuple(_ROW_BYTES), help="what a cache holds (bfloat16)")
-    parser.add_argument("--prefill", action="store_true", help="prompts in the plain form instead")
-    parser.add_argument("--no-jax", action="store_true", help="leave the JAX column out")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
-    if options.prefill and (options.heads or options.cache):
-        parser.error("--prefill has 16 heads and no cache: no --heads, no --cache")
-    if options.heads and min(options.heads) < 1:
-        raise InvalidInput(f"--heads has {min(options.heads)}; each must be at least 1.")
-    check_places(json_path=options.json, png_path=options.png)
-    common = {"peers_directory": options.peers, "jax_columns": not options.no_jax}
-    if options.prefill:
-        report = mla_prefill.run(**common)
-    else:
-        report = run(heads=options.heads or HEADS, cache=options.cache or "bfloat16", **common)
-    print("\n".join([report.table(), *report.comparisons(report.columns[1:])]))
-    report.write(json_path=options.json, png_path=options.png)
-    return 0
+    return session.report(
+        f"latent attention, decode, {cache} cache", compared=lambda name: None if name == OURS else OURS
+    )
 
 
 def _latents(num_seqs: int, tokens: int, num_heads: int, cache: str) -> Latents:
@@ -170,16 +153,22 @@ def _vllm(found: Any, batch: Latents) -> Callable[[], Any]:
 
 
 def _ours_in_jax(batches: list[Latents]) -> float:
-    import jax
-
     from jattn import ops
 
     def attend(query: Any, *arrays: Any) -> Any:
-        out = ops.mla_attention(
+        return ops.mla_attention(
             query, *arrays, kv_lora_rank=_RANK, max_query_len=1, scale=_SCALE, implementation="triton"
         )
-        # One element, so that the next call waits for this one.
-        return jax.lax.dynamic_update_slice(query, out[:1, :1, :1], (0, 0, 0))
 
     arrays = [(b.latent_cache, b.block_tables, b.seq_lens, b.starts) for b in batches]
-    return measure.chained_us(attend, batches[0].query, arrays, rotations=max(1, 16 // len(batches)))
+    rotations = max(1, 16 // len(batches))
+    return measure.chained_us(measure.fed(attend), batches[0].query, arrays, rotations=rotations)
+
+
+BENCHMARK = Benchmark(
+    "mla",
+    __doc__,
+    run,
+    modes=(Mode("--prefill", mla_prefill.BENCHMARK, "--prefill has 16 heads and no cache"),),
+    draw=draw_fractions,
+)

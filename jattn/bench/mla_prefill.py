@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from jattn.bench import measure, peers
-from jattn.bench.report import OURS, BenchReport, Row
+from jattn.bench.pictures import draw_fractions
+from jattn.bench.report import OURS, BenchReport
+from jattn.bench.runner import Benchmark
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.attention.call import DenseCall
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.run import run as run_call
 
-__all__ = ["HEADS", "KEY_SIZE", "LENGTHS", "VALUE_SIZE", "prompt_call", "run"]
+__all__ = ["BENCHMARK", "HEADS", "KEY_SIZE", "LENGTHS", "VALUE_SIZE", "prompt_call", "run"]
 
 #: Tokens of one sequence in each row.
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -37,27 +39,28 @@ class Prompts:
     out: torch.Tensor
 
 
-def run(
-    *, lengths: Sequence[int] = LENGTHS, peers_directory: Path | None = None, jax_columns: bool = True
-) -> BenchReport:
+def run(*, lengths: Sequence[int] = LENGTHS, peers: Path | None = None, no_jax: bool = False) -> BenchReport:
     """Measures 16k tokens in sequences of each length: 16 heads, bfloat16, causal.
 
     Args:
-        lengths: tokens of one sequence; each divides 16384.
-        peers_directory: see `jattn.bench.peers.load_peers`.
-        jax_columns: measure the JAX call and cuDNN through JAX too.
+        lengths: tokens of one sequence in each row; each divides 16384.
+        peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
+        no_jax: leave out the JAX call and cuDNN through JAX.
     """
-    session = Session("mla", peers_directory)
+    session = Session("mla", peers)
     for length in lengths:
         # Half of the square is masked: two operations for each product of it.
         operations = float(_TOTAL_TOKENS * length * HEADS * (KEY_SIZE + VALUE_SIZE))
         session.add(
-            Row(str(length), operations / session.matmul * 1e6, {}, "TFLOP/s", operations),
-            _columns(session.peers, jax_columns),
+            session.rate_row(str(length), operations),
+            _columns(session.peers, not no_jax),
             [_prompts(length) for _ in range(2)],
             required=(OURS,),
         )
-    return session.report("latent attention, prompts, heads of 192 and values of 128, TFLOP/s")
+    return session.report(
+        "latent attention, prompts, heads of 192 and values of 128, TFLOP/s",
+        compared=lambda name: None if name == OURS else OURS,
+    )
 
 
 def prompt_call(length: int) -> DenseCall[torch.Tensor]:
@@ -117,12 +120,11 @@ def _ours_in_jax(batches: list[Prompts]) -> float:
     from jattn import ops
 
     length = batches[0].length
-    return _chained(
-        lambda query, key, value, starts: ops.attention(
-            query, key, value, starts, max_query_len=length, implementation="triton"
-        ),
-        batches,
-    )
+
+    def attend(query: Any, key: Any, value: Any, starts: Any) -> Any:
+        return ops.attention(query, key, value, starts, max_query_len=length, implementation="triton")
+
+    return _chained(attend, batches)
 
 
 def _cudnn_in_jax(batches: list[Prompts]) -> float:
@@ -136,11 +138,8 @@ def _cudnn_in_jax(batches: list[Prompts]) -> float:
 
 
 def _chained(attend: Callable[..., Any], batches: list[Prompts]) -> float:
-    import jax
-
-    def step(query: Any, *arrays: Any) -> Any:
-        # One element, so that the next call waits for this one.
-        return jax.lax.dynamic_update_slice(query, attend(query, *arrays)[:1, :1, :1], (0, 0, 0))
-
     arrays = [(batch.key, batch.value, batch.starts) for batch in batches]
-    return measure.chained_us(step, batches[0].query, arrays, rotations=4, rounds=5)
+    return measure.chained_us(measure.fed(attend), batches[0].query, arrays, rotations=4, rounds=5)
+
+
+BENCHMARK = Benchmark("mla-prefill", __doc__, run, draw=draw_fractions)

@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.bench.runner import Benchmark
 from jattn.nn import MultiHeadAttention
-from jattn.table import aligned
 
-__all__ = ["host_times", "main", "step_times"]
+__all__ = ["BENCHMARK", "HostRow", "StepRow", "host_times", "run", "step_times"]
 
 _LAYERS = 32
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the milliseconds of a step by tokens present and room, and what the host takes for many layers."""
-    parser = argparse.ArgumentParser(prog="jattn bench module", description=__doc__)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=512, help="tokens that each sequence holds (512)")
-    parser.add_argument("--features", type=int, default=512, help="8 query heads and 8 key heads share them (512)")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--host", action="store_true", help=f"the host's time for a step of {_LAYERS} layers instead")
-    options = parser.parse_args(argv)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, batch {options.batch}, features {options.features}")
-    if options.host:
-        rows = [(name, f"{value:.2f}") for name, value in host_times(options.batch, options.rounds).items()]
-        print("\n".join(aligned([(f"{_LAYERS} layers, dispatch", "ms"), *rows], right=(1,))))
-        return
-    rows = [("tokens present", "room for", "jattn ms", "flax ms", "flax / jattn")]
-    for context, room in ((options.context, 1), (options.context, 4), (options.context // 4, 4)):
-        max_length = options.context * room + 16
-        ours, flax = step_times(options.batch, context, max_length, options.features, options.rounds)
-        rows.append((str(context), str(max_length), f"{ours:.3f}", f"{flax:.3f}", f"{flax / ours:.2f}"))
-    print("\n".join(aligned(rows, right=range(5))))
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Milliseconds of a decode step by tokens present and room; see `step_times`."""
+
+    tokens_present: int
+    room_for: int
+    jattn_ms: float
+    flax_ms: float
+    flax_over_jattn: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """Milliseconds of the host for a dispatched step; see `host_times`."""
+
+    way_of_calling: str
+    ms: float
+
+
+def run(
+    *, batch: int = 8, context: int = 512, features: int = 512, rounds: int = 30, host: bool = False
+) -> list[StepRow] | list[HostRow]:
+    """Measures steps at three fillings of the cache, or the host's time for many layers.
+
+    Args:
+        batch: sequences.
+        context: tokens that each sequence holds.
+        features: of 8 query and 8 key/value heads together.
+        rounds: timed steps of each row.
+        host: the host's time for a step of 32 layers instead.
+    """
+    if host:
+        return [HostRow(way, ms) for way, ms in host_times(batch, rounds).items()]
+    rows = []
+    for present, room in ((context, 1), (context, 4), (context // 4, 4)):
+        max_length = context * room + 16
+        ours, flax = step_times(batch, present, max_length, features, rounds)
+        rows.append(StepRow(present, max_length, ours, flax, flax / ours))
+    return rows
 
 
 def step_times(batch: int, context: int, max_length: int, features: int, rounds: int) -> tuple[float, float]:
@@ -123,3 +142,6 @@ def _dispatch_ms(step: Callable[[], jax.Array], rounds: int) -> float:
         times.append((time.perf_counter() - started) * 1e3)
         jax.block_until_ready(y)
     return statistics.median(times[3:])
+
+
+BENCHMARK = Benchmark("module", __doc__, run)

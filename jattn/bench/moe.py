@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jattn.bench.measure import jax_us
+from jattn.bench.runner import Benchmark
 from jattn.llm.models import ModelConfig, MoEConfig
 from jattn.llm.models.experts import SparseMLP
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["SHAPES", "MoERow", "main", "measure_rows"]
+__all__ = ["BENCHMARK", "SHAPES", "MoERow", "measure_rows"]
 
 #: Hidden size, width of an expert, experts, experts of a token.
 SHAPES = {
@@ -25,8 +26,6 @@ SHAPES = {
     "gpt-oss-20b": (2880, 2880, 32, 4),
     "tiny": (64, 32, 16, 2),
 }
-_HEADER = ("tokens", "experts hit", "layer", "router", "xla", "read", "layer / read", "dense", "layer / dense")
-_WIDTH = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,14 @@ class MoERow:
 
     Attributes:
         tokens: of the step.
-        experts_hit: distinct experts that they went to, the mean over the layers.
+        experts_hit: distinct experts of these tokens, the mean over the layers.
         layer_us: microseconds of the layer as the model runs it.
-        router_us: microseconds of the router alone, which the layer's hold.
-        xla_us: microseconds of the layer in plain jnp; None where that was not asked for.
-        read_us: what reading the experts that were hit takes at the speed of a copy.
+        router_us: microseconds of the router alone, a part of `layer_us`.
+        xla_us: microseconds of the layer in plain jnp; None if it was not measured.
+        read_us: microseconds of reading those experts at copy speed.
+        layer_over_read: the ratio of the two.
         dense_us: microseconds of two dense products over as many rows, with the activation between.
+        layer_over_dense: the ratio of the two.
     """
 
     tokens: int
@@ -49,49 +50,29 @@ class MoERow:
     router_us: float
     xla_us: float | None
     read_us: float
+    layer_over_read: float
     dense_us: float
-
-
-def main(argv: Sequence[str]) -> None:
-    """Prints a table of microseconds by tokens of a step, each row when it is known."""
-    parser = argparse.ArgumentParser(prog="jattn bench moe", description=__doc__)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 4096])
-    parser.add_argument(
-        "--layers",
-        type=int,
-        default=16,
-        help="chained: no cache holds all weights, and a program starts once for all (16)",
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--xla", action="store_true", help="also the layer in plain jnp, which takes long to measure")
-    options = parser.parse_args(argv)
-    rows = measure_rows(
-        options.shape, options.tokens, layers=options.layers, dtype=options.dtype, rounds=options.rounds,
-        with_xla=options.xla,
-    )  # fmt: skip
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.shape}, {options.dtype}, us of one layer")
-    print("".join(name.rjust(_WIDTH) for name in _HEADER), flush=True)
-    for row in rows:
-        cells = (
-            str(row.tokens),
-            f"{row.experts_hit:.1f}",
-            f"{row.layer_us:.1f}",
-            f"{row.router_us:.1f}",
-            "" if row.xla_us is None else f"{row.xla_us:.1f}",
-            f"{row.read_us:.1f}",
-            f"{row.layer_us / row.read_us:.2f}",
-            f"{row.dense_us:.1f}",
-            f"{row.layer_us / row.dense_us:.2f}",
-        )
-        print("".join(cell.rjust(_WIDTH) for cell in cells), flush=True)
+    layer_over_dense: float
 
 
 def measure_rows(
-    shape: str, tokens: Sequence[int], *, layers: int, dtype: str, rounds: int, with_xla: bool = False
+    shape: str = "qwen3-30b-a3b",
+    tokens: Sequence[int] = (1, 16, 4096),
+    *,
+    layers: int = 16,
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    rounds: int = 9,
+    xla: bool = False,
 ) -> Iterator[MoERow]:
     """Measures each number of tokens when the caller asks for its row.
+
+    Args:
+        shape: of the layer: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or tiny.
+        tokens: of a step, a row for each.
+        layers: chained layers, so that no cache holds all weights and one program start serves all.
+        dtype: of all arrays.
+        rounds: timed rounds of a row.
+        xla: also measure the layer in plain jnp, which takes long.
 
     Raises:
         InvalidInput: an unknown shape, or a number below 1.
@@ -100,10 +81,10 @@ def measure_rows(
         raise InvalidInput(f"shape is {shape!r}; use one of {', '.join(SHAPES)}.")
     for name, value in (("layers", layers), ("rounds", rounds), *(("tokens", each) for each in tokens)):
         check_int(name, value, 1)
-    return _rows(shape, tokens, layers, dtype, rounds, with_xla)
+    return _rows(shape, tokens, layers, dtype, rounds, xla)
 
 
-def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: int, with_xla: bool) -> Iterator[MoERow]:
+def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: int, xla: bool) -> Iterator[MoERow]:
     hidden, inner, num_experts, top_k = SHAPES[shape]
     config = ModelConfig(
         vocab_size=8,
@@ -140,14 +121,19 @@ def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: in
         for module in modules:
             hit.append(jnp.unique(module.route(inner_x)[1]).size)
             inner_x = inner_x + module(inner_x)
+        layer_us, router_us = timed(lambda module, x: module(x)), timed(_routed)
+        xla_us = timed(_in_jnp) if xla else None
+        read_us, dense_us = sum(hit) / layers * expert_bytes * seconds_per_byte * 1e6, timed(_dense)
         yield MoERow(
             tokens=count,
             experts_hit=sum(hit) / layers,
-            layer_us=timed(lambda module, x: module(x)),
-            router_us=timed(_routed),
-            xla_us=timed(_in_jnp) if with_xla else None,
-            read_us=sum(hit) / layers * expert_bytes * seconds_per_byte * 1e6,
-            dense_us=timed(_dense),
+            layer_us=layer_us,
+            router_us=router_us,
+            xla_us=xla_us,
+            read_us=read_us,
+            layer_over_read=layer_us / read_us,
+            dense_us=dense_us,
+            layer_over_dense=layer_us / dense_us,
         )
 
 
@@ -176,3 +162,6 @@ def _dense(module: SparseMLP, x: jax.Array) -> jax.Array:
     top_k = module.moe.num_experts_per_tok
     gate, up = jnp.split(jnp.repeat(x, top_k, axis=0) @ module.gate_up_proj.kernel[0], 2, axis=-1)
     return ((jax.nn.silu(gate) * up) @ module.down_proj.kernel[0]).reshape(-1, top_k, x.shape[-1]).sum(1)
+
+
+BENCHMARK = Benchmark("moe", __doc__, measure_rows)

@@ -1,12 +1,9 @@
-"""What it costs to run the torch core's kernels from JAX: launches, kernel time, Python, addresses, compilations."""
+"""The cost of running the torch core's kernels from JAX: launches, kernel time, Python, addresses, compilations."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +11,13 @@ import torch
 
 from jattn.bench import measure
 from jattn.bench.batch import BLOCK_SIZE, HEADS, KV_HEADS, random_batch
-from jattn.bench.report import BenchReport, Row, check_places
+from jattn.bench.report import BenchReport, Row
+from jattn.bench.runner import Benchmark
 from jattn.bench.session import Session
 from torch_core import ops as torch_ops
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["main", "run"]
+__all__ = ["BENCHMARK", "run"]
 
 _CHAIN = 64
 _RUNS = 20
@@ -53,18 +51,6 @@ def run() -> BenchReport:
         Row(f"write {_WRITE_TOKENS}", moved / copy * 1e6, {"torch": writes}),
     ]
     return session.report("overhead", values=values)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the report; writes JSON where asked to. Returns 0."""
-    parser = argparse.ArgumentParser(prog="jattn bench overhead", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
-    check_places(json_path=options.json)
-    report = run()
-    print(report.table())
-    report.write(json_path=options.json)
-    return 0
 
 
 def _native_call_us() -> float:
@@ -174,3 +160,6 @@ def _write_us() -> float:
 
     pools = [pool() for _ in range(measure.num_pools(2 * _WRITE_TOKENS * KV_HEADS * _SIZE * 2))]
     return measure.graph_us([lambda p=p: torch_ops.write_kv_cache(*p) for p in pools])
+
+
+BENCHMARK = Benchmark("overhead", __doc__, run)

@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from jattn.bench import chunks, measure, mixed, peers
 from jattn.bench.batch import HEADS, Batch, dense_call, fa3, ours, packed, random_batch, vllm_triton
-from jattn.bench.report import OURS, BenchReport, Row, check_places
+from jattn.bench.pictures import draw_fractions
+from jattn.bench.report import OURS, BenchReport
+from jattn.bench.runner import Benchmark, Mode
 from jattn.bench.session import Column, Session, in_graph
 from torch_core import ops
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["HEAD_SIZES", "LENGTHS", "TOTAL_TOKENS", "check_lengths", "main", "run"]
+__all__ = ["BENCHMARK", "LENGTHS", "TOTAL_TOKENS", "check_lengths", "run"]
 
 #: Tokens of one sequence in each row of the default table.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 #: All sequences of a row together.
 TOTAL_TOKENS = 16384
-#: Head sizes that the peers have too.
-HEAD_SIZES = (64, 128, 256)
 _TAKE_FP8 = (f"{OURS} paged", "FA3 block 16", "cuDNN e4m3 in JAX dense")
 
 
 def run(
     *,
     lengths: Sequence[int] = LENGTHS,
-    head_size: int = 128,
+    head_size: Literal[64, 128, 256] = 128,
     fp8: bool = False,
-    peers_directory: Path | None = None,
-    jax_columns: bool = True,
+    peers: Path | None = None,
+    no_jax: bool = False,
 ) -> BenchReport:
     """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads, bfloat16, block 16.
 
     Args:
-        lengths: tokens of one sequence; each divides `TOTAL_TOKENS`.
+        lengths: tokens of one sequence in each row; each divides 16384.
         head_size: elements of a head.
-        fp8: e4m3 queries over an e4m3 cache instead, ours paged alone; the device's matmul speed stays that of
-            bfloat16.
-        peers_directory: see `jattn.bench.peers.load_peers`.
-        jax_columns: measure the JAX call and the JAX peers too.
+        fp8: e4m3 queries over an e4m3 cache instead, without dense columns of ours; the ceiling stays bfloat16's.
+        peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
+        no_jax: leave out the JAX call and the JAX peers.
 
     Raises:
         InvalidInput: a length that does not divide `TOTAL_TOKENS`, or no module of peers in the folder.
         Unsupported: torch or JAX has no CUDA device.
     """
     check_lengths(lengths)
-    session = Session("prefill", peers_directory)
-    columns = _columns(session.peers, jax_columns)
+    session = Session("prefill", peers)
+    columns = _columns(session.peers, not no_jax)
     columns = {name: column for name, column in columns.items() if (name in _TAKE_FP8 if fp8 else "e4m3" not in name)}
     element = torch.float8_e4m3fn if fp8 else torch.bfloat16
     for length in lengths:
@@ -61,12 +59,13 @@ def run(
         # Half of the square is masked: two products of 2 operations each on it.
         operations = 2.0 * TOTAL_TOKENS * length * HEADS * head_size
         session.add(
-            Row(str(length), operations / session.matmul * 1e6, {}, "TFLOP/s", operations),
+            session.rate_row(str(length), operations),
             columns,
             [random_batch(parts, head_size=head_size, query_dtype=element, cache_dtype=element) for _ in range(2)],
             required=[name for name in columns if name.startswith(OURS)],
         )
-    return session.report(f"prefill, causal, {'e4m3, ' if fp8 else ''}heads of {head_size}, TFLOP/s")
+    name = f"prefill, causal, {'e4m3, ' if fp8 else ''}heads of {head_size}, TFLOP/s"
+    return session.report(name, compared=_compared(fp8))
 
 
 def check_lengths(lengths: Sequence[int]) -> None:
@@ -76,45 +75,13 @@ def check_lengths(lengths: Sequence[int]) -> None:
             raise InvalidInput(f"--lengths has {length}; each must divide {TOTAL_TOKENS}, the tokens of a row.")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Prints the table; writes JSON and a picture where asked to. Returns 0."""
-    parser = argparse.ArgumentParser(prog="jattn bench prefill", description=__doc__)
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="a folder with bench_peers.py")
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens of a sequence")
-    parser.add_argument("--head-size", type=int, choices=HEAD_SIZES, help="elements of a head (128)")
-    parser.add_argument("--fp8", action="store_true", help="e4m3 queries over an e4m3 cache")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--mixed", action="store_true", help="a batch of prefill chunks and decode rows instead")
-    instead.add_argument("--chunks", action="store_true", help="short and long chunks on earlier tokens instead")
-    parser.add_argument("--no-jax", action="store_true", help="leave the JAX columns out")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--png", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
-    if (options.mixed or options.chunks) and (options.lengths or options.head_size):
-        parser.error("--mixed and --chunks have lengths of their own and heads of 128: no --lengths, no --head-size")
-    if options.mixed and options.fp8:
-        parser.error("--mixed is in bfloat16: no --fp8")
-    check_places(json_path=options.json, png_path=options.png)
-    if options.mixed:
-        report = mixed.run(peers_directory=options.peers)
-    elif options.chunks:
-        report = chunks.run(fp8=options.fp8, peers_directory=options.peers)
-    else:
-        report = run(
-            lengths=options.lengths or LENGTHS,
-            head_size=options.head_size or 128,
-            fp8=options.fp8,
-            peers_directory=options.peers,
-            jax_columns=not options.no_jax,
-        )
+def _compared(fp8: bool) -> Callable[[str], str | None]:
+    def compared(name: str) -> str | None:
+        if name.startswith(OURS):
+            return None
+        return f"{OURS} paged" if fp8 or "paged" in name or "block" in name else f"{OURS} dense"
 
-    def beside(peer: str) -> str:
-        return f"{OURS} paged" if options.fp8 or "paged" in peer or "block" in peer else f"{OURS} dense"
-
-    compared = () if options.mixed or options.chunks else report.peers
-    print("\n".join([report.table(), *report.comparisons(compared, beside)]))
-    report.write(json_path=options.json, png_path=options.png)
-    return 0
+    return compared
 
 
 def _columns(found: Any, jax_columns: bool) -> dict[str, Column]:
@@ -185,3 +152,13 @@ def _cudnn_in_jax(batches: list[Batch], attend: Callable[..., Any]) -> float:
 def _chained(attend: Callable[..., Any], batches: list[Batch]) -> float:
     tensors = [(*packed(batch), batch.starts) for batch in batches]
     return measure.chained_us(attend, batches[0].query, tensors, rotations=4, rounds=5)
+
+
+_REASON = "--mixed and --chunks have lengths of their own and heads of 128"
+BENCHMARK = Benchmark(
+    "prefill",
+    __doc__,
+    run,
+    modes=(Mode("--mixed", mixed.BENCHMARK, _REASON), Mode("--chunks", chunks.BENCHMARK, _REASON)),
+    draw=draw_fractions,
+)

@@ -1,32 +1,31 @@
-"""What a CUDA benchmark found: rows with one number for each implementation, as a table, as JSON and as a picture."""
+"""The report of a benchmark: rows as one aligned table, as JSON, and as a picture of kernel times."""
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 from jattn.table import aligned
-from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["OURS", "BenchReport", "Row", "check_places"]
+__all__ = ["HIDDEN", "OURS", "BenchReport", "Row", "cells", "package_versions"]
 
-#: Names of the columns that are this project's start with it.
+#: The names of this project's columns start with it.
 OURS = "jattn"
+#: The metadata of a row's field that is in JSON and not in the table.
+HIDDEN = {"hidden": True}
+_PACKAGES = ("torch", "triton", "jax")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured shape.
+    """Kernel times of one shape.
 
     Attributes:
-        label: the shape in words.
-        bound_us: microseconds that the device's ceiling allows (bytes at copy speed, or operations at matmul speed).
+        label: the shape.
+        bound_us: microseconds at the device's ceiling (bytes at copy speed, or operations at matmul speed).
         us: microseconds by implementation; NaN where it failed.
         unit: "us", or "TFLOP/s" to show rates instead.
         operations: floating point operations, for the rates.
@@ -39,38 +38,40 @@ class Row:
     operations: float = 0.0
 
     def shown(self, name: str) -> float:
-        """The number to show for an implementation, in `unit`."""
+        """Returns the number of an implementation in `unit`; NaN where there is none."""
         value = self.us.get(name, math.nan)
         return self.operations / value / 1e6 if self.unit == "TFLOP/s" else value
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """A benchmark's result.
+    """The result of a benchmark.
 
     Attributes:
-        name: the benchmark.
-        device: the GPU's name.
-        versions: of torch, triton and jax.
-        copy_bytes_per_second: the copy ceiling, measured in the same run.
-        matmul_flops: the bfloat16 matrix product ceiling, measured in the same run.
-        rows: the measurements.
-        notes: what could not be measured, and why.
+        name: the benchmark and its options.
+        device: the name of the device.
+        versions: of the packages that matter.
+        copy_bytes_per_second: the copy ceiling, measured in the same run; None where the rows have no ceiling.
+        matmul_flops: the bfloat16 matrix product ceiling, measured in the same run, or None.
+        rows: `Row` or other dataclasses; see `cells`.
+        notes: failures that left a cell empty, and remarks on the run.
         values: single numbers that belong to no row.
+        summary: sentences below the table.
     """
 
     name: str
     device: str
     versions: dict[str, str]
-    copy_bytes_per_second: float
-    matmul_flops: float
-    rows: tuple[Row, ...]
+    copy_bytes_per_second: float | None
+    matmul_flops: float | None
+    rows: tuple[Any, ...]
     notes: tuple[str, ...] = ()
     values: dict[str, float] = field(default_factory=dict)
+    summary: tuple[str, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every implementation that a row has, in order of first appearance."""
+        """The implementations of all rows, in order of first appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.us))
 
     @property
@@ -79,7 +80,7 @@ class BenchReport:
         return tuple(name for name in self.columns if not name.startswith(OURS))
 
     def ratio(self, peer: str, ours: str = OURS) -> float:
-        """Geometric mean over the rows that have both of the peer's time over ours; NaN without such a row."""
+        """Returns the geometric mean of the peer's time over ours, over the rows that have both; NaN without one."""
         logs = [
             math.log(row.us[peer] / row.us[ours])
             for row in self.rows
@@ -88,11 +89,11 @@ class BenchReport:
         return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
     def comparisons(self, peers: Iterable[str], ours: Callable[[str], str] = lambda _: OURS) -> list[str]:
-        """A sentence for each peer that was measured beside ours: `ratio`.
+        """Returns a sentence for each peer that was measured in the same row as ours; see `ratio`.
 
         Args:
             peers: columns.
-            ours: which of our columns a peer stands beside.
+            ours: returns the column that a peer is compared with.
         """
         return [
             f"{peer} takes {ratio:.2f} x the time of {ours(peer)} (geometric mean)"
@@ -101,75 +102,72 @@ class BenchReport:
         ]
 
     def table(self) -> str:
-        """The rows as text, each number with the fraction of the ceiling that it reaches."""
-        lines = [
-            f"{self.name} on {self.device}: copy {self.copy_bytes_per_second / 1e12:.2f} TB/s, bf16 matmul "
-            f"{self.matmul_flops / 1e12:.0f} TFLOP/s; " + ", ".join(f"{k} {v}" for k, v in self.versions.items())
-        ]
-        if self.rows:
-            cells = [
-                (row.label, f"{row.bound_us:.1f}", *(_cell(row, name) for name in self.columns)) for row in self.rows
-            ]
-            lines += aligned([("shape", "bound us", *self.columns), *cells], right=range(1, len(cells[0])))
+        """Returns the report as text: a title, the rows, values, notes and the summary."""
+        versions = ", ".join(f"{package} {version}" for package, version in self.versions.items())
+        if self.copy_bytes_per_second is not None and self.matmul_flops is not None:
+            copy, matmul = self.copy_bytes_per_second / 1e12, self.matmul_flops / 1e12
+            versions = f"copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s; {versions}"
+        lines = [f"{self.name} on {self.device}: {versions}", *_table([cells(row) for row in self.rows])]
         lines += [f"{key}: {value:.6g}" for key, value in self.values.items()]
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.summary])
 
-    def write(self, *, json_path: Path | None = None, png_path: Path | None = None) -> None:
-        """Writes the report as JSON and as a picture.
-
-        Raises:
-            Unsupported: a picture is wanted and matplotlib is missing.
-        """
-        if json_path is not None:
-            json_path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        if png_path is not None:
-            _plot(self, png_path)
+    def record(self) -> dict[str, Any]:
+        """Returns the report in JSON's types: "inf" for an infinite number, None for NaN."""
+        return _finite(asdict(self))
 
 
-def _cell(row: Row, name: str) -> str:
-    value = row.us.get(name, math.nan)
-    if not math.isfinite(value):
-        return "-"
-    return f"{row.shown(name):.1f} ({row.bound_us / value:.2f})"
+def cells(row: Any) -> dict[str, str]:
+    """Returns the text of a row by column.
 
-
-def check_places(*, json_path: Path | None = None, png_path: Path | None = None) -> None:
-    """Checks that a report can be written there, before minutes are measured.
-
-    Raises:
-        InvalidInput: no such folder, or a folder in the place of the file.
-        Unsupported: a picture is wanted and matplotlib is missing.
+    The columns of a `Row` are its implementations, each number with its fraction of the ceiling. Those of another
+    dataclass are its fields, without those whose metadata is `HIDDEN`.
     """
-    for option, path in (("--json", json_path), ("--png", png_path)):
-        if path is not None and not path.parent.is_dir():
-            raise InvalidInput(f"{option} {path}: there is no folder {path.parent}; make it, or name another.")
-        if path is not None and path.is_dir():
-            raise InvalidInput(f"{option} {path}: this is a folder; name a file in it.")
-    if png_path is not None:
-        _figure()
+    if not isinstance(row, Row):
+        shown = [each.name for each in fields(row) if each.metadata != HIDDEN]
+        return {name.replace("_", " "): _text(getattr(row, name)) for name in shown}
+    found = {"shape": row.label, "bound us": f"{row.bound_us:.1f}"}
+    for name, value in row.us.items():
+        found[name] = f"{row.shown(name):.1f} ({row.bound_us / value:.2f})" if math.isfinite(value) else "-"
+    return found
 
 
-def _figure(**options: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unsupported("a picture needs matplotlib: pip install 'jattn[plot]', or leave --png out.") from error
-    return Figure(**options)
+def package_versions() -> dict[str, str]:
+    """Returns the versions of torch, triton and jax, where they are installed."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
-def _plot(report: BenchReport, path: Path) -> None:
-    figure = _figure(figsize=(max(6, 1.2 * len(report.rows)), 4.5), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / max(1, len(report.columns))
-    for index, name in enumerate(report.columns):
-        # A row that failed has no bar.
-        heights = [row.bound_us / row.us.get(name, math.nan) for row in report.rows]
-        positions = [place + index * width for place in range(len(report.rows))]
-        axes.bar(positions, np.nan_to_num(heights), width, label=name)
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(report.rows))], [r.label for r in report.rows])
-    axes.tick_params(axis="x", rotation=30)
-    axes.set_ylabel("fraction of the device's ceiling")
-    axes.set_title(f"{report.name}, {report.device}")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+def _text(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, dict):
+        return "/".join(map(_text, value.values()))
+    if isinstance(value, list | tuple):
+        return " ".join(map(_text, value))
+    return "" if value is None else str(value)
+
+
+def _table(rows: Sequence[dict[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    lines = [[row.get(head, "-") for head in heads] for row in rows]
+    # Numbers are flush right, words flush left.
+    right = [i for i in range(1, len(heads)) if not any(letter.isalpha() for line in lines for letter in line[i])]
+    return aligned([heads, *lines], right=right)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value

@@ -1,8 +1,7 @@
-"""Latency of the HTTP server under open-loop load: requests arrive at a rate, whether earlier ones are done or not."""
+"""Latency of the HTTP server under open-loop load: requests arrive at a rate, independent of earlier ones."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -11,7 +10,6 @@ import json
 import math
 import random
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from jattn.bench.serve_picture import check_matplotlib, save_picture
+from jattn.bench.pictures import draw_rates
+from jattn.bench.report import HIDDEN
+from jattn.bench.runner import Benchmark
 from jattn.llm.engine import LLM, EngineConfig
 from jattn.llm.serve import AsyncLLM
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["ServeRow", "main", "run"]
+__all__ = ["BENCHMARK", "ServeRow", "run"]
 
 _PERCENTILES = (50, 90, 99)
 _WATCH_SECONDS = 0.1
@@ -46,7 +46,7 @@ class ServeRow:
         itl_ms: between two events with text; several tokens may come in one.
         e2e_ms: from the arrival to the last token.
         goodput: completed requests a second within both goals; None without goals.
-        error: of the first request that failed.
+        error: how many requests failed, and the error of the first one.
         pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, where it was
             watched.
     """
@@ -62,8 +62,8 @@ class ServeRow:
     itl_ms: dict[str, float]
     e2e_ms: dict[str, float]
     goodput: float | None
-    error: str | None = None
-    pool_usage: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    error: str | None = dataclasses.field(default=None, metadata=HIDDEN)
+    pool_usage: list[tuple[float, float]] = dataclasses.field(default_factory=list, metadata=HIDDEN)
 
 
 @dataclass(slots=True)
@@ -94,15 +94,17 @@ def run(
     """Measures a server that runs at `url`, or one of this process with a model folder.
 
     Args:
-        url: of the server, without a path; None to start one.
+        url: of a running server, without a path; a server in this process by default.
         api_key: for the server at `url`.
-        model: a model folder for the own server; the embedded model if None.
-        rates: requests a second, one after the other.
-        num_requests: for each rate.
-        prompt_tokens, new_tokens: of each request; prompts are random and share nothing.
-        vocab_size: prompts are of the token ids from 1 to below it.
+        model: a model folder for the own server; the embedded model by default.
+        rates: requests per second, a row for each; inf for all at once.
+        num_requests: of each rate.
+        prompt_tokens: of each request; prompts are random and share no prefix.
+        new_tokens: of each request.
+        vocab_size: prompts have token ids from 1 to below it.
         max_num_seqs, max_num_batched_tokens: of the own server.
-        ttft_goal_ms, tpot_goal_ms: what counts as good.
+        ttft_goal_ms: most milliseconds to the first token of a request that counts for `goodput`.
+        tpot_goal_ms: most milliseconds for each further token of such a request.
         seed: of prompts and arrivals.
         watch_pool: ask the server for its metrics meanwhile, ten times a second.
 
@@ -140,61 +142,6 @@ def run(
             timelines, usage = asyncio.run(_send(address, api_key, bodies, np.cumsum(gaps).tolist(), watch_pool))
             rows.append(dataclasses.replace(_row(rate, timelines, ttft_goal_ms, tpot_goal_ms), pool_usage=usage))
     return rows[1:]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the table, or JSON; returns 0, or 1 if a request failed."""
-    parser = argparse.ArgumentParser(prog="jattn bench serve", description=__doc__)
-    parser.add_argument("--url", help="of a server that runs (default: one of this process)")
-    parser.add_argument("--api-key", help="for the server at --url")
-    parser.add_argument("--model", help="a model folder for the own server (default: the embedded model)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0, math.inf], help="inf for all at once")
-    parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--vocab-size", type=int, default=256)
-    parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--ttft-goal-ms", type=float)
-    parser.add_argument("--tpot-goal-ms", type=float)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--png", metavar="FILE", help="draw throughput against latency, and the pool's use over time")
-    arguments = vars(parser.parse_args(argv))
-    as_json, png = arguments.pop("json"), arguments.pop("png")
-    if png is not None:
-        check_matplotlib()
-    rows = run(**arguments, watch_pool=png is not None)
-    if png is not None:
-        save_picture(rows, png)
-    if as_json:
-        print(json.dumps([_finite(dataclasses.asdict(row)) for row in rows], indent=2))
-    else:
-        heads = f"{'TTFT p50/p90/p99 ms':>22} {'TPOT':>20} {'ITL':>20} {'E2E':>24} {'good/s':>7}"
-        print(f"{'rate':>6} {'done':>5} {'failed':>6} {'tokens/s':>9}  {heads}")
-        for row in rows:
-            columns = [
-                "/".join(f"{times[f'p{each}']:.1f}" for each in _PERCENTILES)
-                for times in (row.ttft_ms, row.tpot_ms, row.itl_ms, row.e2e_ms)
-            ]
-            good = "" if row.goodput is None else f"{row.goodput:.2f}"
-            print(
-                f"{row.rate:>6g} {row.completed:>5} {row.failed:>6} {row.output_tokens_per_second:>9.0f}  "
-                f"{columns[0]:>22} {columns[1]:>20} {columns[2]:>20} {columns[3]:>24} {good:>7}"
-            )
-    for row in rows:
-        if row.failed:
-            sys.stderr.write(f"jattn: at {row.rate:g} requests a second {row.failed} failed; the first: {row.error}\n")
-    return int(any(row.failed for row in rows))
-
-
-def _finite(value: Any) -> Any:
-    """Returns it as JSON can spell it: "inf" for all at once, null for percentiles of nothing."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return "inf" if value > 0 else None
-    return value
 
 
 def _own_server(model: str | None, config: EngineConfig) -> Any:
@@ -268,6 +215,7 @@ async def _ask(client: Any, body: dict[str, Any], arrival: float) -> _Timeline:
 
 def _row(rate: float, timelines: list[_Timeline], ttft_goal_ms: float | None, tpot_goal_ms: float | None) -> ServeRow:
     done = [timeline for timeline in timelines if timeline.error is None and timeline.events]
+    failed = [each.error or "nothing came" for each in timelines if each.error or not each.events]
     first = [1e3 * (each.events[0] - each.arrival) for each in done]
     whole = [1e3 * (each.events[-1] - each.arrival) for each in done]
     each_token = [
@@ -286,7 +234,7 @@ def _row(rate: float, timelines: list[_Timeline], ttft_goal_ms: float | None, tp
     return ServeRow(
         rate=rate,
         completed=len(done),
-        failed=len(timelines) - len(done),
+        failed=len(failed),
         duration_s=duration,
         requests_per_second=per_second(len(done)),
         output_tokens_per_second=per_second(sum(timeline.num_tokens for timeline in done)),
@@ -295,7 +243,7 @@ def _row(rate: float, timelines: list[_Timeline], ttft_goal_ms: float | None, tp
         itl_ms=_percentiles(between),
         e2e_ms=_percentiles(whole),
         goodput=per_second(good) if goals else None,
-        error=next((each.error or "nothing came" for each in timelines if each.error or not each.events), None),
+        error=f"at {rate:g} requests a second {len(failed)} failed; the first: {failed[0]}" if failed else None,
     )
 
 
@@ -304,3 +252,6 @@ def _percentiles(values: list[float]) -> dict[str, float]:
         return dict.fromkeys((*(f"p{each}" for each in _PERCENTILES), "mean"), math.nan)
     found = np.percentile(values, _PERCENTILES).tolist()
     return dict(zip((f"p{each}" for each in _PERCENTILES), found, strict=True)) | {"mean": float(np.mean(values))}
+
+
+BENCHMARK = Benchmark("serve", __doc__, run, draw=draw_rates, when_drawn={"watch_pool": True})

@@ -1,9 +1,8 @@
-"""A CUDA benchmark under way: the ceilings of the device, measured first, and the rows found so far."""
+"""The session of a CUDA benchmark: the ceilings of the device, measured first, and the rows."""
 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from jattn.bench import measure, peers
-from jattn.bench.report import BenchReport, Row
+from jattn.bench.report import BenchReport, Row, package_versions
 
 __all__ = ["Column", "Session", "in_graph"]
 
@@ -26,7 +25,7 @@ class Session:
     """Times columns row by row and makes the report.
 
     Args:
-        name: of the benchmark, for the error.
+        name: the benchmark's, for the error.
         peers_directory: see `jattn.bench.peers.load_peers`, whose result is `peers`.
 
     Attributes:
@@ -55,11 +54,14 @@ class Session:
         required: Collection[str] = (),
         place: str | None = None,
     ) -> Row:
-        """Times every column and returns the row with its times.
+        """Times every column, prints each time on stderr at once, and returns the row with its times.
 
-        A column that fails is a note under the name of `place` (the row's label when None), unless it is `required`.
-        Each time stands on stderr at once: whoever runs out of time has those before.
-        `batches`, what the columns take, is emptied, so that their memory is free for the next row.
+        Args:
+            row: the row without times.
+            columns: by name.
+            batches: the columns' argument; emptied at the end, so that its memory is free for the next row.
+            required: columns whose failure is raised. The failure of another one becomes a note.
+            place: the row's name in notes; its label if None.
         """
         times: dict[str, float] = {}
         for name, timed in columns.items():
@@ -78,18 +80,38 @@ class Session:
         self.rows.append(replace(row, us=times))
         return self.rows[-1]
 
-    def report(self, name: str, *, values: dict[str, float] | None = None) -> BenchReport:
-        """Returns the report of all rows; see `BenchReport` for the arguments."""
-        return BenchReport(
+    def rate_row(self, label: str, operations: float) -> Row:
+        """Returns a row, without times, that shows rates: its ceiling is the matrix product's."""
+        return Row(label, operations / self.matmul * 1e6, {}, "TFLOP/s", operations)
+
+    def report(
+        self,
+        name: str,
+        *,
+        values: dict[str, float] | None = None,
+        compared: Callable[[str], str | None] | None = None,
+    ) -> BenchReport:
+        """Returns the report of all rows.
+
+        Args:
+            name: the benchmark and its options.
+            values: see `BenchReport`.
+            compared: returns the column that a column is compared with, or None for no comparison.
+        """
+        report = BenchReport(
             name=name,
             device=measure.device_name(),
-            versions={package: importlib.metadata.version(package) for package in ("torch", "triton", "jax")},
+            versions=package_versions(),
             copy_bytes_per_second=self.copy,
             matmul_flops=self.matmul,
             rows=tuple(self.rows),
             notes=tuple(self._notes),
             values=values or {},
         )
+        if compared is None:
+            return report
+        pairs = {name: ours for name in report.columns if (ours := compared(name))}
+        return replace(report, summary=tuple(report.comparisons(pairs, pairs.__getitem__)))
 
 
 def in_graph(call: Callable[[Any], Callable[[], Any]]) -> Column:

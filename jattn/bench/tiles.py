@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from jattn.bench.report import BenchReport, Row
+from jattn.bench.report import BenchReport
 from jattn.bench.session import Session, in_graph
 from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
 from torch_core.attention.kernels.hopper.plan import hopper_launch
@@ -29,7 +29,7 @@ __all__ = ["CANDIDATES", "LENGTHS", "plans", "search", "write_results"]
 
 #: Tokens of one sequence in each row.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-#: What the search compares, by head size.
+#: The candidates of the search, by head size.
 CANDIDATES: dict[int, tuple[HopperTile, ...]] = {
     64: (
         HopperTile(2, 128, 4, 2, 232, 48, overlap=False),
@@ -75,8 +75,7 @@ def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> BenchReport:
                 tile_name(tile): in_graph(functools.partial(_call, plan))
                 for tile, plan in plans(head_size, length, paged=paged).items()
             }
-            label = f"{length} {'paged' if paged else 'dense'}"
-            row = Row(label, operations / session.matmul * 1e6, {}, "TFLOP/s", operations)
+            row = session.rate_row(f"{length} {'paged' if paged else 'dense'}", operations)
             session.add(row, columns, [length] * 2, place=str(length))
     return session.report(f"tiles of the Hopper prefill kernel, heads of {head_size}, TFLOP/s")
 
@@ -128,7 +127,7 @@ def write_results(reports: dict[int, BenchReport], path: Path) -> None:
     record = {
         str(head_size): {
             "tiles": {tile_name(tile): asdict(tile) for tile in CANDIDATES[head_size]},
-            **asdict(report),
+            **report.record(),
         }
         for head_size, report in reports.items()
     }

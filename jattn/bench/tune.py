@@ -1,23 +1,55 @@
-"""Off-line work behind the frozen tables: what compiled kernels take, and the search of the Hopper kernel's tiles."""
+"""Off-line work behind the frozen tables: resources of compiled kernels, and the search of the Hopper tiles."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Literal
 
 from jattn.bench import tiles
+from jattn.bench.runner import Benchmark, check_places
 from jattn.table import aligned
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["PLACES", "compile_table", "main"]
+__all__ = ["BENCHMARK", "PLACES", "run"]
 
 #: Where in the source tree the result of each kind of work is kept.
 PLACES = {"compile_table": "torch_core/variants/compiled.json", "hopper_tiles": "jattn/bench/hopper_tiles.json"}
 
 
-def compile_table(path: Path) -> list[str]:
+def run(
+    *,
+    compile_table: bool = False,
+    hopper_tiles: bool = False,
+    head_size: Literal[64, 128, 256] | None = None,
+    json: Path | None = None,
+) -> str:
+    """Does one kind of work, writes its results file, and returns the table.
+
+    Args:
+        compile_table: record registers, shared memory and spills of all variants; needs no GPU.
+        hopper_tiles: time the candidate tiles of the Hopper prefill kernel.
+        head_size: search this one only.
+        json: the results file (compiled.json or hopper_tiles.json in the current directory).
+
+    Raises:
+        InvalidInput: both or none of the two kinds; the folder of the results file does not exist.
+    """
+    if compile_table == hopper_tiles:
+        raise InvalidInput("jattn bench tune needs one of --compile-table and --hopper-tiles.")
+    place = PLACES["compile_table" if compile_table else "hopper_tiles"]
+    path = json or Path(Path(place).name)
+    check_places(json_path=path)
+    if compile_table:
+        text = "\n".join(_compile_table(path))
+    else:
+        reports = {size: tiles.search(size) for size in ([head_size] if head_size else tiles.CANDIDATES)}
+        tiles.write_results(reports, path)
+        text = "\n\n".join(report.table() for report in reports.values())
+    return f"{text}\nwrote {path}; to use it, put it in place of {place} in the source tree."
+
+
+def _compile_table(path: Path) -> list[str]:
     """Compiles every variant of `torch_core.variants.in_use` for sm_90, records the table and returns it as text."""
     from torch_core.variants.in_use import variants_in_use
     from torch_core.variants.resources import measure_all, write_table
@@ -28,31 +60,4 @@ def compile_table(path: Path) -> list[str]:
     return aligned([("variant", "registers", "shared memory", "spilled", "warps"), *cells], right=range(1, 5))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Prints the table that it recorded, and where it belongs; returns 0.
-
-    Raises:
-        InvalidInput: the folder of the results file does not exist.
-    """
-    parser = argparse.ArgumentParser(prog="jattn bench tune", description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--compile-table", action="store_true", help="registers, shared memory and spills; needs no GPU")
-    what.add_argument("--hopper-tiles", action="store_true", help="time the Hopper prefill kernel's candidate tiles")
-    parser.add_argument("--head-size", type=int, choices=tuple(tiles.CANDIDATES), help="search this one only")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="results file (compiled.json or hopper_tiles.json, right here)"
-    )
-    options = parser.parse_args(argv)
-    place = PLACES["compile_table" if options.compile_table else "hopper_tiles"]
-    path = options.json or Path(Path(place).name)
-    if not path.parent.is_dir():
-        raise InvalidInput(f"--json {path}: there is no folder {path.parent}; make it, or name another.")
-    if options.compile_table:
-        print("\n".join(compile_table(path)))
-    else:
-        sizes = [options.head_size] if options.head_size else tiles.CANDIDATES
-        reports = {size: tiles.search(size) for size in sizes}
-        tiles.write_results(reports, path)
-        print("\n\n".join(report.table() for report in reports.values()))
-    print(f"wrote {path}; to use it, put it in place of {place} in the source tree.")
-    return 0
+BENCHMARK = Benchmark("tune", __doc__, run)

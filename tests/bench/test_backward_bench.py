@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -46,7 +48,7 @@ def test_rows_are_those_of_the_lengths_asked_for(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("passes", "elements"), [("forward", 192 + 128), ("backward", 3 * 192 + 2 * 128), ("both", 4 * 192 + 3 * 128)]
 )
-def test_keys_of_192_elements_have_values_of_128(passes: str, elements: int) -> None:
+def test_keys_of_192_elements_have_values_of_128(passes: Any, elements: int) -> None:
     report = backward.run(lengths=[8192], head_size=192, passes=passes)
 
     assert "heads of 192 over values of 128" in report.name

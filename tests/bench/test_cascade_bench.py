@@ -11,6 +11,7 @@ import torch
 from jattn.bench import cascade, decode
 from jattn.bench.batch import HEADS, KV_HEADS, Batch
 from jattn.bench.report import Row
+from jattn.bench.runner import main
 from torch_core.base.errors import Unsupported
 
 
@@ -46,4 +47,4 @@ def test_a_wrong_choice_is_counted():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
 def test_a_shared_prefix_needs_cuda():
     with pytest.raises(Unsupported, match="jattn bench decode measures CUDA kernels"):
-        decode.main(["--cascade"])
+        main(decode.BENCHMARK, ["--cascade"])

@@ -12,6 +12,7 @@ import torch
 
 from jattn.bench import batch as batches
 from jattn.bench import chunks, measure, prefill
+from jattn.bench.runner import main, sizes
 from torch_core.attention.call import PagedCall
 from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec, AttentionSpec
@@ -40,7 +41,7 @@ def _kernel(plan: OperationPlan) -> tuple[str, Any]:
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "hopper"), ("float8_e4m3fn", "hopper_fp8")])
 @pytest.mark.parametrize("before", chunks.CONTEXTS)
-@pytest.mark.parametrize(("seqs", "new"), chunks.SHAPES)
+@pytest.mark.parametrize(("seqs", "new"), [sizes(shape) for shape in chunks.SHAPES])
 def test_each_column_forces_its_kernel_for_every_sequence(seqs, new, before, dtype, kernel):
     plans = _plans(seqs, new, before, dtype)
     forced = {name.removeprefix("jattn "): plan for name, plan in plans.items() if name != "jattn"}
@@ -80,7 +81,7 @@ def test_a_row_times_every_kernel_and_notes_the_one_that_fails(monkeypatch):
     for name, result in (("require_cuda", None), ("matmul_flops", 1e15), ("copy_bytes_per_second", 1e12)):
         monkeypatch.setattr(measure, name, lambda *_, result=result: result)
     monkeypatch.setattr(measure, "device_name", lambda: "a device")
-    report = chunks.run(shapes=[(2, 32)], contexts=[2048])
+    report = chunks.run(shapes=["2x32"], contexts=[2048])
     assert report.columns == ("jattn", "jattn portable", "jattn Hopper packed", "jattn Hopper unpacked")
     assert report.rows[0].us["jattn Hopper packed"] == 50.0
     assert report.notes == ("jattn portable at 2 x 32 on 2048: no",)
@@ -89,4 +90,4 @@ def test_a_row_times_every_kernel_and_notes_the_one_that_fails(monkeypatch):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
 def test_chunks_need_cuda():
     with pytest.raises(Unsupported, match="jattn bench prefill measures CUDA kernels"):
-        prefill.main(["--chunks"])
+        main(prefill.BENCHMARK, ["--chunks"])

@@ -9,6 +9,7 @@ import pytest
 import triton
 
 from jattn.bench import compilers
+from jattn.bench.runner import main
 from torch_core.base.errors import InvalidInput
 from torch_core.variants import resources
 from torch_core.variants.in_use import variants_in_use
@@ -36,7 +37,7 @@ def test_a_variant_that_does_not_compile_is_recorded_with_its_error(tmp_path: Pa
         raise RuntimeError(f"in a pass\nno such thing on {arch}")
 
     monkeypatch.setattr(resources, "measure", fail)
-    assert compilers.main(["--arch", "80", "--only", "merge", "--json", str(tmp_path / "new.json")]) == 0
+    assert main(compilers.BENCHMARK, ["--arch", "80", "--only", "merge", "--json", str(tmp_path / "new.json")]) == 0
     record = json.loads((tmp_path / "new.json").read_text())
     assert record["triton"] == triton.__version__
     assert list(record["variants"].values()) == [{"error": "RuntimeError: no such thing on 80"}]
@@ -56,7 +57,7 @@ def test_records_are_compared_with_the_first(tmp_path: Path, capsys):
     paths = [tmp_path / f"{version}.json" for version in rows]
     for path, (version, variants) in zip(paths, rows.items(), strict=True):
         path.write_text(json.dumps({"triton": version, "variants": variants}))
-    assert compilers.main(["--compare", *map(str, paths)]) == 0
+    assert main(compilers.BENCHMARK, ["--compare", *map(str, paths)]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[-2:] == [
         ["1.0", "sm_90", "3", "1", "0", "0", "3", "0", "0", "3", "0"],
@@ -66,14 +67,14 @@ def test_records_are_compared_with_the_first(tmp_path: Path, capsys):
 
 def test_a_folder_that_is_missing_is_refused_before_the_work():
     with pytest.raises(InvalidInput, match=r"--json nowhere/new\.json: there is no folder nowhere"):
-        compilers.main(["--json", "nowhere/new.json"])
+        main(compilers.BENCHMARK, ["--json", "nowhere/new.json"])
 
 
 def test_a_record_that_is_missing_is_refused():
     with pytest.raises(InvalidInput, match=r"--compare nowhere\.json: there is no such file"):
-        compilers.main(["--compare", "nowhere.json"])
+        main(compilers.BENCHMARK, ["--compare", "nowhere.json"])
 
 
 def test_a_device_that_the_compiler_would_die_of_is_refused():
     with pytest.raises(InvalidInput, match="--arch has 12; Triton compiles for compute capabilities from 70 on"):
-        compilers.main(["--arch", "90", "12"])
+        main(compilers.BENCHMARK, ["--arch", "90", "12"])

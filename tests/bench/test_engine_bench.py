@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,8 @@ import jax
 import pytest
 
 from jattn.bench import engine
-from jattn.bench.engine import SHAPES, main, random_decoder
+from jattn.bench.engine import BENCHMARK, SHAPES, random_decoder
+from jattn.bench.runner import main
 from tests.support.devices import on_four_devices
 
 SIZES = ["--new-tokens", "6", "--batched-tokens", "64", "--rounds", "1", "--settings", "num_scheduler_steps=1"]
@@ -21,10 +22,10 @@ NOTHING = ["--decode", "--prompt", "--hits", "--throughput"]
 
 
 def rows_of(capsys, *loads: str) -> list[str]:
-    """Returns what is printed behind the title."""
-    main(["--shape", "tiny", *NOTHING, *loads, *SIZES])
-    title, *rows = capsys.readouterr().out.splitlines()
-    assert title.endswith("tiny, random weights")
+    """Returns the lines of the rows."""
+    main(BENCHMARK, ["--shape", "tiny", *NOTHING, *loads, *SIZES])
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("jattn bench engine --shape tiny ")
     assert all(row.endswith("num_scheduler_steps=1") for row in rows)
     return rows
 
@@ -33,7 +34,7 @@ def test_a_decode_row_compiles_nothing_while_it_is_measured(capsys) -> None:
     (row,) = rows_of(capsys, "--decode", "1x16")
 
     assert row.startswith("decode 1x16  ")
-    assert "late" not in row
+    assert float(row.split()[-2]) == 0, "late seconds"
 
 
 @on_four_devices
@@ -48,8 +49,8 @@ def test_a_model_that_one_device_would_not_hold_is_made_cut() -> None:
 def test_a_model_that_was_made_cut_has_rows_like_others() -> None:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        main(["--shape", "tiny", "--cut", "2", *NOTHING, "--decode", "1x16", *SIZES[:-2]])
-    assert out.getvalue().splitlines()[1].startswith("decode 1x16  ")
+        main(BENCHMARK, ["--shape", "tiny", "--cut", "2", *NOTHING, "--decode", "1x16", *SIZES[:-2]])
+    assert out.getvalue().splitlines()[2].startswith("decode 1x16  ")
 
 
 @pytest.mark.nightly
@@ -66,10 +67,17 @@ def test_it_prints_a_row_for_each_load(capsys) -> None:
 
 
 def test_a_start_has_a_row_and_no_other_is_needed(capsys) -> None:
-    main(["--shape", "tiny", *NOTHING, "--startup", "--settings", "max_num_seqs=1,max_num_batched_tokens=16"])
+    settings = "max_num_seqs=1,max_num_batched_tokens=16"
+    main(BENCHMARK, ["--shape", "tiny", *NOTHING, "--startup", "--settings", settings, "--json"])
 
-    (row,) = capsys.readouterr().out.splitlines()[1:]
-    assert re.fullmatch(r"start-up  [\d.]+ s  compiled \d+ s  max_num_seqs=1,max_num_batched_tokens=16", row), row
+    report = json.loads(capsys.readouterr().out)
+    (row,) = report["rows"]
+    assert (row["load"], row["unit"], row["settings"]) == ("start-up", "s", settings)
+    assert row["median"] == row["rounds"][0] > 0
+    assert row["compile_seconds"] > 0
+    assert report["command"].startswith("jattn bench engine --shape tiny ")
+    assert {"jax", "torch"} <= report["versions"].keys()
+    assert report["machine"].keys() == {"platform", "processors", "python", "jattn"}
 
 
 def test_a_start_is_counted_from_where_the_process_began(monkeypatch) -> None:

@@ -9,7 +9,7 @@ def test_a_row_for_saving_reading_and_loading(tmp_path, capsys) -> None:
     assert cli.main(["bench", "load", "--shape", "tiny", "--folder", str(tmp_path)]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert [line.rsplit(maxsplit=2)[0] for line in lines[1:-1]] == [
+    assert [line.rsplit(maxsplit=3)[0] for line in lines[2:]] == [
         "save",
         "read from disk",
         "load from disk",

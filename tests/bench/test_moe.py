@@ -19,7 +19,7 @@ def test_the_table_has_a_row_for_each_number_of_tokens(monkeypatch, capsys):
 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["tokens", "1", "3"]
-    assert lines[2].split()[1] == "2.0"
+    assert float(lines[2].split()[1]) == 2.0
     # Without the column of plain jnp, which nobody asked for.
     assert [len(line.split()) for line in lines[2:]] == [8, 8]
 

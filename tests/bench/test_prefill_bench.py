@@ -10,6 +10,7 @@ import torch
 
 from jattn import cli
 from jattn.bench import measure, prefill
+from jattn.bench.runner import main
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_e4m3_is_compared_with_e4m3_alone(capsys: pytest.CaptureFixture[str]) -> None:
     report = prefill.run(lengths=[512], fp8=True)
     assert report.columns == ("jattn paged", "cuDNN e4m3 in JAX dense")
-    assert prefill.main(["--fp8"]) == 0
+    assert main(prefill.BENCHMARK, ["--fp8"]) == 0
     assert "cuDNN e4m3 in JAX dense takes 2.00 x the time of jattn paged" in capsys.readouterr().out
 
 
@@ -58,7 +59,7 @@ def test_a_jax_without_the_private_name_of_fp8_attention_leaves_a_note(monkeypat
 
 @pytest.mark.usefixtures("measured")
 def test_rows_are_those_of_the_lengths_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prefill.main(["--lengths", "8192", "512", "--head-size", "64"]) == 0
+    assert main(prefill.BENCHMARK, ["--lengths", "8192", "512", "--head-size", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "heads of 64" in lines[0]
     assert [line.split()[0] for line in lines[2:4]] == ["8192", "512"]
@@ -76,5 +77,5 @@ def test_an_option_of_other_rows_is_refused_beside_them(
     instead: str, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        prefill.main([instead, *option])
+        main(prefill.BENCHMARK, [instead, *option])
     assert "have lengths of their own and heads of 128" in capsys.readouterr().err

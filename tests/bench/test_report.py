@@ -10,7 +10,9 @@ import jax
 import pytest
 
 from jattn.bench import backward, decode, measure, mla, overhead, peers, prefill
+from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import BenchReport, Row
+from jattn.bench.runner import Benchmark, main
 from torch_core.base.errors import InvalidInput, Unsupported
 
 
@@ -52,7 +54,8 @@ def test_a_row_of_rates_shows_operations_over_time():
 
 
 def test_a_report_is_written_as_json(report, tmp_path):
-    report.write(json_path=tmp_path / "r.json")
+    benchmark = Benchmark("decode", None, lambda: report)
+    assert main(benchmark, ["--json", str(tmp_path / "r.json")]) == 0
     stored = json.loads((tmp_path / "r.json").read_text())
     assert stored["rows"][0]["us"]["jattn"] == 20.0
     assert stored["values"] == {"calls": 3.0}
@@ -60,23 +63,23 @@ def test_a_report_is_written_as_json(report, tmp_path):
 
 def test_a_report_is_drawn(report, tmp_path):
     pytest.importorskip("matplotlib")
-    report.write(png_path=tmp_path / "r.png")
+    draw_fractions(report, tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(report, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match=r"pip install 'jattn\[plot\]'"):
-        report.write(png_path=tmp_path / "r.png")
+        draw_fractions(report, tmp_path / "r.png")
 
 
 @pytest.mark.parametrize("module", [backward, decode, mla, prefill])
 @pytest.mark.parametrize("option", ["--json", "--png"])
 def test_a_place_that_no_report_can_have_is_refused_before_anything_is_measured(module, option, tmp_path):
     with pytest.raises(InvalidInput, match=r"there is no folder .*/none; make it"):
-        module.main([option, str(tmp_path / "none" / "report")])
+        main(module.BENCHMARK, [option, str(tmp_path / "none" / "report")])
     with pytest.raises(InvalidInput, match="this is a folder; name a file in it"):
-        module.main([option, str(tmp_path)])
+        main(module.BENCHMARK, [option, str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -89,25 +92,25 @@ def test_a_place_that_no_report_can_have_is_refused_before_anything_is_measured(
 )
 def test_an_option_that_would_change_nothing_is_refused(module, options, message, capsys):
     with pytest.raises(SystemExit):
-        module.main(options)
+        main(module.BENCHMARK, options)
     assert message in capsys.readouterr().err
 
 
 def test_latent_attention_without_heads_is_refused():
     with pytest.raises(InvalidInput, match="--heads has 0; each must be at least 1"):
-        mla.main(["--heads", "16", "0"])
+        main(mla.BENCHMARK, ["--heads", "16", "0"])
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match=r"pip install 'jattn\[plot\]'"):
-        prefill.main(["--png", str(tmp_path / "r.png")])
+        main(prefill.BENCHMARK, ["--png", str(tmp_path / "r.png")])
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
 def test_the_mixed_batch_needs_cuda_too():
     with pytest.raises(Unsupported, match="jattn bench prefill measures CUDA kernels"):
-        prefill.main(["--mixed"])
+        main(prefill.BENCHMARK, ["--mixed"])
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
@@ -117,7 +120,7 @@ def test_the_mixed_batch_needs_cuda_too():
 def test_a_cuda_benchmark_says_that_it_needs_cuda(module, name):
     message = f"jattn bench {name} measures CUDA kernels and needs a CUDA device in torch and in JAX"
     with pytest.raises(Unsupported, match=message):
-        module.main([])
+        main(module.BENCHMARK, [])
 
 
 def test_pools_are_many_when_small_and_two_when_large():

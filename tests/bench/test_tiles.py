@@ -10,6 +10,7 @@ import pytest
 
 from jattn.bench import measure, tiles, tune
 from jattn.bench.report import BenchReport, Row
+from jattn.bench.runner import main
 from torch_core.attention.kernels.hopper.plan import hopper_tile
 from torch_core.base.errors import Unsupported
 from torch_core.launch.plan import DeviceLimits
@@ -56,7 +57,7 @@ def test_the_plan_of_the_frozen_tile_is_the_plan_of_the_operation(monkeypatch):
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
 def test_the_search_says_that_it_needs_cuda():
     with pytest.raises(Unsupported, match="jattn bench tune measures CUDA kernels"):
-        tune.main(["--hopper-tiles"])
+        main(tune.BENCHMARK, ["--hopper-tiles"])
 
 
 def test_a_search_times_every_candidate_and_notes_the_one_that_fails(monkeypatch):
@@ -110,7 +111,7 @@ def test_the_results_name_the_tiles_of_their_columns(monkeypatch, tmp_path, caps
     report = BenchReport("tiles", "a device", {"triton": "3"}, 1e12, 1e15, (row,))
     monkeypatch.setattr(tiles, "search", lambda size: report)
     path = tmp_path / "tiles.json"
-    assert tune.main(["--hopper-tiles", "--head-size", "128", "--json", str(path)]) == 0
+    assert main(tune.BENCHMARK, ["--hopper-tiles", "--head-size", "128", "--json", str(path)]) == 0
     stored = json.loads(path.read_text())["128"]
     assert stored["tiles"]["2x128x2x2 r232 po h2"]["block_n"] == 128
     assert stored["rows"][0]["us"] == {"2x128x2x2 r232 po h2": 2.0}

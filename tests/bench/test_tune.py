@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jattn.bench import tiles, tune
+from jattn.bench.runner import main
 from torch_core.base.errors import InvalidInput
 from torch_core.variants import in_use, resources
 from torch_core.variants.resources import Resources, Table, read_table
@@ -27,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_compiled_table_is_written_to_the_current_directory(tmp_path, capsys):
     recorded = {path: path.read_bytes() for path in ROOT.glob("*/**/*.json")}
 
-    assert tune.main(["--compile-table"]) == 0
+    assert main(tune.BENCHMARK, ["--compile-table"]) == 0
 
     assert read_table(tmp_path / "compiled.json") == TABLE
     assert {path: path.read_bytes() for path in recorded} == recorded
@@ -37,7 +38,7 @@ def test_the_compiled_table_is_written_to_the_current_directory(tmp_path, capsys
 
 
 def test_the_compiled_table_is_written_where_it_is_told(tmp_path, capsys):
-    assert tune.main(["--compile-table", "--json", str(tmp_path / "mine.json")]) == 0
+    assert main(tune.BENCHMARK, ["--compile-table", "--json", str(tmp_path / "mine.json")]) == 0
 
     assert read_table(tmp_path / "mine.json") == TABLE
     assert not (tmp_path / "compiled.json").exists()
@@ -47,7 +48,7 @@ def test_the_compiled_table_is_written_where_it_is_told(tmp_path, capsys):
 @pytest.mark.parametrize("what", ["--compile-table", "--hopper-tiles"])
 def test_a_folder_that_is_missing_is_refused_before_the_work(what):
     with pytest.raises(InvalidInput, match=r"--json nowhere/table\.json: there is no folder nowhere"):
-        tune.main([what, "--json", "nowhere/table.json"])
+        main(tune.BENCHMARK, [what, "--json", "nowhere/table.json"])
 
 
 @pytest.mark.parametrize("place", tune.PLACES.values())
