@@ -24,7 +24,7 @@ __all__ = ["Peers", "all_reduce", "all_reduce_norm", "exchange"]
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What the devices of a mesh axis keep to sum small arrays: memory that each writes in all of them.
+    """The memory of a mesh axis's devices for sums of small arrays; each device writes to all of it.
 
     The table holds addresses and the object the memory: keep it for as long as a program that has the table may run.
 
@@ -66,7 +66,7 @@ def all_reduce(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> 
     """Returns the sum over a mesh axis, inside `jax.shard_map`: of small arrays by the kernel, of others by `psum`.
 
     The kernel adds in float32 in the order of devices and rounds once, so that all have the same bits. It has no
-    derivative. What a program sums and exchanges must follow from each other: two at once would use the same memory.
+    derivative. The sums and exchanges of a program must depend on each other: two at once would use the same memory.
 
     Args:
         x: this device's part.
@@ -74,7 +74,7 @@ def all_reduce(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> 
         peers: this device's part of `Peers.table`; None for `psum` always.
     """
     if peers is not None:
-        # Needs triton, which whoever made the table has found.
+        # Needs triton, which the table's constructor has already found.
         from torch_core.all_reduce.plan import plan_all_reduce, sums
 
         spec, world = array_spec(x), jax.lax.axis_size(axis_name)
@@ -96,8 +96,9 @@ def all_reduce_norm(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns residual + the sum of x over a mesh axis, and its root mean square norm, in one launch.
 
-    Inside `jax.shard_map`, of a few rows of 16-bit elements; None for what the kernel does not take. The first has the
-    bits of `residual + all_reduce(x, ...)`. Nothing has a derivative; `all_reduce` says what follows from what.
+    Inside `jax.shard_map`, of a few rows of 16-bit elements; None for operands that the kernel does not take. The first
+    result has the bits of `residual + all_reduce(x, ...)`. Nothing has a derivative. For the required dependencies see
+    `all_reduce`.
 
     Args:
         x: this device's part, [..., width].
@@ -120,7 +121,7 @@ def all_reduce_norm(
 
 
 def exchange(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:
-    """Returns `[devices, ...]`, what every device of a mesh axis has for this one; inside `jax.shard_map`.
+    """Returns `[devices, ...]`, the part of every device of a mesh axis for this one; inside `jax.shard_map`.
 
     Small parts are moved by a kernel, others by `all_gather` or `all_to_all`.
 

@@ -43,7 +43,7 @@ def write_kv_cache(
         implementation: as in `jattn.ops.run`.
 
     Returns:
-        The new values of what the call writes, by name.
+        The new values of the arrays that the call writes, by name.
 
     Raises:
         InvalidInput: the call does not hold together, runs do not fill blocks, or groups not the axis.
@@ -70,7 +70,7 @@ def paged_attention(
     fewest bytes there are, 1 / devices of them, and the layout in which the output projection wants them.
 
     Args:
-        call: of the whole sequences (tables, lengths and offsets alike on all devices) and this device's cache.
+        call: of the whole sequences (the same tables, lengths and offsets on all devices) and this device's cache.
         axis_name: the mesh axis over which sequences are spread.
         interleave_size: consecutive tokens that live on one device.
         new: keys and values of the step's tokens, float[num_tokens, num_kv_heads, head_size]. The new tokens of a
@@ -147,7 +147,7 @@ def merge_over_axis(
     """
     size, world = out.shape[-1], group_size or jax.lax.axis_size(axis_name)
     groups = _groups(axis_name, group_size)
-    # As integers: what is no number in between must not be tidied on the way.
+    # As integers: bit patterns that are NaNs must not be normalised on the way.
     unit = f"uint{8 * out.dtype.itemsize}"
     bits = [jax.lax.bitcast_convert_type(x, unit).reshape(*x.shape[:2], -1) for x in (out, lse)]
     message = jnp.concatenate(bits, -1)

@@ -28,7 +28,7 @@ def attend_spread(
     implementation: str | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `jattn.nn.PagedAttention` does with whole sequences; runs inside `jax.shard_map`.
+    """The counterpart of `jattn.nn.PagedAttention` for spread sequences; runs inside `jax.shard_map`.
 
     Args:
         query: float[num_tokens, num_heads, head_size], of this device's heads, in the order of devices.
@@ -38,7 +38,7 @@ def attend_spread(
         metadata: of the step, built for blocks of all devices' tokens together; the same on all.
         axis_name: the mesh axis.
         group_size: neighbours on it over which sequences are spread; all if None.
-        k_scale, v_scale: what a stored unit is worth, for a quantised cache.
+        k_scale, v_scale: dequantisation scales of a quantised cache.
         implementation: as in `jattn.ops.run`.
         **options: further ones of `jattn.paged_attention`.
 
@@ -56,8 +56,8 @@ def attend_spread(
         write = WriteCall(key=key, value=value, kv_cache=kv_cache, slot_mapping=metadata.slot_mapping, **scales)
         kv_cache, new = write_kv_cache(write, axis_name, **place)["kv_cache"], (key, value)
     call = paged_call(query, kv_cache, **metadata.sequences, **scales, **options)
-    # Where a mask differs from token to token each reads the cache by itself; and what 8 bits round, they round for the
-    # tokens of the same step too.
+    # If a mask differs from token to token, each token reads the cache by itself; and an 8-bit cache also rounds the
+    # keys of the same step's tokens.
     is_rounded = kv_cache.dtype.itemsize == 1
     if metadata.max_query_len == 1 or call.sees_distances or is_rounded:
         new = None

@@ -78,7 +78,7 @@ def ring_attention(
         axis_name: the mesh axis.
         causal: hide keys after the query.
         scale: factor on the scores; head_size ** -0.5 by default.
-        sliding_window: not served: most steps of the ring would carry keys that nobody sees.
+        sliding_window: refused: most steps of the ring would carry keys that no query sees.
         logits_soft_cap: as in `jattn.attention`.
         implementation: as in `jattn.ops.run`, for the derivative too.
 
@@ -124,14 +124,14 @@ def all_gather_attention(
 
     Raises:
         InvalidInput: shapes do not fit, or tokens are no two chunks.
-        Unsupported: what counts a sequence's own rows (`qq_bias`, `mm_prefix_range`, `seq_causal`), and without the
-            causal mask windows, chunks and what else asks for distances.
+        Unsupported: options that count a sequence's own rows (`qq_bias`, `mm_prefix_range`, `seq_causal`), and, without
+            the causal mask, windows, chunks and other options that depend on distances.
     """
     _check_chunks(query, key, value)
     batch, tokens = query.shape[:2]
     world, rank, chunk = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name), tokens // 2
     natural = np.argsort(zigzag_order(tokens * world, world))
-    # What is computed as one sequence is a chunk of it, or without the causal mask two that are no neighbours.
+    # One computed sequence is a chunk of the real one or, without the causal mask, two chunks that are not adjacent.
     clash = [name for name in _OF_WHOLE_SEQUENCES if options.get(name) is not None]
     if clash:
         raise Unsupported(f"{' and '.join(clash)} is not served where tokens are split. Keep such sequences whole.")
@@ -183,7 +183,7 @@ class _Ring(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What belongs to query rows, [batch, tokens, ...] each."""
+    """The arrays of query rows, [batch, tokens, ...] each."""
 
     query: jax.Array
     out: jax.Array

@@ -1,4 +1,4 @@
-"""What a pool refuses: ids of no block of its own, splits that it cannot have, settings of JAX that would copy it."""
+"""Checks of a pool: unknown block ids, splits that it does not support, settings of JAX that would copy it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
     "refuse_repeated",
 ]
 
-#: What helps where an array has a view that the pool did not give.
+#: The fix for an array with a view that the pool did not create.
 DROP_VIEWS = "drop every torch or numpy view of the arrays first"
 
 
 def check_made_of(specs: tuple[Any, ...], device: Any) -> None:
-    """Refuses what is no layout of a layer, and what is no place for arrays."""
+    """Refuses values that are no layout of a layer, or no place for arrays."""
     for spec in specs:
         if not isinstance(spec, (KVCacheSpec, LatentCacheSpec)):
             raise InvalidInput(f"spec is {shown(spec)}; it must be a KVCacheSpec or a LatentCacheSpec.")
@@ -43,8 +43,8 @@ def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = Fal
     """Returns ids of blocks as int32[len(blocks)], or int32[len(blocks), 2].
 
     Raises:
-        InvalidInput: what is no flat sequence of whole numbers, or an id that the pool does not have. numpy alone would
-            cut 1.5, and 2**32 + 1, to the id of another block.
+        InvalidInput: not a flat sequence of whole numbers, or an id that the pool does not have. numpy alone would
+            convert 1.5, and 2**32 + 1, to the id of another block.
     """
     try:
         found = np.asarray(blocks)
@@ -66,7 +66,9 @@ def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = Fal
 
 
 def refuse_repeated(name: str, written: np.ndarray) -> None:
-    """Refuses blocks that are written twice: which one stays is nowhere defined. The null block's content is nobody's.
+    """Refuses blocks that are written twice, because the final content would be undefined.
+
+    The null block may be written twice: its content is never used.
 
     Raises:
         InvalidInput: there is one.
@@ -100,7 +102,7 @@ def check_donation() -> None:
 
 
 def refuse_foreign_views(error: Exception) -> None:
-    """Names what XLA's client for GPUs refuses: it donates no memory that somebody else has a view of.
+    """Names the array that XLA's GPU client refuses: it does not donate memory with another view.
 
     Raises:
         InvalidInput: the error says so. Nothing ran.

@@ -1,4 +1,4 @@
-"""Guard: what a step's failure means for the pool whose caches it had."""
+"""Guard: the effect of a step's failure on the pool whose caches it had."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class BlockMoves(Protocol):
-    """What a step does to whole blocks before its rows, as `torch_core.cache.CommittedStep` describes it."""
+    """A step's operations on whole blocks before its rows, as `torch_core.cache.CommittedStep` describes them."""
 
     @property
     def blocks_to_scrub(self) -> Sequence[int]: ...
@@ -59,8 +59,8 @@ class SwapExecutor(Protocol):
 class KVPool:
     """Owns the cache arrays of a model; JAX allocates them and every step consumes and returns them.
 
-    A step is a function `step(kv_caches, *args) -> (result, kv_caches)` jitted with `donate_argnums=0`. `run` hands
-    it the arrays and keeps what comes back, so nobody holds a stale handle. Not thread-safe: one step at a time.
+    A step is a function `step(kv_caches, *args) -> (result, kv_caches)` jitted with `donate_argnums=0`. `run` passes it
+    the arrays and keeps the returned ones, so no stale handle exists. Not thread-safe: one step at a time.
 
     Args:
         spec: the layout of one layer: keys and values, or latents.
@@ -108,7 +108,7 @@ class KVPool:
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
         self._generation = 1
-        # What a torch-owned pool was made from; its memory is torch's and must not be freed under JAX.
+        # The tensors of a torch-owned pool; the memory is torch's and must not be freed while JAX uses it.
         self._owners: tuple[torch.Tensor, ...] = ()
         sharding = device if isinstance(device, jax.sharding.Sharding) else None
         self._sharding = None
@@ -170,13 +170,13 @@ class KVPool:
         return False
 
     def renew(self) -> None:
-        """Allocates the pool anew: zeros, and a higher generation."""
+        """Allocates a new pool: zeros, and a higher generation."""
         self._generation += 1
         self._arrays, self._owners = (), ()
         self._arrays = self._allocate()
 
     def close(self) -> None:
-        """Gives the memory back now, whoever still holds this object; `renew` would allocate it again.
+        """Frees the memory now, even if this object is still referenced; `renew` would allocate it again.
 
         Raises:
             InvalidInput: a torch view of the pool is alive.
@@ -194,11 +194,11 @@ class KVPool:
             *args: its other arguments.
 
         Raises:
-            InvalidInput: a torch view of the pool is alive, or the step did not consume or return the caches. The
-                pool stays usable; it holds what it held before unless the message says otherwise.
+            InvalidInput: a torch view of the pool is alive, or the step did not consume or return the caches. The pool
+                stays usable; its content is unchanged unless the message says otherwise.
             Unsupported: a setting of JAX is on under which nothing is donated.
-            PoolLost: the step failed after it had consumed the caches. The pool is allocated anew, filled with zeros
-                and of a higher generation; the cause is chained.
+            PoolLost: the step failed after it had consumed the caches. A new pool is allocated, filled with zeros, with
+                a higher generation; the cause is chained.
         """
         self._refuse_live_views()
         check_donation()
@@ -225,7 +225,7 @@ class KVPool:
         if not all(consumed):
             fate = "still holds what it held"
             if any(consumed):
-                # Only what came back is whole.
+                # Only the returned arrays are complete.
                 self._arrays, fate = after, "holds what the step returned"
             raise InvalidInput(
                 f"the step did not consume kv_caches[{consumed.index(False)}], so XLA copied it: jit the step with "
@@ -241,12 +241,12 @@ class KVPool:
         step's results inside this block.
 
         Raises:
-            PoolLost: the caches were consumed; the pool is allocated anew. An interrupt stays an interrupt.
+            PoolLost: the caches were consumed; a new pool is allocated. An interrupt stays an interrupt.
         """
         return Guard(self)
 
     def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
-        """Executes what a committed step does to whole blocks, in its order: scrubs, swaps, copies.
+        """Executes a committed step's operations on whole blocks, in this order: scrubs, swaps, copies.
 
         Call it once for every committed step, before the step itself: a block that the allocator hands out was
         scrubbed by then. Device work, in the order of the steps; nothing waits but for blocks on their way to the host.
@@ -304,7 +304,7 @@ class KVPool:
             self.run(self._on_parts(programs.scrub_blocks), programs.pad_blocks(ids))
 
     def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
-        """Compiles the programs of up to so many copies, scrubs and swaps at once, by runs on the null block."""
+        """Compiles the programs for up to these numbers of copies, scrubs and swaps, by runs on the null block."""
         for size in programs.padded_sizes(copies):
             for program, nothing in programs.copy_programs(self._first_device()):
                 self.run(self._on_parts(program), np.full((size, 2), nothing, np.int32))
@@ -329,8 +329,8 @@ class KVPool:
         """Copies whole blocks from the host, in the order of the steps.
 
         Args:
-            blocks: ids, no two alike.
-            contents: for each layer what `read_blocks` returns.
+            blocks: distinct ids.
+            contents: for each layer the result of `read_blocks`.
 
         Raises:
             InvalidInput: an id is not in the pool or comes twice, or the contents have another shape or dtype; nothing
@@ -372,11 +372,12 @@ class KVPool:
         them alive. Only on CUDA: XLA's CPU backend copies a donated buffer that it did not allocate.
 
         Args:
-            tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all alike.
+            tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all of the
+                same shape and dtype.
             kv_lora_rank: of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim), or packed.
 
         Raises:
-            InvalidInput: no tensors, or tensors that are not alike or not such a cache.
+            InvalidInput: no tensors, tensors of different shapes or dtypes, or tensors that are not such a cache.
             Unsupported: tensors on a CPU, or of a dtype that JAX does not share.
         """
         if not tensors:

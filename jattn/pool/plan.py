@@ -116,7 +116,7 @@ def plan_pool(
 
 
 def check_room(num_bytes: int, device: Any = None) -> None:
-    """Refuses what a device has no room for, before its allocator tries for minutes.
+    """Refuses sizes that do not fit the device's memory, before its allocator tries for minutes.
 
     A device that does not report its memory, as a CPU does not, is taken to have this machine's memory free.
 
@@ -125,12 +125,12 @@ def check_room(num_bytes: int, device: Any = None) -> None:
         device: JAX's default device if None.
 
     Raises:
-        InvalidInput: with the bytes that are needed, that are free, and by what the others are held.
+        InvalidInput: the message has the needed bytes, the free bytes, and the holders of the rest.
     """
     device = _device(device)
     if num_bytes <= _room(device):
         return
-    # What a reference cycle holds is nobody's any more.
+    # Arrays that only a reference cycle holds are unused.
     gc.collect()
     room = _room(device)
     if num_bytes > room:

@@ -44,7 +44,7 @@ def copy_program(device: jax.Device, pairs: np.ndarray):  # pyright: ignore[repo
 
 
 def copy_programs(device: jax.Device):  # pyright: ignore[reportInvalidTypeForm]
-    """Returns what copies blocks on a device, each with the id of a pair that changes nothing; the first serves all."""
+    """Returns the functions that copy blocks, each with the id of a pair that changes nothing; the first serves all."""
     if device.platform == "gpu" and native.why_not() is None:
         return [(copy_blocks, 0), (copy_blocks_native, -1)]
     return [(copy_blocks, 0)]
@@ -53,7 +53,7 @@ def copy_programs(device: jax.Device):  # pyright: ignore[reportInvalidTypeForm]
 def pad_blocks(blocks: np.ndarray, *, fill: int = 0) -> np.ndarray:
     """Pads a list of blocks to a power of two, so that a handful of programs serve every number of them.
 
-    By default with the null block, which holds nothing that anybody reads.
+    By default this is the null block, whose content is never read.
     """
     size = padded_sizes(max(len(blocks), 1))[-1]
     return np.pad(blocks, ((0, size - len(blocks)), *((0, 0),) * (blocks.ndim - 1)), constant_values=fill)
@@ -66,9 +66,9 @@ def padded_sizes(most: int) -> list[int]:
 
 @functools.cache
 def on_parts(program: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
-    """Returns the program for caches whose blocks are split: each device does what is in its own.
+    """Returns the program for caches whose blocks are split: each device copies the blocks of its own part.
 
-    Blocks that are read are summed over the devices, as bits: one all-reduce of so many bytes, and no other collective.
+    Blocks that are read are summed over the devices, as bits: one all-reduce of their bytes, and no other collective.
     """
     axes, *others = sharding.spec
     contents = PartitionSpec(None, *others)

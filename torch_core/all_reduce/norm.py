@@ -1,4 +1,4 @@
-"""A sum over devices, what it is added to, and the norm of that, in one launch.
+"""A sum over devices, its addition to a residual, and the norm of the result, in one launch.
 
 Behind each of its two sums a decoder layer adds to the residual stream and takes the root mean square of its rows: two
 launches more, of which each costs a small step about as much as the sum (as in TensorRT-LLM's and FlashInfer's fused
@@ -42,7 +42,7 @@ def all_reduce_norm_kernel(
         num_words: 32-bit words of a row, in ROW_BLOCKS blocks.
         ALL_BLOCKS: ROW_BLOCKS rounded up to a power of two.
         ROUND_FIRST: the norm rounds before the weight too.
-        ADD_ONE: the weight lies 1 below what it stands for.
+        ADD_ONE: the stored weight is the factor minus 1.
     """
     words: tl.constexpr = tl.pointer_type(tl.int32)
     dtype: tl.constexpr = out.dtype.element_ty

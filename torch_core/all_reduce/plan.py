@@ -1,4 +1,4 @@
-"""The plans of sums and exchanges over devices, and what each of them needs for it."""
+"""The plans of sums and exchanges over devices, and the memory that each device needs for them."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _SUMS, _EXCHANGES = _REGIONS = (_Region(1024, 1), _Region(256, 2))
 
 
 def sums(x: ArraySpec, world: int) -> bool:
-    """Returns whether the kernel sums such an array over so many devices, and is the fastest to do it."""
+    """Returns whether the kernel can sum such an array over `world` devices, and is the fastest way."""
     return x.dtype in _DTYPES and exchanges(_num_bytes(x), world)
 
 
 def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
-    """Returns whether the kernel sums rows x over so many devices, adds and norms them, and is the fastest to do it."""
+    """Returns whether the kernel can sum, add and normalise rows x over `world` devices, and is the fastest way."""
     if not x.shape or not sums(x, world):
         return False
     width = x.shape[-1]
@@ -78,7 +78,7 @@ def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
 
 
 def exchanges(num_bytes: int, world: int) -> bool:
-    """Returns whether the kernel exchanges parts of so many bytes between so many devices, and is the fastest."""
+    """Returns whether the kernel can exchange parts of this many bytes between the devices, and is the fastest way."""
     return num_bytes % 4 == 0 and 0 < num_bytes <= _max_bytes(world)
 
 
@@ -132,7 +132,7 @@ def plan_all_reduce_norm(
         add_one: it is multiplied by 1 + weight.
 
     Raises:
-        InvalidInput: what `sums_and_norms` does not name.
+        InvalidInput: operands that `sums_and_norms` refuses.
     """
     if not sums_and_norms(x, weight, world):
         raise InvalidInput(

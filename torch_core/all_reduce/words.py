@@ -1,14 +1,14 @@
 """How words go between devices that see each other's memory, and how those that are floats are added.
 
-Nothing is fenced and no flag is sent apart: a word tells by itself that it has come (one shot, as in vLLM's
-csrc/custom_all_reduce.cuh). What is exchanged goes beside the number of the call, in 64 bits that are written whole
-(the LL protocol of NCCL, arXiv:2507.04786). What is summed goes alone, inverted, since zero stands for no word: floats
-have a bit pattern to spare, and half the bytes move (TensorRT-LLM's one-shot sums spare -0.0, and call it Lamport). Who
-has read such words puts zeros in their place.
+There is no fence and no separate flag: a word shows by itself that it has arrived (one shot, as in vLLM's
+csrc/custom_all_reduce.cuh). An exchange sends each word together with the number of the call, in 64 bits that are
+written at once (the LL protocol of NCCL, arXiv:2507.04786). A sum sends words without a number, inverted, because
+zero means "not arrived": floats have an unused bit pattern, and half the bytes move (TensorRT-LLM's one-shot sums
+reserve -0.0, and call it Lamport). The reader of such words overwrites them with zeros.
 
-Two slots in turn are enough: a block's words go to the same block of the others, and who has a peer's words of this
-call knows that the peer's last call, and so its reading of the other slot, is over. What has not come after MAX_POLLS
-looks is NaN, and the launch an error.
+Two alternating slots are enough: a block's words go to the same block of the other devices, and a device that has a
+peer's words of this call knows that the peer's last call, and so its reading of the other slot, is over. A word
+that has not arrived after MAX_POLLS polls becomes NaN, and the launch is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_words(
     MAX_POLLS: tl.constexpr,
     REGION: tl.constexpr,
 ):
-    """Returns (low, high): the float32 sums over devices, in the order of ranks, of what `split_words` finds in words.
+    """Returns (low, high): the float32 sums over devices of the halves of words (`split_words`), in rank order.
 
     Args:
         word: this device's, int32[blocks, BLOCK].
@@ -71,7 +71,7 @@ def add_words(
 
 @triton.jit
 def split_words(word, dtype: tl.constexpr):
-    """Returns the floats in the low and in the high half of words, as float32; zeros beside those of 32 bits."""
+    """Returns the floats in the low and high half of words, as float32; the second is 0 for words of 32 bits."""
     if dtype == tl.float32:
         low = word.to(tl.float32, bitcast=True)
         high = tl.zeros(word.shape, tl.float32)
@@ -94,7 +94,7 @@ def join_words(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def await_words(own, place, mask, without, call, WORLD: tl.constexpr, SLOT: tl.constexpr, MAX_POLLS: tl.constexpr):
-    """Returns a tuple of what has come from each rank but `without`: words, or pairs of one and the number of its call.
+    """Returns a tuple of each rank's words except those of `without`, or of pairs (word, number of its call).
 
     All are looked at together, since a look takes as long for one as for all.
     """

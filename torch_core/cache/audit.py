@@ -165,7 +165,7 @@ def _index_looks_right(state: CacheState) -> bool:
 
 
 def _digests(state: CacheState, *, rehash: bool) -> dict[int, list[bytes]]:
-    """Returns the keys that each chain stands for, by the chain's identity: hashed anew, or as it has them."""
+    """Returns each chain's keys by the chain's identity: hashed again, or as stored."""
     found: dict[int, list[bytes]] = {}
     for table in _all_tables(state):
         for keys in table.sequence.chains:

@@ -16,7 +16,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The sizes of a cache and what its prefix keys vouch for.
+    """The sizes of a cache and the root fields of its prefix keys.
 
     Attributes:
         num_blocks: blocks of the pool, the null block included.
@@ -134,7 +134,7 @@ class CacheGroup:
 
 
 class GroupLayout:
-    """A group with its block size filled in, and what follows from its window. Never changed.
+    """A group with its block size filled in, and the values that follow from its window. Never changed.
 
     Attributes:
         name: how messages call the group.
@@ -167,7 +167,7 @@ class GroupLayout:
         return 0
 
     def most_blocks(self, num_tokens: int, max_step_tokens: int | None = None) -> int:
-        """Returns the blocks that a sequence of so many tokens holds at most, at any time.
+        """Returns the most blocks that a sequence of this many tokens holds at any time.
 
         Args:
             num_tokens: of the whole sequence.
@@ -176,7 +176,7 @@ class GroupLayout:
         everything = -(-num_tokens // self.block_size)
         if self.reach is None or max_step_tokens is None:
             return everything
-        # What a step sees of the past and its own tokens can begin and end inside a block.
+        # The keys that a step sees, and its own tokens, can begin and end inside a block.
         seen = self.reach - 1 + max_step_tokens
         return min(everything, (seen - 2) // self.block_size + 2)
 

@@ -35,7 +35,7 @@ class LayerGroups:
     layer_arrays: tuple[int, ...]
 
     def most_blocks(self, num_tokens: int, *, block_size: int, max_step_tokens: int | None = None) -> int:
-        """Returns the blocks that a sequence of so many tokens holds at most, in all groups together.
+        """Returns the most blocks that a sequence of this many tokens holds, in all groups together.
 
         Args:
             num_tokens: of the whole sequence.

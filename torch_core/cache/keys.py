@@ -3,10 +3,10 @@
     root  = SHA-256(ROOT_TAG | salt | model fingerprint | cache dtype | block size | extra keys)
     key_i = SHA-256(BLOCK_TAG | number of tokens | key_(i-1) or root | token ids as little-endian int32)
 
-Every field of the root carries its type and length, so no two field lists encode alike; None differs from empty.
-Only full blocks have keys. The scheme is vLLM's (vllm/v1/core/kv_cache_utils.py) with a fixed binary encoding in
-place of pickled tuples, and always the whole digest: Python's `hash` and short digests collide on purpose or by chance
-(CVE-2025-25183).
+Every field of the root carries its type and length, so no two field lists have the same encoding; None differs from
+empty. Only full blocks have keys. The scheme is vLLM's (vllm/v1/core/kv_cache_utils.py) with a fixed binary encoding
+instead of pickled tuples, and always with the whole digest: Python's `hash` and short digests can collide, on purpose
+or by chance (CVE-2025-25183).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def encode_root(
     block_size: int,
     extra_keys: Iterable[bytes | str | int] = (),
 ) -> bytes:
-    """Returns the canonical encoding of what all blocks of a sequence have in common.
+    """Returns the canonical encoding of the fields that all blocks of a sequence have in common.
 
     Args:
         salt: 1 to 64 bytes that isolate a tenant: sequences with different salts never share; None is a salt of its
             own.
-        model_fingerprint: identifies what computed the block.
+        model_fingerprint: identifies the model that computed the block.
         cache_dtype: the name of the element type.
         block_size: tokens of a block.
         extra_keys: adapter or image ids and the like, each bytes, str or int; their order counts.
@@ -78,7 +78,7 @@ def encode_root(
 
 
 class LineageNode(NamedTuple):
-    """The token ids of one block and, through `parent`, of all before it: what a key stands for."""
+    """The token ids of one block and, through `parent`, of all earlier blocks: the content that a key identifies."""
 
     parent: LineageNode | None
     tokens: bytes
@@ -136,7 +136,7 @@ class KeyChain:
                 self.nodes.append(node)
 
     def recomputed(self, tokens: array[int], num_blocks: int) -> list[bytes]:
-        """Returns the first `num_blocks` keys computed anew, for the audit."""
+        """Computes the first `num_blocks` keys again, for the audit."""
         fresh = self.copy()
         fresh.digests, fresh.nodes, fresh._root_node = [], [], None
         fresh.extend(tokens, num_blocks)

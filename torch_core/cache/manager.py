@@ -85,7 +85,7 @@ class CacheManager:
         """Refuses a request that could never finish, even alone in an empty pool. Needs no lock: sizes never change.
 
         Args:
-            seq_id: what errors call it; None for one whose name says nothing to who reads them.
+            seq_id: the sequence's name in errors; None leaves the name out.
             num_prompt_tokens, max_new_tokens: how long it is, and how much longer it may grow.
 
         Raises:
@@ -111,7 +111,7 @@ class CacheManager:
             seq_id: the caller's name for it; not in use, at most 1,024 characters.
             token_ids: the prompt: at least one id, each from 0 to 2**31 - 1.
             salt: 1 to 64 bytes; sequences share blocks only if their salts are equal.
-            extra_keys: what else decides the content: adapter or image ids; bytes, str or int.
+            extra_keys: other inputs that the content depends on, such as adapter or image ids; bytes, str or int.
 
         Returns:
             Prompt tokens that are cached already: whole blocks, and at least one token is left to compute.
@@ -142,7 +142,7 @@ class CacheManager:
 
     @_verb
     def cancel(self, seq_id: str) -> None:
-        """Does what `finish` does, at any moment, and counts it as a cancellation.
+        """Like `finish`, but at any moment, and counted as a cancellation.
 
         Raises:
             InvalidInput: unknown sequence.
@@ -161,7 +161,7 @@ class CacheManager:
 
     @_verb
     def resume(self, seq_id: str) -> int:
-        """Brings a preempted sequence back, starting from what is cached of it.
+        """Restores a preempted sequence, starting from its cached blocks.
 
         Returns:
             Tokens that are cached already; the others, generated ones included, are to be computed again.
@@ -175,7 +175,7 @@ class CacheManager:
     def fork(self, parent_id: str, child_id: str) -> int:
         """Adds a sequence with the parent's tokens, sharing all its blocks; a shared tail is copied when written.
 
-        The child starts at the parent's last known token: what the parent has in flight beyond it is not the child's.
+        The child starts at the parent's last known token. It does not get the parent's later tokens in flight.
 
         Returns:
             Tokens of the child that are computed or in flight.
@@ -210,9 +210,9 @@ class CacheManager:
 
     @_verb
     def scrub(self) -> CommittedStep:
-        """Scrubs what was freed since the last step: a step without rows, for an engine that goes idle.
+        """Scrubs the blocks freed since the last step: a step without rows, for an engine that becomes idle.
 
-        While steps come, each names its own `blocks_to_scrub`; nobody has to call this then.
+        While steps follow each other, each lists its own `blocks_to_scrub`, and this call is not needed.
 
         Raises:
             InvalidInput: the cache was built without `scrub_on_free`.
@@ -225,7 +225,7 @@ class CacheManager:
 
     @_verb
     def plan(self, work: Sequence[tuple[str, int]]) -> StepPlan:
-        """Works out what blocks a step needs. Pure.
+        """Computes the blocks that a step needs. Changes nothing.
 
         Args:
             work: pairs of sequence id and number of new tokens (at least 1), each sequence once.
@@ -248,27 +248,27 @@ class CacheManager:
 
     @_verb
     def step(self, work: Sequence[tuple[str, int]]) -> CommittedStep:
-        """Plans and commits under one hold of the lock. Raises what `plan` raises."""
+        """Plans and commits under one hold of the lock. Raises the same errors as `plan`."""
         return commit_plan(self._state, plan_step(self._state, work))
 
     @_verb
     def retire(self, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:
         """Says that a step's output was seen. Out of order is fine: it takes effect when all earlier steps have too.
 
-        A step may have reserved slots for tokens whose ids nobody knew yet: drafts, or several decoding steps in one
-        program. `num_kept_tokens` gives back what came to nothing; the sequence continues behind the kept tokens, as
-        if the step had not been longer. (vLLM reserves such slots as `num_lookahead_tokens` of `allocate_slots`.)
+        A step may have reserved slots for tokens whose ids were not yet known: drafts, or several decoding steps in one
+        program. `num_kept_tokens` releases the slots of rejected tokens; the sequence continues after the kept tokens,
+        as if the step had been that short. (vLLM reserves such slots as `num_lookahead_tokens` of `allocate_slots`.)
 
         Args:
             step_id: the step.
-            num_kept_tokens: sequence id to the number of its row's new tokens that stand, at least 1; a sequence that
-                is not named keeps all. Name it before the ids of the step are appended, so that no key is ever made
-                of a slot that holds another token.
+            num_kept_tokens: sequence id to the number of its row's new tokens that are kept, at least 1; a sequence
+                that is not named keeps all. Pass it before the ids of the step are appended, so that no key is computed
+                for a slot that holds another token.
 
         Raises:
-            InvalidInput: no such step in flight, a double retire included; a sequence without a row in the step, a
-                count out of range, a later step that continues behind the row, or ids that are known already of
-                tokens that are not kept.
+            InvalidInput: the step is not in flight (or was retired before); a sequence has no row in the step; a count
+                is out of range; a later step continues after the row; or the ids of tokens that are not kept are
+                already known.
 
         Example:
             >>> cache = CacheManager(CacheConfig(num_blocks=8, block_size=4))
@@ -306,8 +306,9 @@ class CacheManager:
         """Recomputes every invariant from scratch.
 
         Args:
-            rehash: hash the tokens of all sequences anew, too. It costs more than all the rest; an engine that audits
-                whenever it is idle may leave it out, and published keys are then compared with the sequences' own.
+            rehash: also hash the tokens of all sequences again. It costs more than the rest of the audit. An engine
+                that audits whenever it is idle may leave it out; published keys are then compared with the sequences'
+                own keys.
 
         Raises:
             CacheCorruption: with one sentence for each broken invariant, naming the blocks.

@@ -25,7 +25,7 @@ class BlockPool:
             holder from writing: a step's copies run before its writes.
         free: free blocks; the next one to be taken is the last.
         cached: cached blocks without a holder, the next one to be evicted first.
-        dirty: blocks that lost their content since the last step, for the next one to scrub; None if nobody scrubs.
+        dirty: blocks that lost their content since the last step, which the next step scrubs; None without scrubbing.
         evictions: cached blocks that lost their key so far.
     """
 
@@ -60,7 +60,7 @@ class BlockPool:
         return taken
 
     def out_of_blocks(self, text: str, needed: int, more: str = "") -> OutOfBlocks:
-        """Returns the error that says what is needed, what there is, and more."""
+        """Returns the error, which gives the numbers of needed and free blocks and further details."""
         free, evictable = len(self.free), len(self.cached)
         text = f"{text}; {free} are free and {evictable} evictable{more or '.'}"
         return OutOfBlocks(text, needed=needed, free=free, evictable=evictable)
@@ -80,7 +80,7 @@ class BlockPool:
         Cached blocks are evicted in the order of their release. The null block is passed over.
 
         Raises:
-            CacheCorruption: nobody holds one of the blocks.
+            CacheCorruption: one of the blocks has no holder.
         """
         refs, keys, dirty = self.refs, self.index.keys, self.dirty
         for block in blocks:

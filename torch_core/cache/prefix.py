@@ -122,7 +122,7 @@ class PrefixIndex:
             for position, digest in enumerate(digests[start:stop], start):
                 if digest not in blocks or (self.verify and self.find(group, chain, position) is None):
                     return position * size
-            # What was found so far makes more of it likely.
+            # Blocks found so far make further hits likely.
             start, ahead = stop, 2 * ahead
         return count * size
 
@@ -133,7 +133,7 @@ class PrefixIndex:
         chain.extend(tokens, limit // size)
         length = limit
         while length:
-            # A new chunk needs nothing of the past; what was never computed is still no hit.
+            # A new chunk needs no earlier keys; but a block that was never computed is no hit.
             first = min(group.first_needed_token(length), length - 1) // size
             missing = next(
                 (i for i in range(length // size - 1, first - 1, -1) if self.find(index, chain, i) is None), None

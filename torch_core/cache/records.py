@@ -76,14 +76,14 @@ class BlockSwap(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What a step would take, worked out on one state of the manager; nothing has been taken yet.
+    """The blocks that a step would take, computed from one state of the manager. Nothing has been taken yet.
 
     Attributes:
         num_tokens: new tokens of all sequences.
         blocks_needed: blocks that `commit` will take.
         version: the state of the manager that the plan was made on; a later state refuses it.
         owner: the manager's state; a plan of another manager is refused.
-        tables: the manager's own tables of the sequences; this and what follows is for `commit`.
+        tables: the manager's own tables of the sequences; this and the following fields are for `commit`.
         counts: new tokens of each.
         ends: tokens of each after the step.
         growths: position in the work to the blocks that its table takes.

@@ -97,7 +97,7 @@ class CacheState:
         self.host_free.extend(record.host_slots)
 
     def advance(self, table: SequenceTable) -> None:
-        """Publishes and drops what a table's progress allows; dropped blocks wait for the steps that list them."""
+        """Publishes and drops a table's finished blocks; dropped blocks wait for the steps that list them."""
         dropped = table.advance(self.groups, self.publishing)
         if not dropped:
             return
@@ -141,7 +141,7 @@ class CacheState:
             record.leaving.append(table)
 
     def release_table(self, table: SequenceTable) -> None:
-        """Publishes what a table still has to offer and gives its holds back, last block first."""
+        """Publishes a table's remaining full blocks and releases its holds, last block first."""
         self.pool.release(table.advance(self.groups, self.publishing))
         for blocks in table.blocks:
             self.pool.release(reversed(blocks))

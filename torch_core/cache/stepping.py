@@ -14,7 +14,7 @@ __all__ = ["commit_plan", "deferred_hint", "plan_step", "retire_step"]
 
 
 def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
-    """Works out what a step would take; see `CacheManager.plan`."""
+    """Computes the blocks that a step would take; see `CacheManager.plan`."""
     # A decode step names hundreds of sequences and grows few of them: whole columns at a time, then only those few.
     try:
         seq_ids: tuple[str, ...]
@@ -52,7 +52,7 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
 
 
 def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
-    """Takes what a plan says; see `CacheManager.commit`."""
+    """Takes the blocks of a plan; see `CacheManager.commit`."""
     if not isinstance(plan, StepPlan) or plan.owner is not state:
         raise InvalidInput("the plan was not made by this cache manager; commit what its own plan() returned.")
     if plan.version != state.version:

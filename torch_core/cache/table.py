@@ -1,4 +1,4 @@
-"""What the cache knows of one sequence: its tokens and keys, and the table of the blocks that hold them."""
+"""The cache's record of one sequence: its tokens and keys, and the table of the blocks that hold them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SequenceTable:
         dropped: for each group, the number of leading blocks that were given back to the null block.
         scheduled: tokens that committed steps write, at the latest; the position of the next one.
         retired: tokens whose steps were seen.
-        trusted: token ids beyond this many may differ from what the table's steps wrote, because the table left its
-            sequence before they were known; None while it belongs to the sequence.
+        trusted: the number of token ids that equal the tokens written by the table's steps; later ids may differ,
+            because the table left its sequence before they were known. None while the table belongs to the sequence.
         last_step: the latest step that uses the table; -1 for none.
         limit: `scheduled` may grow to this without a new block or a copy.
         next_event: the value of `retired` at which a key can be published or a block dropped.
@@ -74,7 +74,7 @@ class SequenceTable:
         return self.rows
 
     def growth(self, end: int, groups: tuple[GroupLayout, ...], pool: BlockPool, claimed: dict[int, int]) -> Growth:
-        """Says what it takes to write the tokens from `scheduled` to `end - 1`; changes `claimed` only.
+        """Computes the blocks needed to write the tokens from `scheduled` to `end - 1`; changes only `claimed`.
 
         Args:
             end: tokens after the step.
@@ -100,7 +100,7 @@ class SequenceTable:
         return tuple(found)
 
     def advance(self, groups: tuple[GroupLayout, ...], index: PrefixIndex | None) -> list[int]:
-        """Publishes the keys of blocks that are full, known and written; drops what no query sees any more.
+        """Publishes the keys of blocks that are full, known and written; drops blocks that no later query sees.
 
         Returns:
             The blocks dropped. The caller gives their holds back.

@@ -1,5 +1,5 @@
 """Device functions that kernels share, in Triton and in Gluon.
 
-What several of them need together is handed on as a NamedTuple, made with its fields in order. Triton's cache key
-covers the functions that make and read one, but not the order of its fields: change both together.
+Values that several of them need together are passed as a NamedTuple, built with its fields in order. Triton's cache key
+covers the functions that build and read one, but not the order of its fields: change both together.
 """

@@ -11,7 +11,7 @@ __all__ = ["Dropout", "dropout_of", "kept_weights"]
 
 
 class Dropout(NamedTuple):
-    """The seed of a sequence and head, and what decides.
+    """The seed of a sequence and head, and the threshold.
 
     Attributes:
         low, high: the two words of the seed.
@@ -62,7 +62,7 @@ def kept_weights(weights, first_key, dropout, TRANSPOSED: tl.constexpr = False):
     a, b = _spread(a, KEYS, ROWS, TRANSPOSED), _spread(b, KEYS, ROWS, TRANSPOSED)
     c, d = _spread(c, KEYS, ROWS, TRANSPOSED), _spread(d, KEYS, ROWS, TRANSPOSED)
     word = tl.where(key_word < 2, tl.where(key_word == 0, a, b), tl.where(key_word == 2, c, d))
-    # The half that decides on top: what lies below it changes no comparison with a limit of 16 bits.
+    # The deciding half is in the high bits: the low bits change no comparison with a limit of 16 bits.
     number = tl.where(row_half == 0, word << 16, word)
     return tl.where(number >= tl.cast(dropout.limit, tl.uint32) << 16, weights, 0.0)
 

@@ -1,4 +1,4 @@
-"""What all warps of a Hopper prefill kernel know: operands and sizes of the call, handed on as one of each.
+"""Operands and sizes of a call, which all warps of a Hopper prefill kernel need; each is passed as one record.
 
 The language's own tuples have `values` and a `type`: no field can have these names.
 """
@@ -39,7 +39,8 @@ class Split(NamedTuple):
         chunk: keys of a chunk, a multiple of a tile's.
         max_chunks: chunks that one sequence can have.
         max_query: query tokens that one sequence can have.
-        out, maximum, total: what each chunk leaves of a row for `attention_combine_kernel`, see attention.partials.
+        out, maximum, total: each chunk's partial result of a row for `attention_combine_kernel`, see
+            attention.partials.
     """
 
     chunk: Any
@@ -54,7 +55,7 @@ class Call(NamedTuple):
     """The operands of a call.
 
     Attributes:
-        query, key_cache, value_cache: what the copy engine reads.
+        query, key_cache, value_cache: the arrays that the copy engine reads.
         query_rest, key_rest: the same arrays, for the REST_SIZE last elements of a head; None without them.
         scale: of the scores.
         bounds: which keys a row sees.

@@ -1,4 +1,4 @@
-"""What the multiplying warpgroups of both Hopper prefill kernels do around their products: mask, finish, padding."""
+"""Mask, final scaling and padding in the multiplying warpgroups of both Hopper prefill kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Output", "Span", "finish_rows", "mask_scores", "own_tiles", "store_l
 
 
 class Output(NamedTuple):
-    """Where rows go, and what they are finished with.
+    """The address of rows, and the values that finish them.
 
     Attributes:
         sinks: logit of each head that joins the denominators, or None.
@@ -109,7 +109,7 @@ def finish_rows(row_sum, shift, empty, head, in_rows, output, PACK: gl.constexpr
     A sink is a logit without a value: it joins the denominator only.
 
     Returns:
-        (what to multiply the accumulated rows with, shift, denominator).
+        (the factor of the accumulated rows, shift, denominator).
     """
     keep = gl.where(empty, 0.0, 1.0)
     if output.sinks is not None:
@@ -127,7 +127,7 @@ def finish_rows(row_sum, shift, empty, head, in_rows, output, PACK: gl.constexpr
 
 @gluon.jit
 def store_lse(output, shift, total, empty, first_row, tokens, head, in_rows, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Stores the log-sum-exp of what `finish_rows` finished, a natural logarithm, where the call wants it."""
+    """Stores the log-sum-exp of the rows that `finish_rows` finished, a natural logarithm, if the call asks for it."""
     if output.lse is not None:
         row_lse = gl.where(empty, float("-inf"), (shift + gl.log2(total)) * LN2)
         rows = OWN * 64 + in_rows
@@ -138,7 +138,7 @@ def store_lse(output, shift, total, empty, first_row, tokens, head, in_rows, OWN
 
 @gluon.jit
 def store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Stores what a chunk of keys leaves of rows: the running softmax, in float32, as `attention_split_kernel` does."""
+    """Stores the running softmax of rows over a chunk of keys, in float32, as `attention_split_kernel` does."""
     PACK: gl.constexpr = SHAPE.PACK
     O_LAYOUT: gl.constexpr = acc.type.layout
     rows = OWN * 64 + gl.arange(0, 64, layout=row_sum.type.layout)
@@ -154,7 +154,7 @@ def store_partial(acc, row_sum, row_max, split, first, tokens, head, OWN: gl.con
 
 @gluon.jit
 def zero_padding(output, batch, num_tokens, SHAPE: gl.constexpr):
-    """Writes what rows of padding hold: zeros, and a log-sum-exp of -inf."""
+    """Writes the result of padding rows: zeros, and a log-sum-exp of -inf."""
     NUM_HEADS: gl.constexpr = SHAPE.NUM_HEADS
     LANES: gl.constexpr = SHAPE.HEAD_SIZE // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])

@@ -38,10 +38,10 @@ def as_boxes(tile, ROWS: gl.constexpr):
 
 @gluon.constexpr_function
 def tile_layout(axes, rows, columns):
-    """The layout of tiles of an array that the copy engine sees with so many axes."""
+    """The layout of tiles of an array that the copy engine sees with this number of axes."""
     if axes == 2:
         return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    # What each bit of an element's place in memory adds to its (row, column); the swizzle adds 8 columns to a row.
+    # The (row, column) offset that each bit of an element's memory address adds; the swizzle adds 8 columns to a row.
     swizzled = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
     parts = [[0, 64 << i] for i in range((columns // 64).bit_length() - 1)]
     eights = [[8 << i, 0] for i in range((rows // 8).bit_length() - 1)]

@@ -20,7 +20,7 @@ class Ring(NamedTuple):
     Attributes:
         tiles: the slots, `[slots, ...]` or several tiles for each.
         full: a barrier for each slot, which completes when the slot is filled.
-        empty: a barrier for each slot, which completes when its readers are done with it; None where nobody asks.
+        empty: a barrier for each slot, which completes when its readers are done with it; None if no warp waits for it.
     """
 
     tiles: Any
@@ -38,8 +38,9 @@ def make_ring(tiles, SLOTS: gl.constexpr):
 def make_barriers(SLOTS: gl.constexpr):
     """Shared memory for as many barriers: those of one side of a ring, where the other side has none.
 
-    Each barrier that is set must be some role's. The compiler gives the memory of one that no role uses to what it
-    hands the roles, where the device still has a barrier, as nothing ends it (PTX ISA, mbarrier.inval).
+    Each initialised barrier must be used by a role. The compiler reuses the memory of an unused barrier for the values
+    that it passes to the roles, but on the device the barrier still exists, because nothing ends it (PTX ISA,
+    mbarrier.inval).
     """
     return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
 

@@ -1,4 +1,4 @@
-"""What the programs of the Hopper prefill kernels work on: which tile and head comes next, and copies of its keys."""
+"""The work of a program of the Hopper prefill kernels: the next tile and head, and the copies of its keys."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def work_item(turn, call, SHAPE: gl.constexpr):
     come first, all heads of a tile together. Programs take items in turns, every other turn in reverse order: so each
     of them gets about the same number of keys in all (longest processing time first), and all of them are at about
     the same keys at a time, which stay in the L2 cache. With PACK, or with keys in chunks, the tiles of a sequence
-    follow each other: they are about equal, and what they can share is the keys.
+    follow each other: they are about equal, and can share their keys.
 
     Returns:
         (item number, sequence, tile of the sequence, head in units of PACK); the last three mean nothing beyond the
@@ -114,7 +114,7 @@ def work_item(turn, call, SHAPE: gl.constexpr):
 
 @gluon.jit
 def chunk_of_tile(seq, tile, query_len, seq_len, num_keys, call, TOKENS: gl.constexpr):
-    """What a tile number of `work_item` stands for where keys are split.
+    """The meaning of a tile number of `work_item` if keys are split.
 
     Returns:
         (tile of the sequence, first key of the chunk, end of its keys, its row of the scratch that chunks leave).
@@ -175,7 +175,8 @@ def key_tiles(low, high, SHAPE: gl.constexpr):
 
 @gluon.jit
 def tile_blocks(table, position, low, high, base, SHAPE: gl.constexpr):
-    """What `tile_rows` needs of the table for the tile of keys at `position`: an id for each lane's box, as loaded.
+    """The table entries that `tile_rows` needs for the tile of keys at `position`: an id for each lane's box, as
+    loaded.
 
     Boxes without a key in [low, high) have -1, and the table is not read there. Nothing is worked out from the ids:
     that would wait for them. Without a table, the rows of `tile_rows` themselves, from the row `base`.

@@ -1,4 +1,4 @@
-"""Which keys a query row sees, and what is done to a score before the softmax; shared by every attention kernel."""
+"""The keys that a query row sees, and the changes of a score before the softmax; shared by every attention kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
     Attributes:
         window_left: keys before the position.
         window_right: keys after it.
-        attention_chunk: positions see the keys of their own chunk of so many.
+        attention_chunk: size of the chunks; a position sees only keys of its own chunk.
     """
 
     window_left: Any
@@ -39,7 +39,7 @@ class Bounds(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is done to the products of a tile of rows and to the scores they become; None where nothing is.
+    """The operations on the products of a tile of rows and on their scores; None for an operation that is off.
 
     Attributes:
         scale: the attention scale with per-tensor scales of query and key folded in.
@@ -163,7 +163,8 @@ def _visible(query_pos, key_pos, scoring, NUM_RANGES: tl.constexpr):
     """The mask of torch_core.base.specs.AttentionSpec on query_pos [rows, 1] and key_pos [1, keys].
 
     `scoring.ranges` points to NUM_RANGES pairs (first, last position, both included) of this sequence; a query inside a
-    pair sees every key inside it, whatever the bounds say (vLLM: mm_prefix_range). A pair with last <= first is empty.
+    pair sees every key inside it, even outside the other bounds (vLLM: mm_prefix_range). A pair with last <= first is
+    empty.
     """
     bounds = scoring.bounds
     mask = (key_pos < scoring.num_keys) & (query_pos == query_pos)
@@ -195,7 +196,7 @@ def soft_capped(scores, cap):
 
 @triton.jit
 def alibi_distance(rows, keys, ALIBI_SQRT: tl.constexpr):
-    """What a slope of ALiBi is multiplied with."""
+    """The factor of an ALiBi slope."""
     distance = (keys - rows).to(tl.float32)
     if ALIBI_SQRT:
         distance = -tl.sqrt(tl.maximum(-distance, 0.0))

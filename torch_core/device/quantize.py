@@ -1,4 +1,4 @@
-"""Device helpers that turn computed values into what a cache or an output array stores."""
+"""Device helpers that convert computed values to the stored values of a cache or an output array."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saturate_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def store_value(x, scale, dtype: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """What the cache stores for `x`: x / scale, saturated; codes of the cache's own 1-byte dtype stay as they are."""
+    """The stored value of `x`: x / scale, saturated; values of the cache's own 1-byte dtype are unchanged."""
     if x.dtype == dtype and (not HAS_SCALE or dtype.primitive_bitwidth == 8):
         stored = x
     elif HAS_SCALE:

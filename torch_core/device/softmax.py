@@ -17,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def rescale(old_max, new_max, EXACT: tl.constexpr):
-    """The factor for what was accumulated under old_max once the maximum is new_max; 1 while both are -inf."""
+    """The factor of sums accumulated under old_max once the maximum is new_max; 1 while both are -inf."""
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     difference = old_max - shift
     if EXACT:
@@ -49,7 +49,7 @@ def softmax_step(scores, factor, row_max, row_sum, EXACT: tl.constexpr):
 
 @triton.jit
 def finish_rows(row_max, row_sum, sinks, heads, valid, EXACT: tl.constexpr):
-    """Ends a softmax: what to multiply the accumulated rows with, and their log-sum-exp, a natural logarithm.
+    """Ends a softmax: returns the factor of the accumulated rows, and their log-sum-exp, a natural logarithm.
 
     A sink is a logit without a value: it joins the denominator only. Rows that saw no key get (0, -inf), with or
     without a sink.
@@ -68,5 +68,5 @@ def finish_rows(row_max, row_sum, sinks, heads, valid, EXACT: tl.constexpr):
     total = tl.where(empty, 1.0, row_sum)
     if not EXACT:
         shift = shift * LN2
-    # Rounded to nearest: the plain division is off by up to two units in the last place, for the whole row alike.
+    # Rounded to nearest: the plain division is off by up to two units in the last place, equally for the whole row.
     return tl.div_rn(keep, total), tl.where(empty, float("-inf"), shift + tl.math.log2(total) * LN2)

@@ -11,7 +11,7 @@ __all__ = ["Output", "RowLayout", "as_multiplied", "query_tile", "store_rows", "
 
 
 class Output(NamedTuple):
-    """Where finished rows go, and what they are multiplied with on the way.
+    """The destination of finished rows, and the factor that they are multiplied by.
 
     Attributes:
         out: the output.
@@ -86,7 +86,7 @@ def store_rows(output, values, row_lse, tokens, heads, live, LAYOUT: tl.constexp
 
 @triton.jit
 def zero_rows(output, tokens, heads, live, LAYOUT: tl.constexpr):
-    """Writes what rows without a visible key hold: zeros, and a log-sum-exp of -inf."""
+    """Writes the result of rows without a visible key: zeros, and a log-sum-exp of -inf."""
     zeros = tl.zeros([tokens.shape[0], LAYOUT.PADDED], tl.float32)
     _store(output, zeros, tl.full([tokens.shape[0]], float("-inf"), tl.float32), tokens, heads, live, LAYOUT)
 
